@@ -1,0 +1,55 @@
+"""Batchers that keep a GPU full: by token cost, in a fair order, with a bound on what may wait."""
+
+from batcher.calls import InferenceFn, ProcessFn
+from batcher.continuous import ContinuousBatcher, Slot
+from batcher.costs import (
+    CostEstimator,
+    CostEstimatorFn,
+    OutputEstimator,
+    Prompt,
+    TokenEstimator,
+    TokenEstimatorFn,
+)
+from batcher.dynamic import DynamicBatcher
+from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
+from batcher.forming import Former
+from batcher.lanes import Queued
+from batcher.profiles import PROFILES, profile
+from batcher.queue import Entry, RequestQueue
+from batcher.stats import BatchStats, ContinuousStats, Stats
+from batcher.threads import ThreadClient
+from batcher.tickets import Ticket
+from batcher.tokens import TokenBatcher
+
+__all__ = [
+    "PROFILES",
+    "Aborted",
+    "BadResults",
+    "BatchStats",
+    "BatcherError",
+    "Closed",
+    "ContinuousBatcher",
+    "ContinuousStats",
+    "CostEstimator",
+    "CostEstimatorFn",
+    "DynamicBatcher",
+    "Entry",
+    "Expired",
+    "Former",
+    "InferenceFn",
+    "OutputEstimator",
+    "Oversize",
+    "ProcessFn",
+    "Prompt",
+    "QueueFull",
+    "Queued",
+    "RequestQueue",
+    "Slot",
+    "Stats",
+    "ThreadClient",
+    "Ticket",
+    "TokenBatcher",
+    "TokenEstimator",
+    "TokenEstimatorFn",
+    "profile",
+]

@@ -1,0 +1,145 @@
+"""What a record costs: given, estimated by a function or by the record itself, or learned."""
+
+import math
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+RecordT = TypeVar("RecordT")
+
+CostEstimatorFn = Callable[[RecordT], int]
+TokenEstimatorFn = Callable[[RecordT], int]
+
+
+@runtime_checkable
+class CostEstimator(Protocol):
+    """A record that knows what it costs."""
+
+    def estimate_cost(self) -> int: ...
+
+
+@runtime_checkable
+class TokenEstimator(Protocol):
+    """A record that knows how many tokens it has."""
+
+    def estimate_tokens(self) -> int: ...
+
+
+@dataclass
+class Prompt:
+    """A prompt that estimates its tokens as a quarter of its characters, plus one.
+
+    Attributes:
+        text: The prompt.
+    """
+
+    text: str
+
+    def estimate_tokens(self) -> int:
+        return len(self.text) // 4 + 1
+
+
+def whole_cost(name: str, value: object) -> int:
+    """Return a cost as a whole number, fractions rounded up.
+
+    Raises:
+        ValueError: `value` is not a finite number of at least 0.
+    """
+    if isinstance(value, float) and math.isfinite(value):
+        value = math.ceil(value)
+    try:
+        cost = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"{name} must be a finite number >= 0, not {value!r}") from None
+    if cost < 0:
+        raise ValueError(f"{name} must be a finite number >= 0, not {value!r}")
+    return cost
+
+
+class CostRule(Generic[RecordT]):
+    """How a batcher finds the cost of a record: given, then `estimator`, then a method, then `default`.
+
+    Args:
+        estimator: Returns the cost of a record.
+        methods: Names of the methods to look for on a record, in this order.
+        default: The cost of a record of which nothing is known.
+    """
+
+    __slots__ = ("default", "estimator", "methods")
+
+    def __init__(
+        self, estimator: CostEstimatorFn[RecordT] | None, methods: tuple[str, ...], default: int
+    ) -> None:
+        self.estimator = estimator
+        self.methods = methods
+        self.default = default
+
+    def __call__(self, record: RecordT, given: int | None) -> int:
+        """Return the cost of `record`, in whole units.
+
+        Raises:
+            ValueError: What was given or estimated is not a finite number of at least 0.
+        """
+        if given is not None:
+            return given if type(given) is int and given >= 0 else whole_cost("estimated_cost", given)
+        if self.estimator is not None:
+            cost = self.estimator(record)
+            return cost if type(cost) is int and cost >= 0 else whole_cost("cost_estimator's result", cost)
+        for name in self.methods:
+            method = getattr(record, name, None)
+            if method is not None and callable(method):
+                return whole_cost(f"{name}()'s result", method())
+        return self.default
+
+
+class OutputEstimator:
+    """Learns from finished requests how many tokens the next one will produce.
+
+    Lengths fall into buckets by power of two. The estimate for a request that has produced `so_far`
+    tokens is the mean length of those that went at least as far: E[length | length > so_far].
+    """
+
+    __slots__ = ("_counts", "_seen", "_sums", "_total")
+
+    BUCKETS = 32
+    ENOUGH = 32
+    """Requests to see first: the earliest to finish are the shortest, their mean alone is too low."""
+    MEMORY = 1024
+    """Requests after which the past weighs half."""
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * self.BUCKETS
+        self._sums = [0.0] * self.BUCKETS
+        self._seen = 0.0
+        self._total = 0.0
+
+    def learn(self, output_tokens: int) -> None:
+        """Take in the length of a finished request, in tokens."""
+        bucket = min(output_tokens.bit_length(), self.BUCKETS - 1)
+        self._counts[bucket] += 1
+        self._sums[bucket] += output_tokens
+        self._seen += 1
+        self._total += output_tokens
+        if self._seen >= self.MEMORY:
+            self._counts = [count / 2 for count in self._counts]
+            self._sums = [total / 2 for total in self._sums]
+            self._seen = sum(self._counts)
+            self._total = sum(self._sums)
+
+    def expect(self, max_tokens: int, so_far: int = 0) -> int:
+        """Return the tokens to reserve for the output of one request.
+
+        Args:
+            max_tokens: The most it may produce.
+            so_far: What it has produced.
+        """
+        if self._seen < self.ENOUGH:
+            return max_tokens
+        if so_far == 0:
+            return min(max_tokens, math.ceil(self._total / self._seen))
+        first = min(so_far.bit_length(), self.BUCKETS - 1)
+        seen = sum(self._counts[first:])
+        mean = math.ceil(sum(self._sums[first:]) / seen) if seen else 0
+        # Beyond everything seen, double: few corrections, never more than twice too much.
+        return min(max_tokens, mean if mean > so_far else 2 * so_far)

@@ -1,0 +1,94 @@
+"""What a batcher raises, and how one error becomes many."""
+
+import asyncio
+import copy
+from typing import TypeVar
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
+
+
+class BatcherError(Exception):
+    """Base of everything that a batcher refuses or gives up."""
+
+
+class QueueFull(BatcherError):  # noqa: N818 - the field's word, as in `asyncio.QueueFull`
+    """There is no room for the record now.
+
+    Attributes:
+        what: The bound that was met: `max_queue_size` or `max_queue_cost`.
+        limit: The value of that bound.
+        retry_after_s: Seconds after which a record like this one would have started, as computed from
+            the measured rate of service.
+    """
+
+    def __init__(self, what: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(what, limit, retry_after_s)
+        self.what = what
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return f"the queue is full: {self.what}={self.limit}; retry in {self.retry_after_s:.2f} s"
+
+
+class Expired(BatcherError, TimeoutError):  # noqa: N818
+    """The record's deadline passed before it could start."""
+
+
+class Oversize(BatcherError, ValueError):  # noqa: N818
+    """The record costs more than may ever run at once, and `oversize` is "reject".
+
+    Attributes:
+        cost: What the record costs.
+        limit: The most that one record may cost.
+    """
+
+    def __init__(self, cost: int, limit: int) -> None:
+        super().__init__(cost, limit)
+        self.cost = cost
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"the record costs {self.cost}, at most {self.limit} is allowed"
+
+
+class Closed(BatcherError, RuntimeError):  # noqa: N818
+    """The batcher has not been started, or is stopping."""
+
+
+class Aborted(BatcherError, RuntimeError):  # noqa: N818
+    """The batch was cut short while it ran, other than by an ordinary error."""
+
+
+class BadResults(BatcherError, ValueError):  # noqa: N818
+    """`process_fn` did not return one result per record."""
+
+
+def separate(error: ErrorT) -> ErrorT | Aborted:
+    """Return an error equal to `error` that is an object of its own.
+
+    Futures that share one exception object share its traceback and its context too: each `await` that
+    raises it writes into what the others see.
+    """
+    kind = type(error)
+    try:
+        if kind.__module__ == "builtins":
+            # Some keep their state in C, where only their own constructor puts it.
+            twin: ErrorT | Aborted = copy.copy(error)
+        else:
+            # `__init__` may want other arguments than the `args` it left: go round it.
+            twin = kind.__new__(kind, *error.args)
+            twin.__dict__.update(error.__dict__)
+    except Exception:
+        twin = Aborted(f"{kind.__name__}: {error}")
+    twin.__cause__ = error.__cause__
+    twin.__context__ = error.__context__
+    twin.__suppress_context__ = error.__suppress_context__
+    return twin.with_traceback(error.__traceback__)
+
+
+def fit(error: BaseException) -> BaseException:
+    """Return an error that a future can carry and that doesn't look like the end of its caller."""
+    if isinstance(error, StopIteration | asyncio.CancelledError):
+        return Aborted(f"the result of the record is {error!r}")
+    return error

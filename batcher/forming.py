@@ -1,0 +1,120 @@
+"""How a batch is cut from the queue: by number, by budget, by length."""
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from batcher.queue import EntryT, RequestQueue
+
+Forming = Literal["arrival", "static", "sorted", "bucketed"]
+FORMINGS = ("arrival", "static", "sorted", "bucketed")
+
+LIKE = 1.25
+"""Longest over shortest length that go together: padding stays near a tenth, and batches still fill."""
+
+LOOKAHEAD_BATCHES = 16
+"""How far to look ahead by default, in batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Former:
+    """Cuts batches from a queue.
+
+    The record whose turn it is goes with every batch, so that whatever suits the others, none starves.
+
+    Attributes:
+        forming: "arrival": in the order of the queue, while the budget lasts. "static": in the order of
+            the queue, by number alone. "sorted": the records nearest in length to the one whose turn it
+            is, among the next `lookahead`. "bucketed": those in its bucket, of fixed bounds, among them.
+        max_records: Most records in a batch.
+        budget: Most cost of a batch.
+        padded: The cost of a batch is that of its longest record times their number, not the sum.
+        lookahead: Records that are looked at to find some of like length.
+    """
+
+    forming: Forming
+    max_records: int
+    budget: int
+    padded: bool
+    lookahead: int
+
+    def full(self, records: int, cost: int) -> bool:
+        """Return whether so many waiting records, of that cost together, fill a batch."""
+        return records >= self.max_records or (cost >= self.budget and self.forming != "static")
+
+    def batches(self, records: int, cost: int) -> int:
+        """Return how many full batches so many records, of that cost together, make at least."""
+        by_number = records // self.max_records
+        return by_number if self.forming == "static" else max(by_number, cost // self.budget)
+
+    def cut(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
+        """Take the next batch from a queue; none if nothing waits."""
+        if self.forming == "arrival":
+            return queue.take(self.budget, self.max_records, padded=self.padded)
+        if self.forming == "static":
+            return queue.take(None, self.max_records)
+        window = queue.peek(self.lookahead)
+        if not window:
+            return []
+        batch = self._nearest(window) if self.forming == "sorted" else self._of_one_bucket(window)
+        for entry in batch:
+            queue.pick(entry)
+        return batch
+
+    def _nearest(self, window: list[EntryT]) -> list[EntryT]:
+        """Return the run of like length around the first entry that is largest and then pads least."""
+        ranked = sorted(window, key=_length)
+        place = ranked.index(window[0])
+        lengths = [entry.cost for entry in ranked]
+        sums = list(itertools.accumulate(lengths, initial=0))
+        best = (0, 0)
+        best_run = (place, place + 1)
+        for end in range(place + 1, min(place + self.max_records, len(ranked)) + 1):
+            longest = lengths[end - 1]
+            start = max(
+                end - self.max_records,
+                bisect.bisect_left(lengths, longest / LIKE),
+                self._first_affordable(sums, longest, end),
+            )
+            if start > place:
+                break
+            count = end - start
+            waste = longest * count - (sums[end] - sums[start])
+            if (count, -waste) > best:
+                best = (count, -waste)
+                best_run = (start, end)
+        return ranked[slice(*best_run)]
+
+    def _first_affordable(self, sums: Sequence[int], longest: int, end: int) -> int:
+        """Return the lowest start from which the run up to `end` is within the budget."""
+        if self.padded:
+            return max(0, end - self.budget // longest) if longest else 0
+        return bisect.bisect_left(sums, sums[end] - self.budget)
+
+    def _of_one_bucket(self, window: list[EntryT]) -> list[EntryT]:
+        """Return the entries of the first one's bucket, in the order of the queue, within the budget."""
+        bucket = _bucket(window[0].cost)
+        batch: list[EntryT] = []
+        total = longest = 0
+        for entry in window:
+            if _bucket(entry.cost) != bucket:
+                continue
+            longest = max(longest, entry.cost)
+            total = longest * (len(batch) + 1) if self.padded else total + entry.cost
+            if batch and total > self.budget:
+                break
+            batch.append(entry)
+            if len(batch) == self.max_records:
+                break
+        return batch
+
+
+def _length(entry: EntryT) -> int:
+    return entry.cost
+
+
+def _bucket(length: int) -> int:
+    return math.ceil(math.log(length) / math.log(LIKE)) if length > 1 else 0

@@ -1,0 +1,273 @@
+"""The door of a batcher: who gets in, who waits outside for room, who is too late, and when it closes."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar
+
+from batcher import checks
+from batcher.errors import BatcherError, Closed, Expired, QueueFull
+from batcher.lanes import Queued
+from batcher.queue import EntryT, RequestQueue
+from batcher.stats import Recorder
+
+EntryT_contra = TypeVar("EntryT_contra", bound=Queued, contravariant=True)
+
+UNKNOWN_WAIT_S = 1.0
+"""The estimate of a wait as long as nothing has finished."""
+
+GRACE_S = 1.0
+"""Seconds that a cancelled task has to end before a stop no longer waits for it."""
+
+LATE = "the deadline passed before the record could start"
+
+
+class State(Enum):
+    """Where a batcher is in its life."""
+
+    STOPPED = "not running; call start() or use `async with`"
+    RUNNING = "running"
+    STOPPING = "stopping"
+
+
+class Owner(Protocol[EntryT_contra]):
+    """What a batcher does for its intake."""
+
+    def _fail(self, entry: EntryT_contra, error: BatcherError) -> None:
+        """Tell the caller of an entry that left the queue unserved."""
+
+    def _abandon(self, entry: EntryT_contra) -> None:
+        """Take out an entry that got in at the moment when its caller was cancelled."""
+
+    def _advance(self) -> None:
+        """Start what can start: entries have come, or left."""
+
+    def _idle(self) -> bool:
+        """Return whether nothing runs, or is about to."""
+
+    def _drop_formed(self, error: BatcherError) -> None:
+        """Fail what has left the queue and has not started."""
+
+    def _abort(self) -> list["asyncio.Task[Any]"]:
+        """Give up what runs; return the tasks that are still to end."""
+
+    def estimate_wait(self, cost: int, priority: int = 0) -> float:
+        """Return the seconds that a record would wait."""
+
+
+class Intake(Generic[EntryT]):
+    """Lets entries into a queue, in order, and ends those that can't wait any longer.
+
+    Args:
+        owner: The batcher.
+        queue: Where entries wait.
+        recorder: Where entries are counted.
+        clock: The queue's clock.
+    """
+
+    def __init__(
+        self,
+        owner: Owner[EntryT],
+        queue: RequestQueue[EntryT],
+        recorder: Recorder,
+        clock: Callable[[], float],
+    ) -> None:
+        self.state = State.STOPPED
+        self.outside_cost = 0
+        self._owner = owner
+        self._name = type(owner).__name__
+        self._queue = queue
+        self._recorder = recorder
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # The entries that wait for room, first come first in. Not bounded: each is a suspended caller.
+        self._outside: OrderedDict[asyncio.Future[None], EntryT] = OrderedDict()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+        self._emptied: asyncio.Future[None] | None = None
+
+    @property
+    def outside(self) -> int:
+        """How many wait for room."""
+        return len(self._outside)
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop on which the batcher was started."""
+        if self._loop is None:
+            raise Closed(f"{self._name} is {self.state.value}")
+        return self._loop
+
+    def open(self) -> None:
+        """Start to let entries in.
+
+        Raises:
+            RuntimeError: It is open already, or still closing.
+        """
+        if self.state is not State.STOPPED:
+            raise RuntimeError(f"{self._name} is already {self.state.value}")
+        self._loop = asyncio.get_running_loop()
+        self.state = State.RUNNING
+        self._recorder.open(self._clock())
+
+    def turn_away(self) -> Closed:
+        """Count an entry that comes while nobody is let in, and return what to tell its caller."""
+        self._recorder.rejected += 1
+        return Closed(f"{self._name} is {self.state.value}")
+
+    def check_deadline(self, entry: EntryT) -> None:
+        """Raise Expired if the deadline of a new entry has passed."""
+        if entry.deadline is not None and entry.deadline <= self._clock():
+            self._recorder.rejected += 1
+            raise Expired("the deadline passed before the record was submitted")
+
+    def full(self, cost: int) -> tuple[str, int] | None:
+        """Return the bound that keeps a new entry of `cost` out, or None: nobody passes those who wait."""
+        bound = self._queue.full(cost)
+        if bound is None and self._outside:
+            return self._queue.full(next(iter(self._outside.values())).cost)
+        return bound
+
+    def enter(self, entry: EntryT) -> None:
+        """Let an entry in at once.
+
+        Raises:
+            QueueFull: There is no room, or others wait for it already.
+        """
+        bound = self.full(entry.cost)
+        if bound is not None:
+            self._recorder.rejected += 1
+            raise QueueFull(*bound, retry_after_s=self._owner.estimate_wait(entry.cost, entry.priority))
+        self.put(entry)
+
+    def put(self, entry: EntryT) -> None:
+        """Let an entry in that there is room for."""
+        self._queue.put(entry)
+        self._recorder.submitted += 1
+        if entry.deadline is not None:
+            self._watch_deadlines()
+
+    async def enter_when_room(self, entry: EntryT) -> None:
+        """Wait for room, behind those who wait already, then let an entry in.
+
+        Raises:
+            Expired: The deadline passed first.
+            Closed: The batcher stopped first.
+        """
+        room: asyncio.Future[None] = self.loop.create_future()
+        alarm = None
+        if entry.deadline is not None:
+            alarm = self.loop.call_later(entry.deadline - self._clock(), self._give_up, room)
+        self._outside[room] = entry
+        self.outside_cost += entry.cost
+        try:
+            await room
+        except BaseException:
+            if self._leave_outside(room):
+                # Whoever stood behind may fit where this one did not.
+                self._owner._advance()
+            elif not room.cancelled() and room.exception() is None:
+                self._owner._abandon(entry)
+            raise
+        finally:
+            if alarm is not None:
+                alarm.cancel()
+
+    def admit(self) -> None:
+        """Let those in who wait outside, as far as there is room now."""
+        while self._outside:
+            room, entry = next(iter(self._outside.items()))
+            if self._queue.full(entry.cost):
+                return
+            self._leave_outside(room)
+            if not room.done():
+                self.put(entry)
+                room.set_result(None)
+
+    def expire(self) -> None:
+        """End every entry whose deadline has passed."""
+        for entry in self._queue.expire():
+            self._recorder.expired += 1
+            self._owner._fail(entry, Expired(LATE))
+
+    async def close(self, drain: bool, timeout: float | None) -> None:  # noqa: ASYNC109
+        """See off what is there, then stop: what `stop` of both batchers does."""
+        if timeout is not None:
+            checks.seconds("timeout", timeout)
+        if self.state is State.STOPPED:
+            return
+        self.state = State.STOPPING
+        if self._emptied is None:
+            self._emptied = self.loop.create_future()
+        emptied = self._emptied
+        if not drain:
+            self._refuse_all()
+        self._owner._advance()
+        self.check_emptied()
+        await asyncio.wait((emptied,), timeout=timeout)
+        if not emptied.done():
+            self._refuse_all()
+            tasks = self._owner._abort()
+            if tasks:
+                await asyncio.wait(tasks, timeout=GRACE_S)
+        if self._emptied is emptied:
+            # Of several calls that wait here, the first one locks up; it also lets the others go.
+            self._emptied = None
+            if not emptied.done():
+                emptied.set_result(None)
+            if self._alarm is not None:
+                self._alarm.cancel()
+                self._alarm = None
+            self._recorder.close(self._clock())
+            self.state = State.STOPPED
+
+    def check_emptied(self) -> None:
+        """Let `close` go on if everything is gone."""
+        emptied = self._emptied
+        if emptied is None or emptied.done() or self._outside or self._queue.size:
+            return
+        if self._owner._idle():
+            emptied.set_result(None)
+
+    def _refuse_all(self) -> None:
+        closed = f"{self._name} was stopped before the record could start"
+        for room in list(self._outside):
+            self._leave_outside(room)
+            if not room.done():
+                self._recorder.rejected += 1
+                room.set_exception(Closed(closed))
+        for entry in self._queue.clear():
+            self._recorder.failed += 1
+            self._owner._fail(entry, Closed(closed))
+        self._owner._drop_formed(Closed(closed))
+
+    def _watch_deadlines(self) -> None:
+        """See to it that `expire` runs when the earliest deadline passes."""
+        deadline = self._queue.next_deadline()
+        if deadline is None:
+            return
+        if self._alarm is not None:
+            if self._alarm_at <= deadline:
+                return
+            self._alarm.cancel()
+        self._alarm_at = deadline
+        self._alarm = self.loop.call_later(deadline - self._clock(), self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self.expire()
+        self._owner._advance()
+        self._watch_deadlines()
+
+    def _give_up(self, room: asyncio.Future[None]) -> None:
+        if not room.done():
+            self._recorder.rejected += 1
+            room.set_exception(Expired("the deadline passed before there was room in the queue"))
+
+    def _leave_outside(self, room: asyncio.Future[None]) -> bool:
+        entry = self._outside.pop(room, None)
+        if entry is None:
+            return False
+        self.outside_cost -= entry.cost
+        return True

@@ -1,0 +1,40 @@
+"""How fast records are served: the base of every estimate of a wait."""
+
+MEMORY = 1 - 1 / 256
+"""Weight that a finished record keeps when the next one finishes."""
+
+
+class ServiceRate:
+    """The rate at which a window of records serves cost, from the time that finished ones spent in it.
+
+    By Little's law a window that holds `inside` records of which each stays `mean` seconds lets
+    inside / mean of them go per second. The same holds for cost, with the mean taken by cost.
+    """
+
+    __slots__ = ("_cost", "_cost_seconds", "_records", "_seconds")
+
+    def __init__(self) -> None:
+        self._records = 0.0
+        self._seconds = 0.0
+        self._cost = 0.0
+        self._cost_seconds = 0.0
+
+    def learn(self, cost: int, seconds: float) -> None:
+        """Take in a record of `cost` that was inside for `seconds`."""
+        self._records = self._records * MEMORY + 1
+        self._seconds = self._seconds * MEMORY + seconds
+        self._cost = self._cost * MEMORY + cost
+        self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
+
+    def time_to_serve(self, records: int, cost: int, records_inside: int, cost_inside: int) -> float | None:
+        """Return the seconds until that many records, and that much cost, have left the window.
+
+        Returns:
+            None if nothing has been measured yet.
+        """
+        if not self._records or not records_inside:
+            return None
+        wait = max(0, records) * self._seconds / self._records / records_inside
+        if self._cost and cost_inside:
+            wait = max(wait, max(0, cost) * self._cost_seconds / self._cost / cost_inside)
+        return wait

@@ -1,0 +1,318 @@
+"""What a batcher counts, and the frozen snapshot that it shows."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+RECENT = 512
+"""Records over which percentiles are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What both batchers show.
+
+    Every record that was submitted is completed, failed, cancelled or expired, or is among
+    `queue_depth` and `running`. Percentiles are over the last 512 records that ran.
+
+    Attributes:
+        total_submitted: Records that got in.
+        total_completed: Records that ended with a result.
+        total_failed: Records that ended with an error.
+        total_cancelled: Records whose caller gave up, waiting or running.
+        total_expired: Records whose deadline passed while they waited.
+        total_rejected: Records that never got in: the queue was full, the record too large or too late.
+        queue_depth: Records that wait.
+        queue_cost: Their cost.
+        outside: Callers that wait for room in the queue.
+        running: Records that run.
+        running_cost: Their cost.
+        busy_time_s: Seconds during which at least one record ran.
+        idle_time_s: Seconds during which none did.
+        utilization: Share of the time, 0 to 1, in which at least one record ran.
+        throughput: Completed records per second since the start.
+        cost_throughput: Completed cost per second since the start.
+        avg_latency_s: Mean seconds from submission to result.
+        avg_run_s: Mean seconds that a record ran.
+        wait_p50_s: Seconds from submission to start: median.
+        wait_p90_s: The same, 90th percentile.
+        wait_p99_s: The same, 99th percentile.
+        run_p50_s: Seconds from start to end: median.
+        run_p90_s: The same, 90th percentile.
+        run_p99_s: The same, 99th percentile.
+    """
+
+    total_submitted: int = 0
+    total_completed: int = 0
+    total_failed: int = 0
+    total_cancelled: int = 0
+    total_expired: int = 0
+    total_rejected: int = 0
+    queue_depth: int = 0
+    queue_cost: int = 0
+    outside: int = 0
+    running: int = 0
+    running_cost: int = 0
+    busy_time_s: float = 0.0
+    idle_time_s: float = 0.0
+    utilization: float = 0.0
+    throughput: float = 0.0
+    cost_throughput: float = 0.0
+    avg_latency_s: float = 0.0
+    avg_run_s: float = 0.0
+    wait_p50_s: float = 0.0
+    wait_p90_s: float = 0.0
+    wait_p99_s: float = 0.0
+    run_p50_s: float = 0.0
+    run_p90_s: float = 0.0
+    run_p99_s: float = 0.0
+
+    def report(self) -> str:
+        """Return the statistics as a few lines for a terminal."""
+        width = max(len(label) for label, _ in self._lines())
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        ended = f"{self.total_completed:,} completed, {self.total_failed:,} failed"
+        gone = f"{self.total_cancelled:,} cancelled, {self.total_expired:,} expired"
+        return [
+            (
+                "records",
+                f"{self.total_submitted:,} submitted: {ended}, {gone}, {self.total_rejected:,} rejected",
+            ),
+            (
+                "waiting",
+                f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {self.outside:,} callers for room",
+            ),
+            ("running", f"{self.running:,} records, cost {self.running_cost:,}"),
+            (
+                "utilization",
+                f"{self.utilization:.1%} ({_time(self.busy_time_s)} busy, {_time(self.idle_time_s)} idle)",
+            ),
+            ("throughput", f"{self.throughput:,.1f} records/s, cost {self.cost_throughput:,.1f}/s"),
+            ("latency", f"{_time(self.avg_latency_s)} on average, of which {_time(self.avg_run_s)} running"),
+            ("wait", _percentiles(self.wait_p50_s, self.wait_p90_s, self.wait_p99_s)),
+            ("run", _percentiles(self.run_p50_s, self.run_p90_s, self.run_p99_s)),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStats(Stats):
+    """A snapshot of a `DynamicBatcher`.
+
+    Attributes:
+        total_batches: Batches that were given to `process_fn`; the parts of a batch that was split count.
+        total_batch_cost: Their cost.
+        avg_batch_size: Mean number of records in a batch.
+        avg_batch_cost: Mean cost of a batch.
+        padding_ratio: Share, 0 to 1, of a padded batch (longest record times their number) that is
+            padding, were all batches padded.
+    """
+
+    total_batches: int = 0
+    total_batch_cost: int = 0
+    avg_batch_size: float = 0.0
+    avg_batch_cost: float = 0.0
+    padding_ratio: float = 0.0
+
+    def _lines(self) -> list[tuple[str, str]]:
+        return [
+            *Stats._lines(self),
+            (
+                "batches",
+                f"{self.total_batches:,} of {self.avg_batch_size:,.1f} records on average, "
+                f"cost {self.avg_batch_cost:,.1f}; {self.padding_ratio:.1%} padding",
+            ),
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContinuousStats(Stats):
+    """A snapshot of a `ContinuousBatcher`.
+
+    Attributes:
+        capacity: Cost that may run at once.
+        max_running: Records that may run at once; None: no bound.
+        occupancy: Mean share of the capacity in use since the start.
+        output_tokens: Tokens that were reported as produced.
+    """
+
+    capacity: int = 0
+    max_running: int | None = None
+    occupancy: float = 0.0
+    output_tokens: int = 0
+
+    def _lines(self) -> list[tuple[str, str]]:
+        bound = "" if self.max_running is None else f", at most {self.max_running:,} records"
+        return [
+            *Stats._lines(self),
+            ("capacity", f"{self.capacity:,}{bound}; {self.occupancy:.1%} in use on average"),
+            ("output", f"{self.output_tokens:,} tokens"),
+        ]
+
+
+def _time(value: float) -> str:
+    if value >= 1:
+        return f"{value:,.2f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.1f} ms"
+    return f"{value * 1e6:.0f} µs"
+
+
+def _percentiles(p50: float, p90: float, p99: float) -> str:
+    return f"p50 {_time(p50)}, p90 {_time(p90)}, p99 {_time(p99)}"
+
+
+def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float]:
+    """Return the given percentiles by nearest rank; zeros if there are no samples.
+
+    Args:
+        samples: In any order.
+        points: Between 0 and 1.
+    """
+    ranked = sorted(samples)
+    if not ranked:
+        return [0.0] * len(points)
+    last = len(ranked) - 1
+    return [ranked[min(last, int(point * len(ranked)))] for point in points]
+
+
+class Recorder:
+    """What a batcher counts while it runs: plain attributes, so that counting costs nothing."""
+
+    __slots__ = (
+        "_busy",
+        "_busy_s",
+        "_idle_s",
+        "_since",
+        "cancelled",
+        "completed",
+        "completed_cost",
+        "expired",
+        "failed",
+        "latency_s",
+        "ran",
+        "rejected",
+        "run_s",
+        "runs",
+        "submitted",
+        "waits",
+    )
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self.completed = 0
+        self.completed_cost = 0
+        self.failed = 0
+        self.cancelled = 0
+        self.expired = 0
+        self.rejected = 0
+        self.ran = 0
+        self.run_s = 0.0
+        self.latency_s = 0.0
+        self.waits: deque[float] = deque(maxlen=RECENT)
+        self.runs: deque[float] = deque(maxlen=RECENT)
+        self._busy = False
+        self._busy_s = 0.0
+        self._idle_s = 0.0
+        self._since: float | None = None
+
+    def open(self, now: float) -> None:
+        """Time counts from now on."""
+        self._since = now
+
+    def close(self, now: float) -> None:
+        """Time no longer counts."""
+        self._busy_s, self._idle_s = self.times(now)
+        self._since = None
+
+    def switch(self, busy: bool, now: float) -> None:
+        """From now on the time counts as busy, or as idle."""
+        self._busy_s, self._idle_s = self.times(now)
+        if self._since is not None:
+            self._since = now
+        self._busy = busy
+
+    def times(self, now: float) -> tuple[float, float]:
+        """Return the busy and the idle seconds up to now."""
+        if self._since is None:
+            return self._busy_s, self._idle_s
+        running = now - self._since
+        if self._busy:
+            return self._busy_s + running, self._idle_s
+        return self._busy_s, self._idle_s + running
+
+    def common(self, now: float) -> dict[str, float]:
+        """Return the fields of `Stats` that follow from what was counted."""
+        busy, idle = self.times(now)
+        elapsed = busy + idle
+        wait = percentiles(self.waits, (0.5, 0.9, 0.99))
+        run = percentiles(self.runs, (0.5, 0.9, 0.99))
+        return {
+            "total_submitted": self.submitted,
+            "total_completed": self.completed,
+            "total_failed": self.failed,
+            "total_cancelled": self.cancelled,
+            "total_expired": self.expired,
+            "total_rejected": self.rejected,
+            "busy_time_s": busy,
+            "idle_time_s": idle,
+            "utilization": busy / elapsed if elapsed else 0.0,
+            "throughput": self.completed / elapsed if elapsed else 0.0,
+            "cost_throughput": self.completed_cost / elapsed if elapsed else 0.0,
+            "avg_latency_s": self.latency_s / self.completed if self.completed else 0.0,
+            "avg_run_s": self.run_s / self.ran if self.ran else 0.0,
+            "wait_p50_s": wait[0],
+            "wait_p90_s": wait[1],
+            "wait_p99_s": wait[2],
+            "run_p50_s": run[0],
+            "run_p90_s": run[1],
+            "run_p99_s": run[2],
+        }
+
+
+class WindowRecorder(Recorder):
+    """What a `ContinuousBatcher` counts; `fill` is the share of the capacity in use."""
+
+    __slots__ = ("_fill", "_filled_at", "_filled_s", "output_tokens")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output_tokens = 0
+        self._fill = 0.0
+        self._filled_s = 0.0
+        self._filled_at = 0.0
+
+    def open(self, now: float) -> None:
+        super().open(now)
+        self._filled_at = now
+
+    def close(self, now: float) -> None:
+        self.fill(self._fill, now)
+        super().close(now)
+
+    def fill(self, share: float, now: float) -> None:
+        """From now on this share of the capacity is in use."""
+        if self._since is not None:
+            self._filled_s += self._fill * (now - self._filled_at)
+            self._filled_at = now
+        self._fill = share
+
+    def occupancy(self, now: float) -> float:
+        """Return the mean share of the capacity that was in use up to now."""
+        self.fill(self._fill, now)
+        elapsed = sum(self.times(now))
+        return self._filled_s / elapsed if elapsed else 0.0
+
+
+class BatchRecorder(Recorder):
+    """What a `DynamicBatcher` counts."""
+
+    __slots__ = ("batch_cost", "batch_records", "batches", "padded_cost")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+        self.batch_records = 0
+        self.batch_cost = 0
+        self.padded_cost = 0

@@ -1,0 +1,42 @@
+"""What `serve run` imports: a config's `args` in, an application out."""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from serve_app.engine import Engine
+from serve_app.function_engine import FunctionEngine
+from serve_app.health import engine_name
+from serve_app.ingress import Ingress
+from serve_app.settings import FunctionSettings, ModelSettings, parse
+
+UNBOUNDED = 100_000
+"""The batcher bounds what waits, by tokens and with an answer that says when to come back; Serve's own
+limit on ongoing requests is set where it can't cut in before."""
+
+
+def build(args: dict[str, Any]) -> Application:
+    """Return the application that a config describes: one Engine per model behind an Ingress.
+
+    Args:
+        args: See `serve_app.settings.Settings`.
+
+    Raises:
+        SettingsError: The args are wrong.
+    """
+    settings = parse(args)
+    ingress = serve.deployment(max_ongoing_requests=UNBOUNDED)(serve.ingress()(Ingress))
+    engines = {model.id: _engine(model, settings.ingress.max_prompts) for model in settings.models}
+    return ingress.bind(settings, engines)
+
+
+def _engine(model: ModelSettings, max_records: int) -> Application:
+    kind: type[Any] = FunctionEngine if isinstance(model, FunctionSettings) else Engine
+    deployment = serve.deployment(
+        max_ongoing_requests=UNBOUNDED,
+        graceful_shutdown_timeout_s=40,
+        health_check_period_s=5,
+        health_check_timeout_s=30,
+    )(kind)
+    return deployment.options(name=engine_name(model.id)).bind(model, max_records)

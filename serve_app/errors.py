@@ -1,0 +1,79 @@
+"""Why a request can't be served, as its caller is told."""
+
+import math
+from typing import Any, Literal
+
+ErrorType = Literal[
+    "invalid_request_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "timeout_error",
+    "processing_error",
+    "overloaded_error",
+    "service_unavailable",
+    "internal_error",
+]
+
+
+class RequestError(Exception):
+    """A request that can't be served, with all that its caller needs to mend it.
+
+    Args:
+        status: The HTTP status that says the same.
+        type: A name for programs.
+        message: A sentence for people.
+        param: The field at fault.
+        retry_after_s: Seconds after which another try is likely to succeed.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        type: ErrorType,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(status, type, message, param, retry_after_s)
+        self.status = status
+        self.type = type
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self.args
+
+    def at(self, param: str) -> "RequestError":
+        """Return the same error, of the part of the request that `param` names."""
+        message = f"{param}: {self.message}"
+        return RequestError(self.status, self.type, message, param=param, retry_after_s=self.retry_after_s)
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as JSON in the shape of OpenAI's API."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.status,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Return the HTTP headers that go with the error."""
+        if self.retry_after_s is None:
+            return {}
+        # The header has whole seconds; rounding down would send clients back too early.
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def _rebuild(
+    status: int, type: ErrorType, message: str, param: str | None, retry_after_s: float | None
+) -> RequestError:
+    return RequestError(status, type, message, param=param, retry_after_s=retry_after_s)

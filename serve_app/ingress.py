@@ -1,0 +1,191 @@
+"""The Ingress deployment: HTTP in, deployment handles out."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json, to_json
+from ray import serve
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from serve_app.errors import ErrorType, RequestError
+from serve_app.health import Health
+from serve_app.page import page
+from serve_app.protocol import JSON, parse_generate, parse_process
+from serve_app.relay import RelayRequest
+from serve_app.relayed import Relayed, error_response
+from serve_app.routing import GENERATE, PROCESS, Routing, card
+from serve_app.settings import Settings
+from serve_app.terms import ServiceTier, TermFields, terms_of
+
+logger = logging.getLogger("ray.serve")
+
+STATS_TIMEOUT_S = 5.0
+HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"host"}
+MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
+"""What vLLM serves beside `/v1/` and clients expect under it."""
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+class Ingress:
+    """A thin HTTP front: limits, routing by model, and the relay. It holds no model.
+
+    Args:
+        settings: The config's `args`.
+        engines: The handle of each model's Engine, by model id.
+    """
+
+    def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
+        self._settings = settings
+        self._engines = dict(engines)
+        self._routing = Routing(settings.models)
+        # Bytes cross as they are: an answer needs no serializer, and its errors travel in band.
+        self._relays = {
+            model: handle.options(
+                method_name="relay",
+                stream=True,
+                _by_reference=False,
+                request_serialization="pickle",
+                response_serialization="noop",
+            )
+            for model, handle in self._engines.items()
+        }
+        self._health = Health(serve.get_replica_context().app_name, list(self._engines))
+        self._started = int(time.time())
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Return the application that Serve runs in this replica."""
+        return Starlette(
+            routes=[
+                Route("/", self._index),
+                Route("/health", self._report_health),
+                Route("/stats", self._stats),
+                Route(GENERATE, self._generate, methods=["POST"]),
+                Route(PROCESS, self._process, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._model),
+                Route("/v1/{path:path}", self._openai, methods=METHODS),
+                *(Route(path, self._openai, methods=["POST"]) for path in MOVED.values()),
+            ],
+            exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
+        )
+
+    async def _index(self, request: Request) -> Response:
+        return HTMLResponse(page(self._settings, str(request.base_url).rstrip("/")))
+
+    async def _report_health(self, request: Request) -> Response:
+        try:
+            health = await self._health.read()
+        except Exception as error:
+            logger.warning("Ray Serve's controller doesn't answer: %r", error)
+            body = {"status": "unknown", "awaits": "Ray Serve's controller"}
+            return JSONResponse(body, status_code=503)
+        return JSONResponse(health.body(), status_code=200 if health.ready else 503)
+
+    async def _stats(self, request: Request) -> Response:
+        reports = await asyncio.gather(*(self._replica_stats(model) for model in self._engines))
+        return JSONResponse({"models": dict(zip(self._engines, reports, strict=True))})
+
+    async def _replica_stats(self, model: str) -> JSON:
+        try:
+            # A broadcast to a model without replicas waits for one to come.
+            if not (await self._health.read()).replicas(model):
+                return {"replicas": []}
+            response = self._engines[model].options(_by_reference=True).broadcast("stats")
+            return {"replicas": await response.results_async(timeout_s=STATS_TIMEOUT_S)}
+        except Exception as error:
+            return {"replicas": [], "error": str(error) or type(error).__name__}
+
+    async def _generate(self, request: Request) -> Response:
+        body = await self._body(request)
+        parsed = parse_generate(body, max_prompts=self._settings.ingress.max_prompts)
+        return self._relay(parsed.model, request, body, GENERATE, parsed)
+
+    async def _process(self, request: Request) -> Response:
+        body = await self._body(request)
+        parsed = parse_process(body, max_records=self._settings.ingress.max_prompts)
+        return self._relay(parsed.model, request, body, PROCESS, parsed)
+
+    async def _openai(self, request: Request) -> Response:
+        body = await self._body(request)
+        path: str = request.scope["path"]
+        named = _read_named(request, body)
+        fields = TermFields(service_tier=named.service_tier)
+        if named.service_tier == "fast":
+            # OpenAI's newer name for it, which vLLM refuses.
+            body = to_json(from_json(body) | {"service_tier": "priority"})
+        return self._relay(named.model, request, body, MOVED.get(path, path), fields)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._routing.cards(self._started)})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(card(self._routing.find(request.path_params["model"]), self._started))
+
+    def _relay(
+        self, model: str | None, request: Request, body: bytes, path: str, fields: TermFields
+    ) -> Relayed:
+        relay = self._relays[self._routing.choose(model, path)]
+        terms = terms_of(request.scope["headers"], fields)
+        headers = [(k, v) for k, v in request.scope["headers"] if k not in HOP_BY_HOP]
+        query = request.scope["query_string"]
+        messages = relay.remote(RelayRequest(request.method, path, query, headers, body, terms))
+        assert isinstance(messages, DeploymentResponseGenerator)
+        return Relayed(messages)
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self._settings.ingress.max_body_bytes
+        pieces = []
+        size = int(request.headers.get("content-length") or 0)
+        if size <= limit:
+            size = 0
+            async for piece in request.stream():
+                size += len(piece)
+                if size > limit:
+                    break
+                pieces.append(piece)
+        if size > limit:
+            message = f"The body is larger than the limit of {limit} bytes (ingress.max_body_bytes)"
+            raise RequestError(413, "request_too_large", message)
+        return b"".join(pieces)
+
+
+class _Named(BaseModel):
+    """The fields of an OpenAI request that matter before it reaches an engine."""
+
+    model: str | None = None
+    service_tier: ServiceTier | None = None
+
+
+def _read_named(request: Request, body: bytes) -> _Named:
+    if not body or "json" not in request.headers.get("content-type", "json"):
+        return _Named(model=request.query_params.get("model"))
+    try:
+        return _Named.model_validate_json(body)
+    except ValidationError as error:
+        item = error.errors(include_url=False)[0]
+        param = str(item["loc"][0]) if item["loc"] else None
+        message = f"{param}: {item['msg']}" if param else f"The body is not a JSON object: {item['msg']}"
+        raise RequestError(400, "invalid_request_error", message, param=param) from None
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    type: ErrorType = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = error_response(RequestError(error.status_code, type, message))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,292 @@
+"""Runs `serve run CONFIG` in the foreground: checks it first, shows progress, leaves nothing behind."""
+
+import argparse
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+import httpx
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.processes import adopt_orphans, end_descendants
+from serve_app.protocol import JSON
+from serve_app.settings import parse
+
+IMPORT_PATH = "serve_app.app:build"
+DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
+"""Where Ray's dashboard may be: it takes the first of these ports that is free."""
+
+TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+"""Where Ray keeps the token that its dashboard asks for."""
+
+CLEAR_LINE = "\r\033[K"
+STOP_S = 60.0
+"""Seconds that Serve gets to finish requests and stop by itself."""
+
+
+class LaunchError(Exception):
+    """Why the service can't start, for its user to read."""
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m serve_app.launch",
+        description=(
+            "Check a Serve config, run `serve run` on it in the foreground, say when it is ready, and stop "
+            "everything it started on Ctrl-C or SIGTERM."
+        ),
+    )
+    parser.add_argument(
+        "config",
+        type=Path,
+        help="a Serve config; configs/local.yaml needs no GPU and no download",
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="show what Ray, Serve and vLLM log, not only progress"
+    )
+    options = parser.parse_args()
+    try:
+        sys.exit(launch(options.config, verbose=options.verbose))
+    except LaunchError as error:
+        sys.exit(f"error: {error}")
+
+
+def launch(path: Path, *, verbose: bool) -> int:
+    """Serve a config until SIGINT or SIGTERM comes, and return the exit code.
+
+    Raises:
+        LaunchError: The config is wrong, its port is taken, or the application can't start.
+    """
+    config = read_config(path)
+    host, port = config.http_options.host, config.http_options.port
+    _check_free(host, port)
+    adopt_orphans()
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    with tempfile.NamedTemporaryFile(prefix="saturate-", suffix=".log", delete=False) as log:
+        progress = Progress(None if verbose else Path(log.name))
+        dashboard = Dashboard(port)
+        serve = _start(path, None if verbose else log)
+        try:
+            url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+            if wait_ready(serve, url, dashboard, progress, stop):
+                progress.end(f"Ready: {url}  (Ctrl-C stops it)")
+            while serve.poll() is None and not stop.wait(0.2):
+                pass
+            if not stop.is_set():
+                raise LaunchError(f"`serve run` ended by itself, with exit code {serve.returncode}")
+            progress.end("Stopping; requests in flight are finished first")
+            return 0
+        except LaunchError:
+            progress.end("Stopping")
+            progress.show_log()
+            raise
+        finally:
+            _stop(serve, dashboard)
+
+
+def read_config(path: Path) -> ServeDeploySchema:
+    """Read a Serve config and check it, with the args of our applications in it.
+
+    Raises:
+        LaunchError: It can't be read, or something in it is wrong.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+        config = ServeDeploySchema.model_validate(content)
+        # Serve itself passes over what it doesn't know, and so over a typo.
+        if unknown := sorted(set(content) - set(ServeDeploySchema.model_fields)):
+            raise ValueError(
+                f"{unknown[0]}: unknown key; allowed: {', '.join(ServeDeploySchema.model_fields)}"
+            )
+        for app in config.applications:
+            if app.import_path == IMPORT_PATH:
+                parse(app.args)
+    except OSError as error:
+        raise LaunchError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise LaunchError(f"{path}: {error}") from None
+    return config
+
+
+class Progress:
+    """What a person sees while the service starts: a line that counts the seconds, or a line a stage.
+
+    Args:
+        log: Where the output of `serve run` goes; None when it is on the terminal already.
+    """
+
+    def __init__(self, log: Path | None) -> None:
+        self._log = log
+        self._live = sys.stderr.isatty() and log is not None
+        self._start = time.monotonic()
+        self._stage = ""
+
+    def show(self, stage: str) -> None:
+        """Show the stage that is under way."""
+        if self._live:
+            self._write(f"{CLEAR_LINE}[{self._seconds():3.0f} s] {stage} ...")
+        elif stage != self._stage:
+            self._write(f"[{self._seconds():3.0f} s] {stage}\n")
+        self._stage = stage
+
+    def end(self, message: str) -> None:
+        """Close the line with a message that stays."""
+        self._write(f"{CLEAR_LINE if self._live else ''}[{self._seconds():3.0f} s] {message}\n")
+
+    def show_log(self, lines: int = 40) -> None:
+        """Show the end of the log and where the rest is."""
+        if self._log:
+            text = self._log.read_text(errors="replace").splitlines()[-lines:]
+            self._write("\n".join([*text, "", f"the whole log: {self._log}", ""]))
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+class Dashboard:
+    """Ray's dashboard, asked about Serve.
+
+    Args:
+        port: That of our Serve. Other Rays on this machine have dashboards too; this tells ours.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._url = ""
+
+    def applications(self) -> JSON:
+        """Return the state of each application, or nothing while the dashboard can't be reached."""
+        for url in [self._url] if self._url else DASHBOARDS:
+            details = self._ask(url, "GET")
+            if details.get("http_options", {}).get("port") == self._port:
+                self._url = url
+                applications: JSON = details["applications"]
+                return applications
+        return {}
+
+    def take_down(self) -> None:
+        """Have all applications stopped in order: each finishes what it has."""
+        self._ask(self._url, "PUT", {"applications": []})
+
+    @staticmethod
+    def _ask(url: str, method: str, body: JSON | None = None) -> JSON:
+        token = os.environ.get("RAY_AUTH_TOKEN", "")
+        with suppress(OSError):
+            token = token or TOKEN_FILE.read_text().strip()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        with suppress(httpx.HTTPError, ValueError):
+            answer: JSON = httpx.request(method, url, json=body, headers=headers, timeout=10).json()
+            return answer
+        return {}
+
+
+def _check_free(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} on {host} can't be used ({error.strerror}); stop what uses it, or set "
+                "http_options.port in the config"
+            ) from None
+
+
+def _start(path: Path, log: IO[bytes] | None) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [str(Path(sys.executable).with_name("serve")), "run", str(path)],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        # Ray runs its workers, and with them the engine, below every other process unless told otherwise.
+        env={"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"} | os.environ,
+        # A session of its own: Ctrl-C reaches only this process, which then stops the rest in order.
+        start_new_session=True,
+    )
+
+
+def wait_ready(
+    serve: "subprocess.Popen[bytes]",
+    url: str,
+    dashboard: Dashboard,
+    progress: Progress,
+    stop: threading.Event,
+) -> bool:
+    """Wait until the service is ready; return whether it is, rather than told to stop before."""
+    while (health := _health(url)).get("status") != "ok":
+        if serve.poll() is not None:
+            raise LaunchError(f"`serve run` failed, with exit code {serve.returncode}")
+        apps = dashboard.applications()
+        for name, app in apps.items():
+            if app["status"] == "DEPLOY_FAILED":
+                raise LaunchError(f"the application {name!r} could not start: {_cause(app)}")
+        if health:
+            states = health["models"].items()
+            progress.show("; ".join(f"{name}: {state['state']}" for name, state in states))
+        else:
+            progress.show("starting Ray Serve" if apps else "starting Ray")
+        if stop.wait(0.25):
+            return False
+    return True
+
+
+def _cause(app: JSON) -> str:
+    """Return why an application failed: what its deployments say, or else what Serve says of it."""
+    causes = [
+        f"{name}: {_without_trace(deployment['message'])}"
+        for name, deployment in app.get("deployments", {}).items()
+        if deployment["status"] != "HEALTHY" and deployment["message"]
+    ]
+    return "\n".join(causes) or _without_trace(app["message"])
+
+
+def _without_trace(message: str) -> str:
+    """Return the last error of a message; its stack trace is in Ray's logs."""
+    lines = message.strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    after = lines[frames[-1] + 1 :] if frames else lines
+    return "\n".join(itertools.dropwhile(lambda line: line.startswith("    "), after))
+
+
+def _health(url: str) -> JSON:
+    """Return the service's own report, or nothing while it can't be reached."""
+    with suppress(httpx.HTTPError, ValueError):
+        report: JSON = httpx.get(f"{url}/health", timeout=2).json()
+        return report
+    return {}
+
+
+def _stop(serve: "subprocess.Popen[bytes]", dashboard: Dashboard) -> None:
+    if serve.poll() is None:
+        # `serve run` by itself would cut off the answers under way.
+        if dashboard.applications():
+            dashboard.take_down()
+            deadline = time.monotonic() + STOP_S
+            while dashboard.applications() and time.monotonic() < deadline:
+                time.sleep(0.2)
+        serve.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            serve.wait(STOP_S)
+    end_descendants(grace_s=5.0)
+
+
+if __name__ == "__main__":
+    main()

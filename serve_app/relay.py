@@ -1,0 +1,245 @@
+"""Both ends of the relay that carries an HTTP request over a deployment handle.
+
+The Ingress sends method, path, headers and body; the Engine runs them through an ASGI application
+and streams the answer back as bytes. The first message holds the head and the first piece of the
+body; every later one is a piece of the body.
+"""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve_app.errors import RequestError
+from serve_app.terms import USUAL, Terms
+
+Message = MutableMapping[str, Any]
+ASGIApp = Callable[
+    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
+    Awaitable[None],
+]
+Header = tuple[bytes, bytes]
+
+MAX_BUFFERED_BYTES = 1 << 20
+"""An application that is this far ahead of its reader waits."""
+
+LEAVE_S = 2.0
+"""Seconds that an application has to end by itself once its client has left."""
+
+_HEAD_LENGTH = struct.Struct(">I")
+
+
+@dataclass(slots=True, frozen=True)
+class RelayRequest:
+    """An HTTP request as it crosses the handle; `terms` are those that its head and body state."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[Header]
+    body: bytes
+    terms: Terms = USUAL
+
+
+@dataclass(slots=True, frozen=True)
+class Head:
+    """The status line and headers of an answer."""
+
+    status: int
+    headers: list[Header]
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return any(
+            name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in self.headers
+        )
+
+    def pack(self, body: bytes) -> bytes:
+        """Return the first message: the head and the first piece of the body."""
+        text = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self.headers]
+        head = json.dumps([self.status, text]).encode()
+        return _HEAD_LENGTH.pack(len(head)) + head + body
+
+    @classmethod
+    def unpack(cls, message: bytes) -> "tuple[Head, bytes]":
+        """Split the first message into the head and the first piece of the body."""
+        (length,) = _HEAD_LENGTH.unpack_from(message)
+        end = _HEAD_LENGTH.size + length
+        status, text = json.loads(message[_HEAD_LENGTH.size : end])
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in text]
+        return cls(status, headers), message[end:]
+
+
+def pack_error(error: RequestError) -> bytes:
+    """Return a whole answer, as one first message, for a request that was refused."""
+    headers = [(b"content-type", b"application/json")]
+    headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
+    return Head(error.status, headers).pack(json.dumps(error.body()).encode())
+
+
+@dataclass(slots=True)
+class Pace:
+    """Bounds the rate at which one replica sends pieces, over all of its streams.
+
+    A stream waits for `streams / pieces_per_s` between two pieces, and what the engine produces
+    meanwhile travels together. A lone stream's wait is shorter than one engine step, so `free`
+    streams don't wait at all.
+
+    Attributes:
+        pieces_per_s: Pieces per second that a replica may send in total.
+        free: With at most this many streams, none waits.
+        streams: Answers that are being sent now.
+    """
+
+    pieces_per_s: float = 2_000.0
+    free: int = 4
+    streams: int = 0
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that a stream waits between two pieces."""
+        return 0.0 if self.streams <= self.free else self.streams / self.pieces_per_s
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What the application has sent and the handle has not taken yet."""
+
+    pieces: list[bytes] = field(default_factory=list)
+    size: int = 0
+    head: Head | None = None
+    ended: bool = False
+    readable: asyncio.Event = field(default_factory=asyncio.Event)
+    writable: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.head = Head(message["status"], list(message.get("headers", ())))
+            return
+        body = message.get("body", b"")
+        if body:
+            self.pieces.append(body)
+            self.size += len(body)
+        if not message.get("more_body", False):
+            self.ended = True
+        if body or self.ended:
+            self.readable.set()
+        if self.size > MAX_BUFFERED_BYTES and not self.ended:
+            self.writable.clear()
+            await self.writable.wait()
+
+    def take(self) -> bytes:
+        body = b"".join(self.pieces)
+        self.pieces.clear()
+        self.size = 0
+        self.readable.clear()
+        self.writable.set()
+        return body
+
+
+async def run_app(
+    app: ASGIApp,
+    request: RelayRequest,
+    *,
+    pace: Pace,
+    refusal: Callable[[], RequestError | None] = lambda: None,
+) -> AsyncGenerator[bytes, None]:
+    """Run `request` through `app` and yield its answer as relay messages.
+
+    Closing the generator tells the application that its client has left, and ends it.
+
+    Args:
+        app: The ASGI application.
+        request: The request.
+        pace: Shared by all the answers of a replica.
+        refusal: Asked before the head leaves. An error that it returns becomes the answer, in place
+            of what the application made of it: by then an application that streams may have
+            committed itself to status 200.
+    """
+    outbox = _Outbox()
+    left = asyncio.Event()
+    inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if inbox:
+            return inbox.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "method": request.method,
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "root_path": "",
+        "query_string": request.query,
+        "headers": request.headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+    task = asyncio.ensure_future(app(scope, receive, outbox.send))
+    task.add_done_callback(lambda _: outbox.readable.set())
+    pace.streams += 1
+    try:
+        await outbox.readable.wait()
+        if error := refusal():
+            yield pack_error(error)
+            return
+        if outbox.head is None or (task.done() and not outbox.ended and not outbox.pieces):
+            # The application ended without an answer: its own error comes out of the task.
+            await task
+            raise RuntimeError("the application sent no answer")
+        yield outbox.head.pack(outbox.take())
+        while outbox.pieces or not outbox.ended:
+            if not outbox.ended:
+                if wait := pace.wait_s:
+                    await asyncio.sleep(wait)
+                if not outbox.pieces and not task.done():
+                    await outbox.readable.wait()
+            if outbox.pieces:
+                yield outbox.take()
+            elif task.done() and not outbox.ended:
+                await task
+                raise RuntimeError("the application broke off its answer")
+    finally:
+        pace.streams -= 1
+        left.set()
+        outbox.writable.set()
+        _see_off(task, cancel=not outbox.ended)
+
+
+def _see_off(task: "asyncio.Future[None]", *, cancel: bool) -> None:
+    """Let an application end by itself, which may still have work to do after its last piece.
+
+    One whose client has left is told so by `receive`, and ends what it started. Cancelling it at once
+    would stop it from doing that; it is cancelled if it doesn't listen.
+    """
+    timer = asyncio.get_running_loop().call_later(LEAVE_S, task.cancel) if cancel else None
+
+    def done(task: "asyncio.Future[None]") -> None:
+        _leaving.discard(task)
+        if timer:
+            timer.cancel()
+        if not task.cancelled():
+            # Nobody reads the answer any more; this keeps asyncio from reporting its error.
+            task.exception()
+
+    _leaving.add(task)
+    task.add_done_callback(done)
+
+
+_leaving: "set[asyncio.Future[None]]" = set()
+"""Applications that are ending; asyncio itself doesn't keep a task alive."""
+
+
+async def read_head(messages: AsyncIterator[bytes]) -> tuple[Head, bytes]:
+    """Read the first message of an answer."""
+    return Head.unpack(await anext(messages))

@@ -1,0 +1,273 @@
+"""What a Serve config may say under `args`, checked before anything starts."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from batcher import PROFILES, DynamicBatcher, profile
+from batcher.forming import Forming
+from serve_app.mistakes import explain
+from serve_app.protocol import SamplingFields
+
+DEMO_MODEL = "saturate://demo"
+"""The `source` that stands for the model shipped in this package."""
+
+Positive = Annotated[int, Field(strict=True, ge=1)]
+NotNegative = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Weights = dict[str, Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]]
+ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+class SettingsError(ValueError):
+    """The `args` of a config are wrong; the message names each path and what is allowed."""
+
+
+class Strict(BaseModel):
+    """A section that refuses keys it doesn't know, so that a typo can't pass for a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSettings(Strict):
+    """vLLM's own settings; the names are those of `vllm serve --help`, with underscores.
+
+    A setting left out keeps vLLM's default. `extra` takes any other `vllm serve` option; vLLM
+    checks its value when the engine starts.
+    """
+
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = None
+    quantization: str | None = None
+    load_format: str | None = None
+    trust_remote_code: Flag | None = None
+    seed: Annotated[int, Field(strict=True)] | None = None
+    max_model_len: Positive | None = None
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    kv_cache_memory_bytes: Positive | None = None
+    tensor_parallel_size: Positive | None = None
+    pipeline_parallel_size: Positive | None = None
+    max_num_seqs: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    enable_chunked_prefill: Flag | None = None
+    long_prefill_token_threshold: NotNegative | None = None
+    enable_prefix_caching: Flag | None = None
+    enforce_eager: Flag | None = None
+    chat_template: str | None = None
+    enable_auto_tool_choice: Flag | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    extra: dict[str, Any] = {}
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were set, by their vLLM names."""
+        return self.model_dump(exclude={"extra"}, exclude_none=True) | self.extra
+
+    @model_validator(mode="after")
+    def _extra_holds_only_the_rest(self) -> "EngineSettings":
+        for name in self.extra:
+            if name in type(self).model_fields:
+                raise ValueError(f"extra.{name}: put {name} directly under engine, where it is checked")
+            if name in {"model", "served_model_name", "host", "port", "uds", "api_key"}:
+                raise ValueError(f"extra.{name}: saturate sets this itself; leave it out")
+        return self
+
+
+class BatcherSettings(Strict):
+    """How requests are admitted to one Engine replica.
+
+    Attributes:
+        policy: `guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so
+            a running request is never preempted. `max_utilization` reserves the prompt and the
+            output that finished requests lead us to expect: more run at once, some may be preempted.
+        capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
+        max_running: Sequences in flight; by default vLLM's `max_num_seqs`.
+        max_queue_size: Requests that may wait; the next one is answered 429.
+        max_queue_tokens: Tokens that may wait; by default no bound beside `max_queue_size`.
+        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        priority_aging_s: Seconds after which a class that waits passes the one a level above, for one
+            request; null: never.
+    """
+
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    capacity_tokens: Positive | None = None
+    max_running: Positive | None = None
+    max_queue_size: Positive = 5_000
+    max_queue_tokens: Positive | None = None
+    tenant_weights: Weights = {}
+    priority_aging_s: Seconds | None = 10.0
+
+
+class LLMSettings(Strict):
+    """A language model in vLLM: one Engine deployment, named `Engine:<id>`.
+
+    Attributes:
+        id: The name that clients put in `model`.
+        kind: May be left out.
+        source: A Hugging Face model id, a directory, or `saturate://demo`.
+        engine: vLLM's settings.
+        batcher: Admission to each replica.
+        sampling: Defaults for `/generate` where a request leaves a field out.
+    """
+
+    id: ModelId
+    kind: Literal["llm"] = "llm"
+    source: Annotated[str, Field(min_length=1)]
+    engine: EngineSettings = EngineSettings()
+    batcher: BatcherSettings = BatcherSettings()
+    sampling: SamplingFields = SamplingFields()
+
+    @property
+    def path(self) -> str:
+        """What vLLM is told to load: a directory or a Hugging Face id."""
+        if self.source == DEMO_MODEL:
+            return str(Path(__file__).parent / "demo" / "model")
+        return self.source
+
+
+def _known_profile(name: str) -> str:
+    if name not in PROFILES:
+        raise ValueError(f"must be one of {', '.join(map(repr, PROFILES))}, not {name!r}")
+    return name
+
+
+class FunctionBatcherSettings(Strict):
+    """How records are batched in front of a function; see `batcher.DynamicBatcher` for each.
+
+    Attributes:
+        profile: A preset, see `batcher.PROFILES`; the other settings replace what it says.
+    """
+
+    profile: Annotated[str, AfterValidator(_known_profile)] | None = None
+    target_batch_cost: Positive | None = None
+    max_batch_size: Positive | None = None
+    min_batch_size: Positive | None = None
+    batch_timeout_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    max_queue_size: Positive | None = None
+    max_queue_cost: Positive | None = None
+    prefetch_batches: NotNegative | None = None
+    max_concurrent_batches: Positive | None = None
+    forming: Forming | None = None
+    padded: Flag | None = None
+    on_error: Literal["split", "fail"] | None = None
+    tenant_weights: Weights | None = None
+    priority_aging_s: Seconds | None = 10.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `DynamicBatcher`: the profile's, and over them those that were set."""
+        given = self.model_dump(exclude={"profile", "priority_aging_s"}, exclude_none=True)
+        given["priority_aging_s"] = self.priority_aging_s
+        return given if self.profile is None else profile(self.profile, **given)
+
+    @model_validator(mode="after")
+    def _agree_with_each_other(self) -> "FunctionBatcherSettings":
+        # The batcher knows which of its arguments contradict each other.
+        DynamicBatcher(list, **self.arguments())
+        return self
+
+
+def _target(path: str) -> str:
+    name = r"[A-Za-z_][A-Za-z0-9_]*"
+    if not re.fullmatch(rf"{name}(\.{name})*:{name}", path):
+        raise ValueError(f"must have the form 'package.module:Class', not {path!r}")
+    return path
+
+
+class FunctionSettings(Strict):
+    """A model that is a function of a batch: one deployment, named `Engine:<id>` too.
+
+    Attributes:
+        id: The name that clients put in `model`.
+        kind: "function".
+        target: Import path of a class with a method `process(batch)`, as "package.module:Class".
+        options: Keyword arguments of that class.
+        embeddings: Records are texts and results their vectors: `/v1/embeddings` serves it too.
+        batcher: How records become batches.
+    """
+
+    id: ModelId
+    kind: Literal["function"]
+    target: Annotated[str, AfterValidator(_target)]
+    options: dict[str, Any] = {}
+    embeddings: Flag = False
+    batcher: FunctionBatcherSettings = FunctionBatcherSettings()
+
+
+def _kind(model: object) -> str:
+    """Return which branch of `ModelSettings` a model is checked against."""
+    if not isinstance(model, dict):
+        return str(getattr(model, "kind", "llm"))
+    return str(model.get("kind", "llm"))
+
+
+ModelSettings = Annotated[
+    Annotated[LLMSettings, Tag("llm")] | Annotated[FunctionSettings, Tag("function")], Discriminator(_kind)
+]
+
+
+class IngressSettings(Strict):
+    """Limits of the HTTP side.
+
+    Attributes:
+        max_body_bytes: Largest request body; a larger one is answered 413.
+        max_prompts: Most prompts in one `/generate` call, and records in one `/process` call.
+    """
+
+    max_body_bytes: Positive = 32 * 1024 * 1024
+    max_prompts: Positive = 10_000
+
+
+class Settings(Strict):
+    """All that `args` may hold.
+
+    Attributes:
+        models: The models to serve. A second one is one more entry.
+        ingress: Limits of the HTTP side.
+    """
+
+    models: Annotated[list[ModelSettings], Field(min_length=1)]
+    ingress: IngressSettings = IngressSettings()
+
+    @model_validator(mode="after")
+    def _ids_differ(self) -> "Settings":
+        ids = [model.id for model in self.models]
+        if twice := sorted({i for i in ids if ids.count(i) > 1}):
+            raise ValueError(f"models: the id {twice[0]!r} is used twice; each model needs its own")
+        return self
+
+
+def parse(args: dict[str, Any]) -> Settings:
+    """Check the `args` of a Serve config.
+
+    Raises:
+        SettingsError: One line per mistake, with its path, the value and what is allowed.
+    """
+    try:
+        return Settings.model_validate(args)
+    except ValidationError as error:
+        raise SettingsError(explain(error, _SECTIONS)) from None
+
+
+_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    (): Settings,
+    ("models", "llm"): LLMSettings,
+    ("models", "llm", "engine"): EngineSettings,
+    ("models", "llm", "batcher"): BatcherSettings,
+    ("models", "llm", "sampling"): SamplingFields,
+    ("models", "function"): FunctionSettings,
+    ("models", "function", "batcher"): FunctionBatcherSettings,
+    ("ingress",): IngressSettings,
+}

@@ -1,0 +1,295 @@
+"""A vLLM engine behind a token batcher. The only file that imports vllm.
+
+The imports are those of vLLM 0.32; they move between minor versions.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, cast
+
+from starlette.exceptions import HTTPException
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from batcher import BatcherError, ContinuousBatcher, Slot
+from serve_app import admission
+from serve_app.admission import Admission
+from serve_app.errors import RequestError
+from serve_app.protocol import JSON, SamplingFields
+from serve_app.relay import ASGIApp
+from serve_app.settings import BatcherSettings, EngineSettings, LLMSettings, SettingsError
+
+DEFAULT_MAX_TOKENS = 512
+"""Output tokens of a `/generate` prompt where neither the request nor the config says."""
+
+
+class RefusedError(GracefulHTTPError):  # type: ignore[misc]
+    """The gate refused a request; vLLM's application ends it without a stack trace."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message, HTTPStatus(error.status))
+        self.error = error
+
+
+class GatedLLM(AsyncLLM):  # type: ignore[misc]
+    """An `AsyncLLM` whose every request waits for its place in the batcher first."""
+
+    batcher: ContinuousBatcher
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        limit: int = self.model_config.max_model_len
+        length = _prompt_length(prompt, limit)
+        output = sampling_params.max_tokens
+        most = limit if output is None else min(length + output, limit)
+        n = sampling_params.n
+        reserved = n * self._blocks(length)
+        deltas = sampling_params.output_kind is RequestOutputKind.DELTA
+        tokens = 0
+        results = super().generate(prompt, sampling_params, request_id, **options)
+        async with (
+            _Gate(self.batcher, reserved, n * self._blocks(most) - reserved) as slot,
+            aclosing(results),
+        ):
+            async for result in results:
+                produced = sum(len(output.token_ids) for output in result.outputs)
+                tokens = tokens + produced if deltas else produced
+                slot.report(tokens)
+                yield result
+
+    async def encode(
+        self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        length = _prompt_length(prompt, self.model_config.max_model_len)
+        results = super().encode(prompt, pooling_params, request_id, **options)
+        async with _Gate(self.batcher, self._blocks(length), 0), aclosing(results):
+            async for result in results:
+                yield result
+
+    def _blocks(self, tokens: int) -> int:
+        """Return the tokens of the KV blocks that `tokens` take up."""
+        block: int = self.vllm_config.cache_config.block_size
+        return -(-tokens // block) * block
+
+
+class _Gate:
+    """A slot of the batcher that tells the request's `Admission` when it is refused."""
+
+    __slots__ = ("_admission", "_slot")
+
+    def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int) -> None:
+        self._admission = request = admission.current.get() or Admission()
+        self._slot = batcher.slot(
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            priority=request.terms.priority,
+            tenant=request.terms.tenant,
+            deadline=request.deadline,
+            wait=request.wait,
+        )
+
+    async def __aenter__(self) -> Slot:
+        try:
+            return await self._slot.__aenter__()
+        except BatcherError as error:
+            self._admission.refusal = admission.explain(error)
+            raise RefusedError(self._admission.refusal) from None
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._slot.__aexit__(*exc)
+
+
+def _prompt_length(prompt: Any, limit: int) -> int:
+    """Return the tokens of a rendered prompt, or `limit` where that can't be known yet."""
+    if isinstance(prompt, dict):
+        for key in ("prompt_token_ids", "prompt_embeds"):
+            if (tokens := prompt.get(key)) is not None:
+                return len(tokens)
+    return limit
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """How to draw tokens.
+
+    Attributes:
+        params: vLLM's parameters.
+        may_shorten: `max_tokens` is a default, which a long prompt may cut short.
+    """
+
+    params: SamplingParams
+    may_shorten: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Completion:
+    """What the engine made of one prompt."""
+
+    text: str
+    finish_reason: str | None
+    tokens: int
+
+
+class VLLMEngine:
+    """One model in vLLM, its batcher and vLLM's own OpenAI application on top of both.
+
+    Args:
+        settings: The model.
+
+    Raises:
+        SettingsError: vLLM has no such option.
+    """
+
+    def __init__(self, settings: LLMSettings) -> None:
+        self._args = _vllm_args(settings)
+        engine_args = AsyncEngineArgs.from_cli_args(self._args)
+        self.llm: GatedLLM = GatedLLM.from_engine_args(
+            engine_args, usage_context=UsageContext.OPENAI_API_SERVER
+        )
+        self.batcher = self.llm.batcher = _batcher(settings.batcher, self.llm)
+        self.max_model_len: int = self.llm.model_config.max_model_len
+        self._sampling: JSON = (
+            {"max_tokens": DEFAULT_MAX_TOKENS}
+            | self.llm.model_config.get_diff_sampling_param()
+            | settings.sampling.sampling()
+        )
+        self._tokenizer = self.llm.get_tokenizer()
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._ids = itertools.count()
+
+    async def start(self) -> ASGIApp:
+        """Open the gate and return vLLM's application."""
+        await self.batcher.start()
+        tasks = await self.llm.get_supported_tasks()
+        app = build_app(self._args, tasks, self.llm.model_config)
+        # vLLM gives its errors OpenAI's shape, but not the ones of the router: no such path or method.
+        app.exception_handler(HTTPException)(http_exception_handler)
+        app.middleware_stack = app.build_middleware_stack()
+        await init_app_state(self.llm, app.state, self._args, tasks)
+        return cast(ASGIApp, app)
+
+    async def tokenize(self, prompts: list[str]) -> list[list[int]]:
+        """Return the token ids of each prompt, special tokens as the model wants them."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, prompts)
+
+    def _encode(self, prompts: list[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._tokenizer(prompts).input_ids
+        return ids
+
+    def sampling(self, fields: SamplingFields) -> Sampling:
+        """Return how to draw tokens: `fields` over the config's over the model's own defaults.
+
+        Raises:
+            RequestError: 400, in vLLM's words.
+        """
+        given = fields.sampling()
+        try:
+            params = SamplingParams(**(self._sampling | given), output_kind=RequestOutputKind.FINAL_ONLY)
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        return Sampling(params, may_shorten="max_tokens" not in given)
+
+    async def complete(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        """Generate one completion.
+
+        Raises:
+            RequestError: The prompt doesn't fit, the gate refused it, or the engine failed.
+        """
+        params = self._fit(len(token_ids), sampling)
+        request_id = f"generate-{next(self._ids)}"
+        try:
+            # There is one result, the last; reading on lets the generator end and free its slot.
+            output = None
+            async for result in self.llm.generate(tokens_input(token_ids), params, request_id):
+                output = result.outputs[0]
+        except RefusedError as error:
+            raise error.error from None
+        except VLLMClientError as error:
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error
+        if output is None:
+            raise RequestError(500, "internal_error", "The engine ended the request without a result.")
+        return Completion(output.text, output.finish_reason, len(output.token_ids))
+
+    def _fit(self, length: int, sampling: Sampling) -> SamplingParams:
+        limit = self.max_model_len
+        if length >= limit:
+            message = f"the prompt has {length} tokens; this model takes {limit - 1} at most"
+            raise RequestError(400, "invalid_request_error", message)
+        if length == 0:
+            raise RequestError(400, "invalid_request_error", "the prompt is empty")
+        params = sampling.params
+        if length + params.max_tokens <= limit:
+            return params
+        if sampling.may_shorten:
+            shorter: SamplingParams = params.clone()
+            shorter.max_tokens = limit - length
+            return shorter
+        message = (
+            f"the prompt's {length} tokens and max_tokens={params.max_tokens} exceed this model's "
+            f"context of {limit} tokens; lower max_tokens to {limit - length} or less"
+        )
+        raise RequestError(400, "invalid_request_error", message)
+
+    async def check_health(self) -> None:
+        """Raise if the engine has died."""
+        await self.llm.check_health()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Finish what was admitted, for `timeout_s` at most, then end vLLM's processes."""
+        try:
+            await self.batcher.stop(timeout=timeout_s)
+        finally:
+            self.llm.shutdown()
+            self._threads.shutdown(wait=False)
+
+
+def _vllm_args(settings: LLMSettings) -> Any:
+    """Return the namespace that `vllm serve` would have parsed from the same options."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    options = settings.engine.options()
+    for name, value in options.items():
+        if not hasattr(args, name):
+            where = "engine" if name in EngineSettings.model_fields else "engine.extra"
+            raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
+        setattr(args, name, value)
+    args.model = settings.path
+    args.served_model_name = [settings.id]
+    return args
+
+
+def _batcher(settings: BatcherSettings, llm: AsyncLLM) -> ContinuousBatcher:
+    cache = llm.vllm_config.cache_config
+    # vLLM keeps one block for itself.
+    capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    return ContinuousBatcher(
+        capacity=settings.capacity_tokens or max(capacity, cache.block_size),
+        max_running=settings.max_running or llm.vllm_config.scheduler_config.max_num_seqs,
+        max_queue_size=settings.max_queue_size,
+        max_queue_cost=settings.max_queue_tokens,
+        policy=settings.policy,
+        oversize="alone",
+        priority_aging_s=settings.priority_aging_s,
+        tenant_weights=settings.tenant_weights,
+    )

@@ -1,0 +1,951 @@
+"""ContinuousBatcher: who starts when, and that every slot comes back exactly once."""
+
+import asyncio
+import random
+
+import pytest
+
+from batcher import Closed, ContinuousBatcher, Expired, Oversize, QueueFull
+from tests.batcher.virtual import blocked, now, until, virtual
+
+
+def batcher_of(capacity: int = 100, **settings: object) -> ContinuousBatcher:
+    return ContinuousBatcher(capacity=capacity, clock=now, **settings)  # type: ignore[arg-type]
+
+
+class Holders:
+    """Tasks that each hold one slot until told to leave."""
+
+    def __init__(self, batcher: ContinuousBatcher) -> None:
+        self.batcher = batcher
+        self.inside: list[str] = []
+        self.order = ""
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._exits: dict[str, asyncio.Event] = {}
+
+    async def enter(self, name: str, cost: int | None = 10, **options: object) -> None:
+        """Start a holder and return when it is inside, or blocked."""
+        self._exits[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(self._hold(name, cost, options))
+        await blocked()
+
+    async def leave(self, *names: str) -> None:
+        for name in names:
+            self._exits[name].set()
+        await blocked()
+
+    async def cancel(self, name: str) -> None:
+        self.tasks[name].cancel()
+        await blocked()
+
+    async def _hold(self, name: str, cost: int | None, options: dict[str, object]) -> None:
+        async with self.batcher.slot(cost, **options):  # type: ignore[arg-type]
+            self.inside.append(name)
+            self.order += name
+            try:
+                await self._exits[name].wait()
+            finally:
+                self.inside.remove(name)
+
+
+def check_empty(batcher: ContinuousBatcher) -> None:
+    stats = batcher.stats
+    assert (stats.running, stats.running_cost, stats.queue_depth, stats.queue_cost) == (0, 0, 0, 0)
+    ended = stats.total_completed + stats.total_failed + stats.total_cancelled + stats.total_expired
+    assert stats.total_submitted == ended
+
+
+@virtual
+async def test_records_start_while_their_cost_fits() -> None:
+    async with batcher_of(100) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 60)
+        await holders.enter("b", 40)
+        await holders.enter("c", 1)
+        assert holders.inside == ["a", "b"]
+        assert (batcher.stats.running_cost, batcher.stats.queue_cost) == (100, 1)
+        await holders.leave("b")
+        assert holders.inside == ["a", "c"]
+        await holders.leave("a", "c")
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_small_record_does_not_pass_a_large_one_that_waits() -> None:
+    async with batcher_of(100) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 60)
+        await holders.enter("B", 80)
+        await holders.enter("c", 10)
+        assert holders.inside == ["a"]
+        await holders.leave("a")
+        assert holders.inside == ["B", "c"]
+        await holders.leave("B", "c")
+
+
+@virtual
+async def test_max_running_bounds_the_records() -> None:
+    async with batcher_of(100, max_running=2) as batcher:
+        holders = Holders(batcher)
+        for name in "abc":
+            await holders.enter(name, 1)
+        assert holders.inside == ["a", "b"]
+        await holders.leave("a")
+        assert holders.inside == ["b", "c"]
+        await holders.leave("b", "c")
+
+
+@virtual
+async def test_the_queue_decides_who_is_next() -> None:
+    async with batcher_of(10) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("x")
+        await holders.enter("d", priority=1)
+        await holders.enter("a", tenant="one")
+        await holders.enter("c", tenant="one")
+        await holders.enter("b", tenant="two")
+        await holders.leave(*"xabcd")
+        assert holders.order == "xabcd"
+
+
+@virtual
+async def test_an_oversize_record_is_refused() -> None:
+    async with batcher_of(100) as batcher:
+        with pytest.raises(Oversize, match="costs 101, at most 100"):
+            async with batcher.slot(101):
+                pass
+        assert batcher.stats.total_rejected == 1
+
+
+@virtual
+async def test_an_oversize_record_may_run_alone() -> None:
+    async with batcher_of(100, oversize="alone") as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 10)
+        await holders.enter("B", 500)
+        await holders.enter("c", 10)
+        assert holders.inside == ["a"]
+        await holders.leave("a")
+        assert holders.inside == ["B"]
+        await holders.leave("B")
+        assert holders.inside == ["c"]
+        await holders.leave("c")
+
+
+# Bounds
+
+
+@virtual
+async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        for _ in range(20):
+            async with batcher.slot(10):
+                await asyncio.sleep(2.0)
+        holders = Holders(batcher)
+        await holders.enter("a")
+        await holders.enter("b")
+        with pytest.raises(QueueFull) as caught:
+            await batcher.slot(10).__aenter__()
+        assert (caught.value.what, caught.value.limit) == ("max_queue_size", 1)
+        assert caught.value.retry_after_s == pytest.approx(4.0, rel=0.01)
+        assert batcher.stats.total_rejected == 1
+        await holders.leave("a", "b")
+
+
+@virtual
+async def test_the_waiting_cost_is_bounded() -> None:
+    async with batcher_of(10, max_queue_cost=15) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 10)
+        await holders.enter("b", 10)
+        with pytest.raises(QueueFull, match="max_queue_cost=15"):
+            await batcher.slot(6).__aenter__()
+        await holders.leave("a", "b")
+
+
+@virtual
+async def test_callers_that_wait_for_room_get_in_one_after_the_other() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        holders = Holders(batcher)
+        for name in "abcde":
+            await holders.enter(name, wait=True)
+        assert batcher.stats.outside == 3
+        assert batcher.stats.queue_depth == 1
+        for name in "abcde":
+            assert holders.inside == [name]
+            await holders.leave(name)
+        assert holders.order == "abcde"
+        check_empty(batcher)
+
+
+@virtual
+async def test_nobody_passes_those_who_wait_for_room() -> None:
+    async with batcher_of(10, max_queue_cost=20) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 10)
+        await holders.enter("b", 10)
+        await holders.enter("c", 10, wait=True)
+        await holders.enter("d", 10, wait=True)
+        with pytest.raises(QueueFull):
+            await batcher.slot(1).__aenter__()
+        await holders.leave(*"abcd")
+        assert holders.order == "abcd"
+
+
+@virtual
+async def test_who_gives_up_waiting_for_room_makes_way() -> None:
+    async with batcher_of(10, max_queue_cost=10) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 10)
+        await holders.enter("b", 5)
+        await holders.enter("C", 9, wait=True)
+        await holders.enter("d", 5, wait=True)
+        assert batcher.stats.outside == 2
+        await holders.cancel("C")
+        assert batcher.stats.outside == 0
+        await holders.leave(*"abd")
+        assert holders.order == "abd"
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_deadline_ends_the_wait_for_room() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a")
+        await holders.enter("b")
+        with pytest.raises(Expired):
+            await batcher.slot(10, deadline=now() + 3, wait=True).__aenter__()
+        assert now() == pytest.approx(3, abs=0.01)
+        await holders.leave("a", "b")
+        check_empty(batcher)
+
+
+# Deadlines
+
+
+@virtual
+async def test_a_record_that_can_not_start_in_time_expires() -> None:
+    async with batcher_of(10) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a")
+        with pytest.raises(Expired):
+            await batcher.slot(10, deadline=now() + 5).__aenter__()
+        assert now() == pytest.approx(5, abs=0.01)
+        assert batcher.stats.total_expired == 1
+        await holders.leave("a")
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_deadline_in_the_past_is_refused_at_once() -> None:
+    async with batcher_of() as batcher:
+        await asyncio.sleep(1)
+        with pytest.raises(Expired):
+            await batcher.slot(1, deadline=0.5).__aenter__()
+
+
+@virtual
+async def test_an_expired_record_makes_way_for_the_next() -> None:
+    async with batcher_of(100) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 60)
+        await holders.enter("B", 90, deadline=now() + 1)
+        await holders.enter("c", 30)
+        assert holders.inside == ["a"]
+        await asyncio.sleep(1.1)
+        assert holders.inside == ["a", "c"]
+        assert isinstance(holders.tasks["B"].exception(), Expired)
+        await holders.leave("a", "c")
+
+
+@virtual
+async def test_a_record_that_started_in_time_does_not_expire() -> None:
+    async with batcher_of() as batcher:
+        async with batcher.slot(1, deadline=now() + 1):
+            await asyncio.sleep(5)
+        assert batcher.stats.total_completed == 1
+
+
+# Cancellation
+
+
+@virtual
+async def test_a_cancelled_waiter_is_dropped_and_its_cost_returns() -> None:
+    async with batcher_of(10) as batcher:
+        holders = Holders(batcher)
+        for name in "abc":
+            await holders.enter(name)
+        await holders.cancel("b")
+        assert (batcher.stats.queue_depth, batcher.stats.queue_cost) == (1, 10)
+        await holders.leave("a")
+        assert holders.inside == ["c"]
+        await holders.leave("c")
+        assert batcher.stats.total_cancelled == 1
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_cancelled_holder_gives_its_slot_back() -> None:
+    async with batcher_of(10) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a")
+        await holders.enter("b")
+        await holders.cancel("a")
+        assert holders.inside == ["b"]
+        await holders.leave("b")
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_grant_that_meets_a_cancel_is_not_lost() -> None:
+    async with batcher_of(10) as batcher:
+        holders = Holders(batcher)
+        for name in "abc":
+            await holders.enter(name)
+        # In one step of the loop: b is granted its slot, then its task is cancelled before it runs.
+        holders._exits["a"].set()
+        await until(lambda: batcher.stats.queue_depth == 1)
+        assert "b" not in holders.inside
+        await holders.cancel("b")
+        assert holders.inside == ["c"]
+        await holders.leave("c")
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
+    async with batcher_of(10) as batcher:
+        holders = Holders(batcher)
+        slot = batcher.slot(10)
+        await slot.__aenter__()
+        for name in "bc":
+            await holders.enter(name)
+        # b's task is cancelled but has not run yet when the slot becomes free.
+        holders.tasks["b"].cancel()
+        slot.release()
+        await blocked()
+        assert holders.inside == ["c"]
+        await holders.leave("c")
+        assert batcher.stats.total_cancelled == 1
+        check_empty(batcher)
+
+
+@virtual
+async def test_room_that_meets_a_cancel_is_not_lost() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        holders = Holders(batcher)
+        for name in "abcd":
+            await holders.enter(name, wait=True)
+        holders._exits["a"].set()
+        await until(lambda: batcher.stats.outside == 1)
+        await holders.cancel("c")
+        await holders.leave("b")
+        assert holders.inside == ["d"]
+        await holders.leave("d")
+        check_empty(batcher)
+
+
+@virtual
+async def test_who_is_cancelled_outside_is_passed_over() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        holders = Holders(batcher)
+        slot = batcher.slot(10)
+        await slot.__aenter__()
+        for name in "bcd":
+            await holders.enter(name, wait=True)
+        # c waits for room; its task is cancelled but has not run yet when there is room.
+        holders.tasks["c"].cancel()
+        slot.release()
+        await blocked()
+        await holders.leave("b", "d")
+        assert holders.order == "bd"
+        check_empty(batcher)
+
+
+@virtual
+async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
+    batcher = batcher_of(10, max_queue_size=1)
+    await batcher.start()
+    holders = Holders(batcher)
+    for name in "abc":
+        await holders.enter(name, wait=True)
+    for name in "abc":
+        holders.tasks[name].cancel()
+    await batcher.stop(drain=False)
+    await blocked()
+    assert all(task.cancelled() for task in holders.tasks.values())
+    check_empty(batcher)
+
+
+@virtual
+async def test_room_that_comes_with_the_deadline_counts() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        slot = batcher.slot(10)
+        await slot.__aenter__()
+        holders = Holders(batcher)
+        await holders.enter("b")
+        asyncio.get_running_loop().call_at(5.0, slot.release)
+        await holders.enter("c", wait=True, deadline=5.0)
+        await asyncio.sleep(6)
+        assert holders.inside == ["b"]
+        assert isinstance(holders.tasks["c"].exception(), Expired)
+        await holders.leave("b")
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_slot_is_released_once() -> None:
+    async with batcher_of(10) as batcher:
+        async with batcher.slot(10) as slot:
+            slot.release()
+            assert batcher.stats.running == 0
+            async with batcher.slot(10):
+                slot.release()
+                assert batcher.stats.running == 1
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_slot_is_entered_once() -> None:
+    async with batcher_of(10) as batcher:
+        slot = batcher.slot(10)
+        async with slot:
+            pass
+        with pytest.raises(RuntimeError, match="once"):
+            await slot.__aenter__()
+
+
+@virtual
+async def test_an_error_in_the_block_gives_the_slot_back() -> None:
+    async with batcher_of(10) as batcher:
+        with pytest.raises(ZeroDivisionError):
+            async with batcher.slot(10):
+                raise ZeroDivisionError
+        assert batcher.stats.total_failed == 1
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_storm_of_cancels_leaves_nothing_behind() -> None:
+    rng = random.Random(1)
+    async with batcher_of(50, max_queue_size=20, max_running=7) as batcher:
+
+        async def use(cost: int) -> None:
+            deadline = rng.choice([None, now() + rng.random()])
+            async with batcher.slot(cost, rng.randrange(3), rng.choice("xyz"), deadline, rng.random() < 0.5):
+                assert batcher.stats.running_cost <= 50
+                assert batcher.stats.running <= 7
+                await asyncio.sleep(rng.random() / 10)
+
+        tasks = []
+        for _ in range(1000):
+            tasks.append(asyncio.create_task(use(rng.randint(1, 50))))
+            if rng.random() < 0.5:
+                rng.choice(tasks).cancel()
+            if rng.random() < 0.7:
+                await asyncio.sleep(rng.random() / 40)
+        await asyncio.wait(tasks)
+        assert sum(not task.cancelled() and task.exception() is None for task in tasks) > 50
+        check_empty(batcher)
+
+
+# Life
+
+
+async def test_a_batcher_that_was_not_started_says_so() -> None:
+    with pytest.raises(Closed, match=r"ContinuousBatcher is not running; call start\(\)"):
+        await ContinuousBatcher(capacity=10).slot(1).__aenter__()
+    assert issubclass(Closed, RuntimeError)
+
+
+@virtual
+async def test_it_can_not_be_started_twice() -> None:
+    async with batcher_of() as batcher:
+        assert batcher.is_running
+        with pytest.raises(RuntimeError, match="already running"):
+            await batcher.start()
+    assert not batcher.is_running
+
+
+@virtual
+async def test_stop_lets_what_waits_run_first() -> None:
+    batcher = batcher_of(10, max_queue_size=1)
+    await batcher.start()
+    holders = Holders(batcher)
+    for name in "abc":
+        await holders.enter(name, wait=True)
+    stopping = asyncio.create_task(batcher.stop())
+    await blocked()
+    assert not batcher.is_running
+    with pytest.raises(Closed, match="stopping"):
+        await batcher.slot(1).__aenter__()
+    await holders.leave(*"ab")
+    assert not stopping.done()
+    await holders.leave("c")
+    assert stopping.done()
+    assert holders.order == "abc"
+
+
+@virtual
+async def test_stop_without_draining_fails_what_waits() -> None:
+    batcher = batcher_of(10, max_queue_size=1)
+    await batcher.start()
+    holders = Holders(batcher)
+    for name in "abc":
+        await holders.enter(name, wait=True)
+    stopping = asyncio.create_task(batcher.stop(drain=False))
+    await blocked()
+    for name in "bc":
+        assert isinstance(holders.tasks[name].exception(), Closed)
+    await holders.leave("a")
+    assert stopping.done()
+    check_empty(batcher)
+
+
+@virtual
+async def test_stop_ends_at_its_timeout() -> None:
+    batcher = batcher_of(10)
+    await batcher.start()
+    holders = Holders(batcher)
+    await holders.enter("a")
+    await holders.enter("b")
+    await batcher.stop(timeout=3.0)
+    await blocked()
+    assert now() == pytest.approx(3.0, abs=0.01)
+    assert isinstance(holders.tasks["b"].exception(), Closed)
+    occupancy = batcher.stats.occupancy
+    assert occupancy == pytest.approx(1.0, abs=0.01)
+    await asyncio.sleep(100)
+    await holders.leave("a")
+    assert batcher.stats.running == 0
+    assert batcher.stats.occupancy == occupancy
+
+
+@virtual
+async def test_two_stops_end_together_and_a_start_follows() -> None:
+    batcher = batcher_of(10)
+    await batcher.start()
+    holders = Holders(batcher)
+    await holders.enter("a")
+    first = asyncio.create_task(batcher.stop())
+    second = asyncio.create_task(batcher.stop())
+    await blocked()
+    with pytest.raises(RuntimeError, match="already stopping"):
+        await batcher.start()
+    await holders.leave("a")
+    assert first.done()
+    assert second.done()
+    await batcher.stop()
+    await batcher.start()
+    async with batcher.slot(10):
+        pass
+    await batcher.stop()
+    assert batcher.stats.total_completed == 2
+
+
+@virtual
+async def test_a_stop_does_not_end_the_life_after() -> None:
+    batcher = batcher_of(10)
+    await batcher.start()
+
+    async def restart() -> None:
+        await batcher.stop()
+        await batcher.start()
+
+    holders = Holders(batcher)
+    await holders.enter("a")
+    both = asyncio.gather(restart(), batcher.stop())
+    await holders.leave("a")
+    await both
+    assert batcher.is_running
+    await batcher.stop()
+
+
+@virtual
+async def test_a_second_stop_can_be_shorter() -> None:
+    batcher = batcher_of(10)
+    await batcher.start()
+    holders = Holders(batcher)
+    await holders.enter("a")
+    first = asyncio.create_task(batcher.stop())
+    await blocked()
+    await batcher.stop(timeout=1.0)
+    await blocked()
+    assert first.done()
+    await holders.leave("a")
+
+
+@virtual
+async def test_a_stop_that_is_cancelled_can_be_called_again() -> None:
+    batcher = batcher_of(10)
+    await batcher.start()
+    holders = Holders(batcher)
+    await holders.enter("a")
+    first = asyncio.create_task(batcher.stop())
+    await blocked()
+    first.cancel()
+    await blocked()
+    await holders.leave("a")
+    await batcher.stop()
+    await batcher.start()
+    await batcher.stop()
+
+
+# Capacity
+
+
+@virtual
+async def test_capacity_can_grow_while_it_runs() -> None:
+    async with batcher_of(10, max_running=1) as batcher:
+        holders = Holders(batcher)
+        for name in "abc":
+            await holders.enter(name)
+        assert holders.inside == ["a"]
+        batcher.set_capacity(30, max_running=2)
+        await blocked()
+        assert holders.inside == ["a", "b"]
+        batcher.set_capacity(40)
+        await blocked()
+        assert holders.inside == ["a", "b"]
+        batcher.set_capacity(30, max_running=None)
+        await blocked()
+        assert holders.inside == ["a", "b", "c"]
+        await holders.leave(*"abc")
+
+
+@virtual
+async def test_capacity_can_shrink_while_it_runs() -> None:
+    async with batcher_of(30) as batcher:
+        holders = Holders(batcher)
+        for name in "abc":
+            await holders.enter(name)
+        await holders.enter("d")
+        await holders.enter("E", 25)
+        batcher.set_capacity(20)
+        await blocked()
+        assert isinstance(holders.tasks["E"].exception(), Oversize)
+        await holders.leave("a")
+        assert holders.inside == ["b", "c"]
+        await holders.leave("b")
+        assert holders.inside == ["c", "d"]
+        await holders.leave("c", "d")
+        check_empty(batcher)
+
+
+@virtual
+async def test_a_record_that_waits_may_run_alone_when_capacity_shrinks() -> None:
+    async with batcher_of(30, oversize="alone") as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 30)
+        await holders.enter("b", 25)
+        batcher.set_capacity(20)
+        await holders.leave("a")
+        assert holders.inside == ["b"]
+        await holders.leave("b")
+
+
+# Policies
+
+
+@virtual
+async def test_guaranteed_no_evict_reserves_all_that_may_be_produced() -> None:
+    async with batcher_of(1000) as batcher, batcher.slot(prompt_tokens=100, max_tokens=400) as slot:
+        assert slot.cost == 500
+        slot.report(50)
+        assert slot.cost == 500
+
+
+async def finish(batcher: ContinuousBatcher, lengths: list[int], prompt: int = 10, limit: int = 1000) -> None:
+    for length in lengths:
+        async with batcher.slot(prompt_tokens=prompt, max_tokens=limit) as slot:
+            slot.report(length)
+
+
+@virtual
+async def test_max_utilization_learns_what_requests_produce() -> None:
+    async with batcher_of(2000, policy="max_utilization") as batcher:
+        async with batcher.slot(prompt_tokens=10, max_tokens=1000) as slot:
+            assert slot.cost == 1010
+        await finish(batcher, [90, 110] * 20)
+        async with batcher.slot(prompt_tokens=10, max_tokens=1000) as slot:
+            assert slot.cost == pytest.approx(110, abs=2)
+        async with batcher.slot(prompt_tokens=10, max_tokens=30) as slot:
+            assert slot.cost == 40
+        assert batcher.stats.output_tokens == 4000
+
+
+@virtual
+async def test_max_utilization_corrects_a_record_that_outgrows_its_estimate() -> None:
+    async with batcher_of(400, policy="max_utilization", oversize="alone") as batcher:
+        await finish(batcher, [100] * 45 + [300] * 5)
+        holders = Holders(batcher)
+        async with batcher.slot(prompt_tokens=10, max_tokens=1000) as slot:
+            assert slot.cost == 130
+            slot.report(120)
+            assert slot.cost == 130
+            slot.report(200)
+            assert slot.cost == 310
+            assert batcher.stats.running_cost == 310
+            slot.report(350)
+            assert slot.cost == 710
+            slot.report(990)
+            assert slot.cost == 1010
+            await holders.enter("b", 1)
+            assert holders.inside == []
+        await blocked()
+        assert holders.inside == ["b"]
+        await holders.leave("b")
+        check_empty(batcher)
+
+
+@virtual
+async def test_what_a_cancelled_record_produced_teaches_nothing() -> None:
+    async with batcher_of(2000, policy="max_utilization") as batcher:
+        await finish(batcher, [100] * 40)
+
+        async def cancelled() -> None:
+            async with batcher.slot(prompt_tokens=10, max_tokens=1000) as slot:
+                slot.report(1)
+                raise asyncio.CancelledError
+
+        for _ in range(100):
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled()
+        async with batcher.slot(prompt_tokens=10, max_tokens=1000) as slot:
+            assert slot.cost == 110
+
+
+@virtual
+async def test_a_tenant_is_charged_for_what_it_used() -> None:
+    async with batcher_of(100, max_queue_size=100) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("x", 100)
+
+        # a reserves ten times what it uses, b uses what it reserves.
+        async def use(tenant: str, produced: int) -> None:
+            async with batcher.slot(prompt_tokens=0, max_tokens=100, tenant=tenant, wait=True) as slot:
+                holders.order += tenant
+                await asyncio.sleep(1)
+                slot.report(produced)
+
+        tasks = [asyncio.create_task(use("a", 10)) for _ in range(30)]
+        tasks += [asyncio.create_task(use("b", 100)) for _ in range(30)]
+        await blocked()
+        await holders.leave("x")
+        await asyncio.wait(tasks)
+        assert holders.order[1:23].count("a") == 20
+
+
+# Submit
+
+
+@virtual
+async def test_submit_runs_a_function_in_a_slot() -> None:
+    async def double(record: int) -> int:
+        await asyncio.sleep(1)
+        return 2 * record
+
+    async with batcher_of(10, max_running=2) as batcher:
+        tasks = [await batcher.submit(double, i, 5) for i in range(6)]
+        assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10]
+        assert now() == pytest.approx(3, abs=0.01)
+        check_empty(batcher)
+
+
+@virtual
+async def test_submit_waits_for_room() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        done = asyncio.Event()
+
+        async def hold(_: int) -> None:
+            await done.wait()
+
+        for i in range(2):
+            await batcher.submit(hold, i, 10)
+        with pytest.raises(QueueFull):
+            await batcher.submit(hold, 2, 10, wait=False)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await batcher.submit(hold, 3, 10)
+        done.set()
+    check_empty(batcher)
+
+
+@virtual
+async def test_cancelling_what_was_submitted_frees_its_place() -> None:
+    async with batcher_of(10) as batcher:
+        ran = []
+
+        async def hold(record: str) -> None:
+            ran.append(record)
+            await asyncio.sleep(100)
+
+        running = await batcher.submit(hold, "running", 10)
+        waiting = await batcher.submit(hold, "waiting", 10)
+        unstarted = await batcher.submit(hold, "unstarted", 10)
+        unstarted.cancel()
+        await blocked()
+        waiting.cancel()
+        await blocked()
+        running.cancel()
+        await blocked()
+        assert ran == ["running"]
+        assert batcher.stats.total_cancelled == 3
+        check_empty(batcher)
+
+
+@virtual
+async def test_stop_cancels_what_was_submitted_at_its_timeout() -> None:
+    batcher = batcher_of(10)
+    await batcher.start()
+
+    async def hold(_: int) -> None:
+        await asyncio.sleep(1000)
+
+    running = await batcher.submit(hold, 0, 10)
+    waiting = await batcher.submit(hold, 1, 10)
+    await batcher.stop(timeout=1)
+    assert running.cancelled()
+    assert isinstance(waiting.exception(), Closed)
+    check_empty(batcher)
+
+
+@virtual
+async def test_an_error_of_a_submitted_function_is_its_own() -> None:
+    async def fail(record: int) -> None:
+        raise KeyError(record)
+
+    async with batcher_of(10) as batcher:
+        task = await batcher.submit(fail, 7, 1)
+        with pytest.raises(KeyError):
+            await task
+        assert batcher.stats.total_failed == 1
+
+
+# Estimates and statistics
+
+
+@virtual
+async def test_the_estimated_wait_is_within_a_factor_of_two_under_steady_load() -> None:
+    rng = random.Random(5)
+    ratios = []
+    async with batcher_of(1000, max_running=64, max_queue_size=10_000) as batcher:
+
+        async def use() -> None:
+            cost = min(900, int(rng.lognormvariate(3.5, 0.8)) + 1)
+            estimate = batcher.estimate_wait(cost)
+            async with batcher.slot(cost) as slot:
+                if estimate > 0.2:
+                    ratios.append(slot.waited_s / estimate)
+                await asyncio.sleep(cost * 0.005 * rng.uniform(0.7, 1.3))
+
+        # A queue that is never empty: the load is steady, a little above what can be served at first.
+        tasks = [asyncio.create_task(use()) for _ in range(60)]
+        for _ in range(3000):
+            tasks.append(asyncio.create_task(use()))
+            await asyncio.sleep(rng.expovariate(120 if batcher.stats.queue_depth < 40 else 60))
+        await asyncio.wait(tasks)
+    assert len(ratios) > 1000
+    ranked = sorted(ratios)
+    assert ranked[len(ranked) // 20] > 0.5
+    assert ranked[-len(ranked) // 20] < 2.0
+
+
+@virtual
+async def test_the_estimate_counts_only_what_goes_first() -> None:
+    async with batcher_of(10) as batcher:
+        assert batcher.estimate_wait(10) == 0.0
+        async with batcher.slot(10):
+            assert batcher.estimate_wait(10) == 1.0
+            await asyncio.sleep(4)
+        holders = Holders(batcher)
+        await holders.enter("a")
+        await holders.enter("b")
+        await holders.enter("c", priority=5)
+        assert batcher.estimate_wait(10) == pytest.approx(8, rel=0.01)
+        assert batcher.estimate_wait(10, priority=-1) == pytest.approx(4, rel=0.01)
+        assert batcher.estimate_wait(10, priority=5) == pytest.approx(12, rel=0.01)
+        await holders.leave(*"abc")
+
+
+@virtual
+async def test_the_estimate_knows_the_bound_on_records() -> None:
+    async with batcher_of(1000, max_running=1) as batcher:
+        async with batcher.slot(1):
+            await asyncio.sleep(3)
+        async with batcher.slot(1):
+            assert batcher.estimate_wait(1) == pytest.approx(3, rel=0.01)
+
+
+@virtual
+async def test_statistics_are_true_in_the_middle() -> None:
+    async with batcher_of(100) as batcher:
+        await asyncio.sleep(1)
+        async with batcher.slot(50):
+            await asyncio.sleep(3)
+            stats = batcher.stats
+            assert (stats.busy_time_s, stats.idle_time_s) == pytest.approx((3, 1))
+            assert stats.utilization == pytest.approx(0.75)
+            assert stats.occupancy == pytest.approx(0.375)
+            assert (stats.total_submitted, stats.running, stats.running_cost) == (1, 1, 50)
+        async with batcher.slot(50):
+            await asyncio.sleep(1)
+    await asyncio.sleep(50)
+    stats = batcher.stats
+    assert (stats.busy_time_s, stats.idle_time_s) == pytest.approx((4, 1))
+    assert stats.throughput == pytest.approx(0.4)
+    assert stats.cost_throughput == pytest.approx(20)
+    assert stats.avg_latency_s == pytest.approx(2)
+    assert stats.run_p99_s == pytest.approx(3)
+    assert stats.occupancy == pytest.approx(0.4)
+    with pytest.raises(AttributeError):
+        stats.running = 5  # type: ignore[misc]
+
+
+@virtual
+async def test_the_report_reads_well() -> None:
+    async with batcher_of(100, max_running=8) as batcher:
+        async with batcher.slot(50):
+            await asyncio.sleep(1)
+        report = batcher.stats.report()
+    assert "records      1 submitted: 1 completed" in report
+    assert "capacity     100, at most 8 records; 50.0% in use on average" in report
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"capacity": 0}, "capacity must be a whole number >= 1, not 0"),
+        ({"max_running": 0}, "max_running must be a whole number >= 1, not 0"),
+        ({"max_queue_size": 0}, "max_queue_size must be a whole number >= 1, not 0"),
+        ({"max_queue_cost": 0}, "max_queue_cost must be a whole number >= 1, not 0"),
+        ({"policy": "best"}, "policy must be one of 'guaranteed_no_evict', 'max_utilization', not 'best'"),
+        ({"oversize": "split"}, "oversize must be one of 'reject', 'alone', not 'split'"),
+        ({"priority_aging_s": -1}, "priority_aging_s must be a finite number > 0, not -1"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContinuousBatcher(**{"capacity": 1, **settings})  # type: ignore[arg-type]
+
+
+@virtual
+async def test_wrong_costs_are_refused() -> None:
+    async with batcher_of() as batcher:
+        with pytest.raises(ValueError, match="cost must be a finite number >= 0, not -1"):
+            batcher.slot(-1)
+        with pytest.raises(ValueError, match="give either cost"):
+            batcher.slot()
+        with pytest.raises(ValueError, match="give either cost"):
+            batcher.slot(5, prompt_tokens=1, max_tokens=1)
+        with pytest.raises(ValueError, match="give either cost"):
+            batcher.slot(prompt_tokens=1)
+        with pytest.raises(ValueError, match="max_tokens must be"):
+            batcher.slot(prompt_tokens=1, max_tokens=-1)
+        assert batcher.slot(0).cost == 0
+        with pytest.raises(ValueError, match="timeout must be a finite number of seconds >= 0, not -1"):
+            await batcher.stop(timeout=-1)

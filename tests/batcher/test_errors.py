@@ -1,0 +1,94 @@
+"""Errors: they say what happened, cross process borders, and belong to one future each."""
+
+import pickle
+
+import pytest
+
+from batcher import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
+from batcher.errors import separate
+
+
+def test_each_is_also_what_python_calls_it() -> None:
+    kinds = {
+        Closed: RuntimeError,
+        Expired: TimeoutError,
+        Oversize: ValueError,
+        Aborted: RuntimeError,
+        BadResults: ValueError,
+        QueueFull: Exception,
+    }
+    for kind, base in kinds.items():
+        assert issubclass(kind, BatcherError)
+        assert issubclass(kind, base)
+
+
+@pytest.mark.parametrize(
+    "error", [QueueFull("max_queue_size", 5, 1.5), Oversize(9, 5), Closed("x"), Expired("y")]
+)
+def test_they_survive_pickling(error: BatcherError) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert vars(again) == vars(error)
+
+
+def test_a_full_queue_says_what_is_full_and_when_to_come_back() -> None:
+    assert (
+        str(QueueFull("max_queue_cost", 100, 2.345))
+        == "the queue is full: max_queue_cost=100; retry in 2.35 s"
+    )
+
+
+class Picky(Exception):  # noqa: N818
+    def __init__(self, code: int, *, hint: str) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+        self.hint = hint
+
+
+class Unmakeable(Exception):  # noqa: N818
+    def __new__(cls, secret: str = "") -> "Unmakeable":
+        if secret != "let me":
+            raise TypeError("no copies")
+        return super().__new__(cls)
+
+    def __init__(self, secret: str) -> None:
+        super().__init__("unmakeable")
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error from KeyError("cause")
+    except BaseException as caught:
+        return caught
+
+
+def test_a_separate_error_is_equal_but_another_object() -> None:
+    with pytest.raises(UnicodeDecodeError) as caught:
+        b"\xff".decode()
+    unicode_error = caught.value
+    errors: list[BaseException] = [
+        ValueError("a", 1),
+        OSError(2, "no"),
+        unicode_error,
+        Picky(5, hint="h"),
+        KeyError("k"),
+        Oversize(2, 1),
+    ]
+    for error in errors:
+        original = raised(error)
+        twin = separate(original)
+        assert twin is not original
+        assert type(twin) is type(original)
+        assert str(twin) == str(original)
+        assert twin.args == original.args
+        assert vars(twin) == vars(original)
+        assert twin.__cause__ is original.__cause__
+        assert twin.__traceback__ is original.__traceback__
+    assert separate(OSError(2, "no")).errno == 2  # type: ignore[union-attr]
+
+
+def test_an_error_that_can_not_be_copied_is_described() -> None:
+    twin = separate(Unmakeable("let me"))
+    assert isinstance(twin, Aborted)
+    assert str(twin) == "Unmakeable: unmakeable"

@@ -1,0 +1,54 @@
+"""The package as a stranger gets it: pure Python, typed, no circles."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import batcher
+
+ROOT = Path(batcher.__file__).parent
+
+
+def imports(path: Path) -> set[str]:
+    """Return the modules that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            assert node.module is not None
+            names = (
+                {f"{node.module}.{alias.name}" for alias in node.names} if node.module == "batcher" else set()
+            )
+            found |= names or {node.module}
+    return found
+
+
+def test_only_the_standard_library_is_needed() -> None:
+    for path in ROOT.glob("*.py"):
+        assert {name.split(".")[0] for name in imports(path)} <= {*sys.stdlib_module_names, "batcher"}
+
+
+def test_imports_make_no_circle() -> None:
+    graph = {f"batcher.{path.stem}": imports(path) for path in ROOT.glob("*.py") if path.stem != "__init__"}
+    list(TopologicalSorter(graph).static_order())
+
+
+def test_every_public_name_is_there() -> None:
+    assert batcher.__all__ == sorted(batcher.__all__, key=lambda name: (not name.isupper(), name))
+    assert all(hasattr(batcher, name) for name in batcher.__all__)
+
+
+def test_it_comes_with_its_types() -> None:
+    assert (ROOT / "py.typed").is_file()
+
+
+def test_importing_it_is_cheap() -> None:
+    code = "import sys, batcher; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not {"ray", "vllm", "torch", "numpy", "pydantic", "starlette"} & set(done.stdout.split())

@@ -1,0 +1,87 @@
+"""Statistics: figures that are right, and a report that can be read."""
+
+import dataclasses
+import json
+
+from batcher import BatchStats, ContinuousStats
+from batcher.stats import RECENT, Recorder, percentiles
+
+
+def test_percentiles_by_nearest_rank() -> None:
+    assert percentiles([], (0.5, 0.99)) == [0.0, 0.0]
+    assert percentiles([7.0], (0.0, 0.5, 1.0)) == [7.0, 7.0, 7.0]
+    assert percentiles(range(100, 0, -1), (0.5, 0.9, 0.99)) == [51, 91, 100]
+
+
+def test_time_is_busy_or_idle_only_while_open() -> None:
+    recorder = Recorder()
+    recorder.switch(True, 5.0)
+    recorder.switch(False, 9.0)
+    assert recorder.times(9.0) == (0.0, 0.0)
+    recorder.open(10.0)
+    recorder.switch(True, 11.0)
+    assert recorder.times(13.0) == (2.0, 1.0)
+    recorder.switch(False, 14.0)
+    recorder.close(15.0)
+    assert recorder.times(99.0) == (3.0, 2.0)
+    recorder.open(100.0)
+    assert recorder.times(101.0) == (3.0, 3.0)
+
+
+def test_percentiles_are_over_recent_records() -> None:
+    recorder = Recorder()
+    recorder.runs += [9.0] * 100
+    recorder.runs += [1.0] * RECENT
+    assert recorder.common(0.0)["run_p99_s"] == 1.0
+
+
+def test_snapshots_are_plain_data() -> None:
+    for stats in (BatchStats(total_batches=3), ContinuousStats(capacity=5)):
+        assert json.loads(json.dumps(dataclasses.asdict(stats)))["total_submitted"] == 0
+
+
+def test_the_report_of_batches() -> None:
+    stats = BatchStats(
+        total_submitted=12_000,
+        total_completed=11_900,
+        total_failed=60,
+        total_cancelled=30,
+        total_expired=10,
+        total_rejected=5,
+        queue_depth=7,
+        queue_cost=700,
+        running=2,
+        running_cost=300,
+        busy_time_s=95.5,
+        idle_time_s=4.5,
+        utilization=0.955,
+        throughput=119.0,
+        cost_throughput=15_000.0,
+        avg_latency_s=0.25,
+        avg_run_s=0.2,
+        wait_p50_s=0.0005,
+        wait_p90_s=0.00001,
+        wait_p99_s=1.5,
+        total_batches=400,
+        avg_batch_size=29.75,
+        avg_batch_cost=3750.0,
+        padding_ratio=0.082,
+    )
+    assert stats.report() == (
+        "records      12,000 submitted: 11,900 completed, 60 failed, 30 cancelled, 10 expired, 5 rejected\n"
+        "waiting      7 records, cost 700; 0 callers for room\n"
+        "running      2 records, cost 300\n"
+        "utilization  95.5% (95.50 s busy, 4.50 s idle)\n"
+        "throughput   119.0 records/s, cost 15,000.0/s\n"
+        "latency      250.0 ms on average, of which 200.0 ms running\n"
+        "wait         p50 500 µs, p90 10 µs, p99 1.50 s\n"
+        "run          p50 0 µs, p90 0 µs, p99 0 µs\n"
+        "batches      400 of 29.8 records on average, cost 3,750.0; 8.2% padding"
+    )
+
+
+def test_the_report_of_a_window() -> None:
+    assert ContinuousStats(capacity=40_000, occupancy=0.5, output_tokens=9000).report().splitlines()[-2:] == [
+        "capacity     40,000; 50.0% in use on average",
+        "output       9,000 tokens",
+    ]

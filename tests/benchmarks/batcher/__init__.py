@@ -1,0 +1,1 @@
+"""How fast and how large the batcher is, beside others: `python -m tests.benchmarks.batcher --help`."""

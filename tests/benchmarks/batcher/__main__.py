@@ -1,0 +1,117 @@
+"""Measure the batcher: python -m tests.benchmarks.batcher --help."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from tests.benchmarks import report
+from tests.benchmarks.batcher import (
+    burst,
+    lone,
+    memory,
+    padding,
+    per_record,
+    queue_scale,
+    simulation,
+    slots,
+)
+from tests.benchmarks.measuring import Options, Table
+
+RESULTS = report.RESULTS / "batcher.json"
+
+BENCHMARKS: dict[str, tuple[Callable[[Options], Table], str]] = {
+    "per-record": (per_record.measure, "CPU time per record with an empty function, beside flyte and Ray"),
+    "burst": (
+        burst.measure,
+        "how fast a burst drains while batches run (10 s a round: @serve.batch is slow)",
+    ),
+    "lone": (lone.measure, "latency added to a lone record; whether batches form under load"),
+    "padding": (padding.measure, "padding of lognormal lengths, against sorting everything offline"),
+    "queue": (queue_scale.measure, "add + take of RequestQueue, from a thousand to a million waiting"),
+    "memory": (memory.measure, "bytes per queued record; ten million records passed through"),
+    "slots": (slots.measure, "enter + leave of a ContinuousBatcher slot, alone and crowded"),
+    "simulation": (simulation.measure, "a million requests over a thousand replicas"),
+}
+
+EPILOG = """\
+benchmarks:
+{names}
+
+How to read the table: the median over the rounds, the range of the samples, the target, and whether the
+median meets it. A ratio is taken between two runs of the same round, and the median over the ratios.
+CPU time is that of this process, so that others on the machine disturb little; seconds of `burst` and
+milliseconds of `lone` are by the clock on the wall.
+
+Which options: with the defaults it takes about ten minutes. `--quick` is for a look after a change.
+Raise `--pairs` when ranges are wide; `--records` below 20,000 measures the start more than the run.
+
+examples:
+  make bench-batcher
+  python -m tests.benchmarks.batcher --only per-record --pairs 11
+  python -m tests.benchmarks.batcher --quick --check
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    width = max(map(len, BENCHMARKS))
+    names = "\n".join(f"  {name:<{width}}  {about}" for name, (_, about) in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.batcher",
+        description=f"Measure the batcher, print a table, write {os.path.relpath(RESULTS)}.",
+        epilog=EPILOG.format(names=names),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--only", metavar="NAME", action="append", choices=BENCHMARKS, help="run this one; may be repeated"
+    )
+    parser.add_argument(
+        "--pairs", metavar="N", type=_positive, default=5, help="rounds to take the median over (default 5)"
+    )
+    parser.add_argument(
+        "--records",
+        metavar="N",
+        type=_positive,
+        default=100_000,
+        help="records of one run of per-record, queue and slots (default 100,000)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="leave out the largest sizes of queue, memory and simulation"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="end with status 1 if a target is missed; else the table tells"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text.replace(",", "").replace("_", ""))
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmarks that were asked for; return the exit status."""
+    given = parser().parse_args(arguments)
+    options = Options(given.pairs, given.records, given.quick)
+    missed = 0
+    for name in given.only or BENCHMARKS:
+        before = os.getloadavg()[0]
+        table = BENCHMARKS[name][0](options)
+        print(report.show(name, table), flush=True)
+        missed += sum(row.met is False for row in table.rows)
+        about = {
+            "versions": report.versions("saturate", "ray", "flyte"),
+            "pairs": options.pairs,
+            "load_before": before,
+            "load_after": os.getloadavg()[0],
+        }
+        report.keep(RESULTS, {name: table}, about)
+    print(f"written to {os.path.relpath(RESULTS)}; targets missed: {missed}")
+    return 1 if missed and given.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Showing tables in a terminal, and keeping them in a file."""
+
+import datetime
+import json
+import os
+import platform
+import textwrap
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.measuring import Row, Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def number(value: float, unit: str) -> str:
+    """Return a value with three digits that count, and its unit."""
+    size = abs(value)
+    digits = 0 if size >= 100 or value == 0 else 1 if size >= 10 else 2 if size >= 0.1 else 4
+    return f"{value:,.{digits}f} {unit}".rstrip()
+
+
+def _target(row: Row) -> str:
+    if row.at_most is not None:
+        return f"≤ {number(row.at_most, row.unit)}"
+    return "" if row.at_least is None else f"≥ {number(row.at_least, row.unit)}"
+
+
+def show(name: str, table: Table) -> str:
+    """Return a table as text: medians, the range of the samples, targets."""
+    lines = [("", "median", "range", "target", "")]
+    for row in table.rows:
+        low, high = min(row.samples), max(row.samples)
+        lines.append(
+            (
+                row.what,
+                number(row.median, row.unit),
+                f"{number(low, '')} to {number(high, '')}" if len(row.samples) > 1 else "",
+                _target(row),
+                {None: "", True: "met", False: "MISSED"}[row.met],
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(5)]
+    body = [
+        "  ".join(
+            [line[0].ljust(widths[0]), *(line[column].rjust(widths[column]) for column in (1, 2, 3)), line[4]]
+        ).rstrip()
+        for line in lines
+    ]
+    setting = textwrap.fill(f"{name}: {table.setting}", width=110)
+    return "\n".join([setting, "", *body, ""])
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers depend on, besides the code."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Return the installed versions of some distributions; None where one is not installed."""
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def keep(path: Path, tables: Mapping[str, Table], about: Mapping[str, Any]) -> None:
+    """Write tables to a JSON file; what it holds of other benchmarks stays.
+
+    Args:
+        path: The file.
+        tables: By the name of the benchmark.
+        about: What else to say of this run.
+    """
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for name, table in tables.items():
+        found[name] = {
+            "setting": table.setting,
+            "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "machine": machine(),
+            **about,
+            "rows": [
+                {
+                    "what": row.what,
+                    "unit": row.unit,
+                    "median": row.median,
+                    "low": min(row.samples),
+                    "high": max(row.samples),
+                    "samples": list(row.samples),
+                    "at_most": row.at_most,
+                    "at_least": row.at_least,
+                    "met": row.met,
+                }
+                for row in table.rows
+            ],
+        }
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,1 @@
+"""The service beside other servers, on one machine with one model and one load."""

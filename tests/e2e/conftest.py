@@ -1,0 +1,41 @@
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from tests.e2e.service import ROOT, Service
+
+MINILM = {
+    "id": "minilm",
+    "kind": "function",
+    "target": "serve_app.embedding:MiniLM",
+    "embeddings": True,
+    "batcher": {"profile": "variable_length", "target_batch_cost": 4096, "max_batch_size": 64},
+}
+
+
+@pytest.fixture(scope="session")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of configs/local.yaml and a model that is a function, started once for all tests."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    (app,) = config["applications"]
+    app["args"]["models"].append(MINILM)
+    # The demo model and the ingress have reserved what two cores have.
+    app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})
+    service = Service(config, tmp_path_factory.mktemp("service"))
+    yield service
+    service.stop()
+
+
+@pytest.fixture(scope="session")
+def http(service: Service) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=service.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

@@ -1,0 +1,97 @@
+"""A live service for the tests: `python -m serve_app.launch` on a config, in processes of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+MARK = "SATURATE_TEST_RUN"
+
+
+class Service:
+    """A started service.
+
+    Attributes:
+        url: Where it listens.
+        env: What a program needs in its environment to find the same Ray.
+        ready_s: Seconds from the start of the launcher to its word that the service is ready.
+        output: What the launcher has printed.
+    """
+
+    def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        port = free_port()
+        config["http_options"]["port"] = port
+        own = {
+            # Beside a service that somebody runs on this machine with the default ports.
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        }
+        config["controller_options"]["runtime_env"]["env_vars"] |= own
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        self.url = f"http://127.0.0.1:{port}"
+        self.env = os.environ | own | {"RAY_USAGE_STATS_ENABLED": "0"}
+        self._mark = uuid.uuid4().hex
+        started = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "serve_app.launch", str(path)],
+            cwd=folder,
+            env=self.env | {MARK: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        if not self._ready.wait(timeout=180) or self.process.poll() is not None:
+            self.stop()
+            raise RuntimeError(f"the service did not become ready:\n{self.output}")
+        self.ready_s = time.monotonic() - started
+
+    def _read(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.output += line
+            if "Ready:" in line:
+                self._ready.set()
+        self._ready.set()
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Stop the service as an operator would, and return the launcher's exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        code = self.process.wait(timeout=120)
+        self._reader.join(timeout=10)
+        return code
+
+    def processes(self) -> list[str]:
+        """Return the command lines of all processes that came of this service and live."""
+        found = []
+        for process in Path("/proc").iterdir():
+            try:
+                if f"{MARK}={self._mark}".encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+        return found
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

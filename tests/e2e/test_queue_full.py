@@ -1,0 +1,51 @@
+"""A full queue is answered 429 with the seconds to wait, on every door, streams too."""
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.service import Service
+from tests.e2e.test_service import batcher, wait_until_idle
+
+ENDLESS = {"prompts": ["once upon"] * 6000, "max_tokens": 1900, "ignore_eos": True}
+
+
+async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
+    wait_until_idle(http, 30)
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+        flood = asyncio.ensure_future(client.post("/generate", json=ENDLESS))
+        for _ in range(200):
+            if (await asyncio.to_thread(batcher, http))["queue_depth"] == 5000:
+                break
+        else:
+            pytest.fail("the queue did not fill")
+
+        one = {"model": "demo", "prompt": "What is 1+1?"}
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "What is 1+1?"}]}
+        for path, body in [
+            ("/generate", {"prompts": ["What is 1+1?"] * 3}),
+            ("/v1/completions", one),
+            ("/v1/completions", one | {"stream": True}),
+            ("/v1/chat/completions", chat),
+            ("/v1/chat/completions", chat | {"stream": True}),
+        ]:
+            response = await client.post(path, json=body)
+            assert response.status_code == 429, response.text
+            assert int(response.headers["retry-after"]) >= 1
+            error = response.json()["error"]
+            assert error["type"] == "rate_limit_error"
+            assert "queue" in error["message"]
+
+        async with openai.AsyncOpenAI(
+            base_url=f"{service.url}/v1", api_key="none", max_retries=0
+        ) as unmodified:
+            with pytest.raises(openai.RateLimitError):
+                await unmodified.completions.create(model="demo", prompt="What is 1+1?")
+
+        flood.cancel()
+        await asyncio.wait([flood])
+        await asyncio.to_thread(wait_until_idle, http, 2.0)
+        answer = await client.post("/generate", json={"prompts": ["What is 1+1?"]})
+        assert answer.json()["results"] == ["2"]

@@ -1,0 +1,96 @@
+"""Health, statistics, the page, disconnects and the queue's bound."""
+
+import asyncio
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.service import Service
+
+PROMPTS = ["once upon"] * 40
+LONG = {"model": "demo", "prompt": PROMPTS, "max_tokens": 1900, "ignore_eos": True}
+"""Keeps the engine busy for some ten seconds."""
+
+
+def batcher(http: httpx.Client) -> dict[str, float]:
+    """Return the batcher's statistics of the one replica."""
+    (replica,) = http.get("/stats").json()["models"]["demo"]["replicas"]
+    stats: dict[str, float] = replica["batcher"]
+    return stats
+
+
+def wait_until_idle(http: httpx.Client, limit_s: float) -> float:
+    """Return the seconds until nothing runs or waits in the batcher."""
+    start = time.monotonic()
+    while (stats := batcher(http))["running"] or stats["queue_depth"]:
+        assert time.monotonic() - start < limit_s, f"still busy after {limit_s} s: {stats}"
+    return time.monotonic() - start
+
+
+def test_ready_in_time(service: Service) -> None:
+    assert service.ready_s < 90
+
+
+def test_health(http: httpx.Client) -> None:
+    response = http.get("/health")
+    assert response.status_code == 200
+    ready = {"state": "ready", "replicas": 1}
+    assert response.json() == {"status": "ok", "models": {"demo": ready, "minilm": ready}}
+
+
+def test_page(http: httpx.Client) -> None:
+    response = http.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "<code>demo</code>" in response.text
+    assert f"{http.base_url}".rstrip("/") + "/generate" in response.text
+
+
+def test_stats_count_what_was_served(http: httpx.Client) -> None:
+    before = batcher(http)
+    assert http.post("/generate", json={"prompts": ["What is 1+1?"] * 7}).status_code == 200
+    after = batcher(http)
+    assert after["total_submitted"] - before["total_submitted"] == 7
+    assert after["total_completed"] - before["total_completed"] == 7
+    assert after["capacity"] >= 60_000
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_place_within_a_second(http: httpx.Client, stream: bool) -> None:
+    wait_until_idle(http, 30)
+    with httpx.Client(base_url=http.base_url, timeout=30) as leaver:
+        if stream:
+            with leaver.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+                pieces = response.iter_raw()
+                next(pieces)
+                assert batcher(http)["running"] == len(PROMPTS)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                leaver.post("/v1/completions", json=LONG, timeout=0.5)
+    assert wait_until_idle(http, 1.0) < 1.0
+
+
+def test_a_list_whose_client_leaves_is_dropped(http: httpx.Client) -> None:
+    wait_until_idle(http, 30)
+    body = {"prompts": ["once upon"] * 300, "max_tokens": 1900, "ignore_eos": True}
+    with (
+        httpx.Client(base_url=http.base_url) as leaver,
+        pytest.raises(httpx.ReadTimeout),
+    ):
+        leaver.post("/generate", json=body, timeout=1.0)
+    assert wait_until_idle(http, 1.0) < 1.0
+
+
+async def test_many_streams_at_once_are_whole_and_in_order(service: Service) -> None:
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+
+        async def ask(first: int) -> str:
+            body = {"model": "demo", "prompt": f"What is {first}+1?", "stream": True, "temperature": 0}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
+            assert lines[-1] == "data: [DONE]"
+            chunks = [httpx.Response(200, content=line[6:]).json() for line in lines[:-1]]
+            return "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+        answers = await asyncio.gather(*(ask(first) for first in range(64)))
+    assert answers == [str(first + 1) for first in range(64)]

@@ -1,0 +1,49 @@
+"""The demo's questions: all of them, the split, and the file in the repository."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_app.demo import questions
+from serve_app.demo.questions import Question
+
+
+def test_there_are_20000_different_questions() -> None:
+    assert len(set(questions.all_questions())) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("question", "prompt", "answer"),
+    [
+        (Question(47, "+", 28), "What is 47+28?", "75"),
+        (Question(12, "-", 40), "What is 12-40?", "-28"),
+        (Question(99, "+", 99), "What is 99+99?", "198"),
+        (Question(0, "-", 0), "What is 0-0?", "0"),
+    ],
+)
+def test_a_question_knows_its_words_and_its_answer(question: Question, prompt: str, answer: str) -> None:
+    assert (question.prompt, question.answer) == (prompt, answer)
+
+
+def test_the_file_is_what_the_module_writes(tmp_path: Path) -> None:
+    again = tmp_path / "questions.jsonl"
+    questions.main(["--out", str(again)])
+    assert again.read_bytes() == questions.QUESTIONS_FILE.read_bytes()
+
+
+def test_the_file_holds_500_different_right_answers() -> None:
+    lines = [json.loads(line) for line in questions.QUESTIONS_FILE.read_text(encoding="utf-8").splitlines()]
+    assert len({line["prompt"] for line in lines}) == len({line["id"] for line in lines}) == len(lines) == 500
+    for line in lines:
+        sum_in_words = line["prompt"].removeprefix("What is ").removesuffix("?")
+        operator = "+" if "+" in sum_in_words else "-"
+        left, right = map(int, sum_in_words.split(operator))
+        assert line["answer"] == str(left + right if operator == "+" else left - right)
+
+
+def test_what_is_kept_aside_is_not_learnt_mirrored_either() -> None:
+    learn, keep = questions.split_questions(held_out=0.05, seed=0)
+    assert len(learn) + len(keep) == 20_000
+    assert 900 < len(keep) < 1100
+    assert not {(q.operator, q.right, q.left) for q in keep} & {(q.operator, q.left, q.right) for q in learn}

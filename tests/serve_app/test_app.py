@@ -1,0 +1,98 @@
+"""The application that `serve run` gets from a config's `args`."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from ray.serve._private.build_app import BuiltApplication, build_app
+
+from serve_app.app import build
+from serve_app.engine import Engine
+from serve_app.function_engine import FunctionEngine
+from serve_app.settings import LLMSettings, SettingsError
+
+DEMO = {"id": "demo", "source": "saturate://demo"}
+OTHER = {"id": "org/other", "source": "org/other", "engine": {"max_num_seqs": 8}}
+
+# The module is imported where the model is held, and nowhere else.
+FUNCTION = {"id": "rank", "kind": "function", "target": "no.such.module:Class"}
+
+
+def built(*models: object, **sections: object) -> BuiltApplication:
+    """Build as Ray Serve does, but for actors."""
+    return build_app(build({"models": list(models), **sections}), name="llm")
+
+
+def test_one_engine_per_model_behind_an_ingress() -> None:
+    app = built(DEMO, OTHER)
+    names = {deployment.name for deployment in app.deployments}
+    assert names == {"Ingress", "Engine:demo", "Engine:org/other"}
+    assert app.ingress_deployment_name == "Ingress"
+
+
+def test_each_engine_gets_its_own_model_and_the_limit_of_prompts() -> None:
+    app = built(DEMO, OTHER, ingress={"max_prompts": 7})
+    arguments: dict[str, Any] = {deployment.name: deployment.init_args for deployment in app.deployments}
+    assert arguments["Engine:demo"] == (LLMSettings(id="demo", source="saturate://demo"), 7)
+    model, _ = arguments["Engine:org/other"]
+    assert (model.id, model.engine.max_num_seqs) == ("org/other", 8)
+
+
+def test_a_function_is_a_deployment_of_its_own_class() -> None:
+    app = built(DEMO, FUNCTION, ingress={"max_prompts": 7})
+    classes = {deployment.name: deployment.func_or_class for deployment in app.deployments}
+    assert classes["Engine:demo"] is Engine
+    assert classes["Engine:rank"] is FunctionEngine
+    arguments: dict[str, Any] = {deployment.name: deployment.init_args for deployment in app.deployments}
+    settings, most = arguments["Engine:rank"]
+    assert (settings.id, settings.target, most) == ("rank", "no.such.module:Class", 7)
+
+
+def test_the_ingress_knows_every_engine_by_its_model() -> None:
+    app = built(DEMO, OTHER)
+    ingress = next(deployment for deployment in app.deployments if deployment.name == "Ingress")
+    arguments: Any = ingress.init_args
+    settings, handles = arguments
+    assert [model.id for model in settings.models] == ["demo", "org/other"]
+    assert {model: handle.deployment_name for model, handle in handles.items()} == {
+        "demo": "Engine:demo",
+        "org/other": "Engine:org/other",
+    }
+
+
+def test_serve_s_own_limits_do_not_cut_in_before_the_batcher_s() -> None:
+    for deployment in built(DEMO, FUNCTION).deployments:
+        # The batcher's default queue, and all that may run beside it.
+        assert deployment.max_ongoing_requests > 5_000 + 1_024
+        assert deployment.max_queued_requests == -1
+
+
+def test_wrong_args_fail_at_once() -> None:
+    with pytest.raises(SettingsError, match=r"args\.models\[0\]\.engine\.x: unknown key"):
+        built(DEMO | {"engine": {"x": 1}})
+
+
+def test_neither_the_app_nor_its_front_imports_torch_or_vllm() -> None:
+    """In a process of its own, since this one may have them."""
+    script = """
+import sys
+import serve_app.app, serve_app.ingress, serve_app.engine, serve_app.function_engine, serve_app.embedding
+embedder = {"id": "minilm", "kind": "function", "target": "serve_app.embedding:MiniLM"}
+serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}, embedder]})
+heavy = {"torch", "vllm", "transformers", "tokenizers"}
+print(sorted({name.partition(".")[0] for name in sys.modules} & heavy))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_the_batcher_imports_nothing_of_the_rest() -> None:
+    script = """
+import sys
+import batcher
+rest = {"ray", "vllm", "starlette", "pydantic", "serve_app", "torch"}
+print(sorted({name.partition(".")[0] for name in sys.modules} & rest))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,170 @@
+"""Each config in configs/ is one that `serve run` takes, and explains itself."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ray.serve._private.build_app import build_app
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.app import build
+from serve_app.launch import IMPORT_PATH, read_config
+from serve_app.settings import parse
+
+FOLDER = Path(__file__).parents[2] / "configs"
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+
+every_config = pytest.mark.parametrize("path", CONFIGS, ids=[path.name for path in CONFIGS])
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def env_vars(section: Any) -> dict[str, str]:
+    variables: dict[str, str] = section.get("runtime_env", {}).get("env_vars", {})
+    return variables
+
+
+def test_there_are_configs() -> None:
+    assert FOLDER / "local.yaml" in CONFIGS
+
+
+@every_config
+def test_serve_takes_it(path: Path) -> None:
+    config = ServeDeploySchema.model_validate(load(path))
+    assert [app.import_path for app in config.applications] == [IMPORT_PATH]
+    parse(config.applications[0].args)
+    assert read_config(path) == config
+
+
+@every_config
+def test_the_deployments_that_it_names_exist(path: Path) -> None:
+    (app,) = ServeDeploySchema.model_validate(load(path)).applications
+    there = {deployment.name for deployment in build_app(build(app.args), name=app.name).deployments}
+    named = [deployment.name for deployment in app.deployments]
+    assert len(named) == len(set(named))
+    assert set(named) <= there
+
+
+CONTROLLER_ONLY = {"RAY_SERVE_HAPROXY_LOG_TARGET"}
+"""What is for HAProxy alone, which the controller starts."""
+
+
+@every_config
+def test_the_controller_and_the_replicas_agree(path: Path) -> None:
+    config = load(path)
+    for app in config["applications"]:
+        replicas = env_vars(app)
+        for name, value in env_vars(config.get("controller_options", {})).items():
+            if name not in CONTROLLER_ONLY:
+                assert replicas.get(name) == value, name
+
+
+@every_config
+def test_throughput_mode_comes_with_haproxy(path: Path) -> None:
+    config = load(path)
+    for section in (config.get("controller_options", {}), *config["applications"]):
+        variables = env_vars(section)
+        if variables.get("RAY_SERVE_THROUGHPUT_OPTIMIZED") == "1":
+            assert variables.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+
+
+@every_config
+def test_environment_variables_are_strings(path: Path) -> None:
+    config = load(path)
+    for section in (config.get("controller_options", {}), *config["applications"]):
+        for name, value in env_vars(section).items():
+            assert isinstance(value, str), name
+
+
+@every_config
+def test_a_body_at_the_limit_fits_through_grpc(path: Path) -> None:
+    for app in load(path)["applications"]:
+        limit = env_vars(app).get("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH")
+        if limit is not None:
+            assert int(limit) > parse(app["args"]).ingress.max_body_bytes + (1 << 20)
+
+
+def test_the_local_config_needs_no_gpu_and_no_download_and_is_not_open_to_the_network() -> None:
+    config = load(FOLDER / "local.yaml")
+    assert config["http_options"]["host"] == "127.0.0.1"
+    (app,) = config["applications"]
+    assert [model["source"] for model in app["args"]["models"]] == ["saturate://demo"]
+    for deployment in app["deployments"]:
+        assert "num_gpus" not in deployment.get("ray_actor_options", {})
+
+
+def test_the_local_config_turns_on_haproxy_and_grpc_for_controller_and_replicas() -> None:
+    config = load(FOLDER / "local.yaml")
+    switches = {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    }
+    assert switches.items() <= env_vars(config["controller_options"]).items()
+    assert switches.items() <= env_vars(config["applications"][0]).items()
+
+
+# Comments
+
+
+def unexplained(text: str) -> list[str]:
+    """Return the lines with a value that no comment covers.
+
+    A comment covers the line that it stands on or right above, what is nested below that line, and
+    the lines that follow right after it at the same depth.
+    """
+    found = []
+    explained: dict[int, bool] = {}  # By depth: the lines that the next one may be nested below.
+    previous = -1
+    commented = False
+    for line in text.splitlines():
+        content = line.strip()
+        if not content or content.startswith("#"):
+            commented = bool(content)
+            previous = -1
+            continue
+        starts_item = content.startswith("- ")
+        depth = len(line) - len(content) + 2 * starts_item
+        follows = previous == depth and not starts_item and explained[depth]
+        explained = {at: value for at, value in explained.items() if at < depth}
+        explained[depth] = commented or " #" in line or follows or any(explained.values())
+        if not explained[depth] and not content.endswith(":"):
+            found.append(line)
+        previous = depth
+        commented = False
+    return found
+
+
+@every_config
+def test_every_value_is_explained(path: Path) -> None:
+    assert unexplained(path.read_text()) == []
+
+
+def test_the_check_of_comments_tells_one_that_is_missing() -> None:
+    text = """
+# About the file.
+
+# Where it listens.
+http:
+  host: a
+  port: 1
+
+plain: 2
+on_line: 3  # why
+next: 4
+
+list:
+  # The first.
+  - name: x
+    size: 4
+  - name: y
+    deep:
+      # One.
+      one: 1
+      two: 2
+    other: 5
+"""
+    assert unexplained(text) == ["plain: 2", "  - name: y", "    other: 5"]
