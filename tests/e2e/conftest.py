@@ -21,6 +21,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service of configs/local.yaml and a model that is a function, started once for all tests."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     (app,) = config["applications"]
+    # However slow the machine, a class that waits stays where it is.
+    app["args"]["models"][0]["batcher"]["priority_aging_s"] = None
     app["args"]["models"].append(MINILM)
     # The demo model and the ingress have reserved what two cores have.
     app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})

@@ -1,5 +1,6 @@
 """A live service for the tests: `python -m serve_app.launch` on a config, in processes of its own."""
 
+import json
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,29 @@ class Service:
         code = self.process.wait(timeout=120)
         self._reader.join(timeout=10)
         return code
+
+    def run(self, command: Sequence[str], text: str = "") -> str:
+        """Run a program that may look for this service's Ray, and return what it printed.
+
+        Args:
+            command: The program and its arguments.
+            text: What it reads from its standard input.
+        """
+        done = subprocess.run(
+            command,
+            input=text,
+            env=self.env | {"RAY_ADDRESS": "auto"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def run_python(self, script: str, body: object = None) -> Any:
+        """Run a script that reads `body` from its standard input; return the JSON of its last line."""
+        return json.loads(self.run([sys.executable, "-c", script], json.dumps(body)).splitlines()[-1])
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes that came of this service and live."""

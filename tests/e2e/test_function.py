@@ -2,10 +2,7 @@
 
 import asyncio
 import base64
-import json
 import struct
-import subprocess
-import sys
 from typing import Any
 
 import httpx
@@ -223,17 +220,7 @@ def test_what_openai_embeddings_refuse(http: httpx.Client, change: dict[str, obj
 
 def test_a_script_gets_the_same_answers_as_http(service: Service, http: httpx.Client) -> None:
     body = {"records": [CAT, 5, RATES], "task_id": "t", "partial": True}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(body) + "\n",
-        env=service.env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = service.run_python(SCRIPT, body)
     mine, theirs = result["answer"], process(http, **body).json()
     assert mine["errors"] == theirs["errors"]
     assert mine["task_id"] == "t"

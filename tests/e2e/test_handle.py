@@ -1,9 +1,5 @@
 """The deployment handle, as a Ray job uses it."""
 
-import json
-import subprocess
-import sys
-
 import httpx
 
 from tests.e2e.service import Service
@@ -28,17 +24,7 @@ print(json.dumps({"answer": answer, "refused": refused, "capacity": stats["batch
 
 def test_a_script_gets_the_same_answers_as_http(service: Service, http: httpx.Client) -> None:
     body = {"prompts": ["What is 47+28?", "What is 12-40?"], "task_id": "t", "details": True}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(body) + "\n",
-        env=service.env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = service.run_python(SCRIPT, body)
     assert result["answer"] == http.post("/generate", json=body).json()
     assert result["answer"]["results"] == ["75", "-28"]
     assert result["refused"] == "No prompts provided"

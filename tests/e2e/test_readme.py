@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 
 from tests.e2e.service import ROOT, Service
@@ -13,23 +12,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def run(command: list[str], service: Service) -> str:
-    done = subprocess.run(
-        command,
-        env=service.env | {"RAY_ADDRESS": "auto"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_curl(service: Service) -> None:
     (script,) = blocks("bash")
     (answer,) = blocks("json")
-    printed = run(["bash", "-c", script.replace("http://127.0.0.1:8000", service.url)], service)
+    printed = service.run(["bash", "-c", script.replace("http://127.0.0.1:8000", service.url)])
     assert json.loads(printed) == json.loads(answer)
 
 
@@ -37,5 +23,5 @@ def test_python_examples_print_what_their_comments_say(service: Service) -> None
     examples = blocks("python")
     assert len(examples) == 3
     for code in examples:
-        printed = run([sys.executable, "-c", code.replace("http://127.0.0.1:8000", service.url)], service)
+        printed = service.run([sys.executable, "-c", code.replace("http://127.0.0.1:8000", service.url)])
         assert printed.splitlines()[-1] == code.rsplit("# ", 1)[1].strip()
