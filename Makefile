@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve test lint format bench-batcher bench-serve clean
+.PHONY: help install serve test lint format bench-batcher bench-serve bench-driver bench-gpu clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,14 +37,29 @@ format: install ## Put the code into its style.
 test: lint ## Run every test.
 	$(BIN)/python -m pytest
 
-bench-batcher: install ## Measure the batcher beside others; ARGS="--quick", ARGS="--help".
-	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("flyte") is None)' \
-		|| $(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) --editable '.[bench]' \
-		|| echo "flyte can't be had from here: the benchmarks run without it."
+# What the benchmarks compare with, and what they draw with; they run without it too.
+.venv/bench: .venv/installed
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) --editable '.[bench]' && touch $@ \
+		|| echo "Some of what is compared can't be had from here; the benchmarks run without it."
+
+bench-batcher: install .venv/bench ## Measure the batcher beside others; ARGS="--quick", ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.batcher $(ARGS)
 
-bench-serve: install ## Measure the service beside vLLM's own server; ARGS="--rounds 2", ARGS="--help".
+bench-serve: install .venv/bench ## Measure the service beside others; ARGS="--quick", ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.serve $(ARGS)
 
+bench-driver: install ## Measure the driver; ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.driver $(ARGS)
+
+bench-gpu: .venv-gpu/installed ## Measure the service beside others with a model of 7B, on a GPU.
+	@.venv-gpu/bin/python -m tests.benchmarks.serve --model 7b $(ARGS)
+
+# Beside .venv: the CUDA build of vLLM has the same import name as the one for the CPU.
+.venv-gpu/installed: pyproject.toml
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/python -m pip install --quiet --upgrade uv
+	.venv-gpu/bin/python -m pip install --quiet --editable '.[gpu,test,bench]'
+	@touch $@
+
 clean: ## Remove what the other targets made.
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-gpu .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

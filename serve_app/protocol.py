@@ -48,6 +48,8 @@ class GenerateRequest(SamplingFields, TermFields):
 
     Attributes:
         prompts: Texts to complete; at least one.
+        messages: Chats to answer, in place of `prompts`: each a list of OpenAI's messages, of text, which
+            pass through the model's chat template. Everything said of prompts holds for them.
         task_id: Comes back unchanged, so that a driver can tell its calls apart.
         model: Which model answers; may be left out where only one is served.
         details: Also return the finish reason and the token counts of each prompt.
@@ -55,7 +57,8 @@ class GenerateRequest(SamplingFields, TermFields):
             the whole call.
     """
 
-    prompts: list[str]
+    prompts: list[str] | None = None
+    messages: list[list[JSON]] | None = None
     task_id: str | None = None
     model: str | None = None
     details: Flag = False
@@ -132,7 +135,16 @@ def parse_generate(body: bytes | JSON, *, max_prompts: int) -> GenerateRequest:
         RequestError: 400 that names the field and what is allowed.
     """
     request = parse_body(GenerateRequest, body)
-    check_count("prompts", len(request.prompts), max_prompts)
+    if request.prompts is not None and request.messages is not None:
+        message = "messages: prompts are given too; send one of the two"
+        raise RequestError(400, "invalid_request_error", message, param="messages")
+    if request.messages is not None:
+        check_count("messages", len(request.messages), max_prompts)
+    elif request.prompts is not None:
+        check_count("prompts", len(request.prompts), max_prompts)
+    else:
+        message = "prompts: required, but missing"
+        raise RequestError(400, "invalid_request_error", message, param="prompts")
     return request
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ class Service:
         output: What the launcher has printed.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
-        port = free_port()
+    def __init__(self, config: dict[str, Any], folder: Path, port: int | None = None) -> None:
+        port = port or free_port()
         config["http_options"]["port"] = port
         own = {
             # Beside a service that somebody runs on this machine with the default ports.
@@ -104,11 +105,23 @@ class Service:
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes that came of this service and live."""
-        found = []
+        return list(self._processes().values())
+
+    def kill(self, word: str = "") -> int:
+        """End with SIGKILL the processes of this service whose command line holds a word; return how many."""
+        pids = [pid for pid, command in self._processes().items() if word in command]
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(pids)
+
+    def _processes(self) -> dict[int, str]:
+        found = {}
         for process in Path("/proc").iterdir():
             try:
                 if f"{MARK}={self._mark}".encode() in (process / "environ").read_bytes():
-                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                    command = (process / "cmdline").read_bytes()
+                    found[int(process.name)] = command.replace(b"\0", b" ").decode()
             except OSError:
                 continue
         return found

@@ -83,10 +83,10 @@ def test_json_text_and_the_object_it_stands_for_are_the_same_request() -> None:
         "stop_token_ids": [1, 2],
         "ignore_eos": False,
     }
-    assert sorted(body) == FIELDS
+    assert sorted([*body, "messages"]) == FIELDS
     request = parse_generate(json.dumps(body).encode(), max_prompts=1)
     assert request == parse_generate(body, max_prompts=1)
-    assert request.model_dump() == body
+    assert request.model_dump() == body | {"messages": None}
 
 
 def test_sampling_holds_only_sampling_fields_that_were_given() -> None:
@@ -123,13 +123,30 @@ def test_no_prompts() -> None:
     )
 
 
+def test_chats_take_the_place_of_prompts() -> None:
+    chat = [{"role": "user", "content": "a"}]
+    request = parse_generate({"messages": [chat, chat]}, max_prompts=2)
+    assert request.messages == [chat, chat]
+    assert request.prompts is None
+    for body, message in (
+        ({"messages": []}, "No messages provided"),
+        ({"messages": [chat] * 11}, "messages: 11 messages in one call, at most 10 are allowed"),
+        ({"messages": [chat], "prompts": ["a"]}, "messages: prompts are given too"),
+        ({"messages": ["a"]}, "messages[0]: Input should be a valid list"),
+        ({"messages": [["a"]]}, "messages[0][0]: Input should be a valid dictionary"),
+    ):
+        error = refusal(body)
+        assert error.message.startswith(message)
+        assert (error.param or "").startswith("messages")
+
+
 def test_prompts_left_out() -> None:
     error = refusal(b'{"task_id": "t"}')
     assert (error.param, error.message) == ("prompts", "prompts: required, but missing")
 
 
 def test_too_many_prompts_says_how_many_are_allowed() -> None:
-    assert len(parse_generate({"prompts": ["a"] * 3}, max_prompts=3).prompts) == 3
+    assert len(parse_generate({"prompts": ["a"] * 3}, max_prompts=3).prompts or ()) == 3
     error = refusal({"prompts": ["a"] * 4}, max_prompts=3)
     assert error.status == 400
     assert error.param == "prompts"
@@ -246,7 +263,7 @@ def test_a_field_that_is_refused_is_named(field: str, value: Any) -> None:
     if error and not error.message.startswith("The body is not valid JSON"):
         assert error.param is not None
         assert error.param.partition("[")[0] == field
-        assert error.message.startswith(field) or error.message == "No prompts provided"
+        assert error.message.startswith(field) or error.message == f"No {field} provided"
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda name: name not in FIELDS))

@@ -1,0 +1,18 @@
+"""The batch driver: a dataset through a service, with nothing lost and nothing done twice."""
+
+from serve_app.driver.clients import Client, HandleClient, HTTPClient
+from serve_app.driver.errors import DriverError, InputError, OutputError, RowError
+from serve_app.driver.prompts import Prompter
+from serve_app.driver.running import run
+
+__all__ = [
+    "Client",
+    "DriverError",
+    "HTTPClient",
+    "HandleClient",
+    "InputError",
+    "OutputError",
+    "Prompter",
+    "RowError",
+    "run",
+]

@@ -1,0 +1,122 @@
+"""Chunks: the rows of one call."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from serve_app.driver.errors import InputError, RowError
+from serve_app.driver.prompts import Prompt, Prompter
+from serve_app.driver.rows import Row
+from serve_app.driver.spans import Spans
+from serve_app.protocol import JSON
+
+
+@dataclass(slots=True, frozen=True)
+class Item:
+    """One row on its way.
+
+    Attributes:
+        number: Its place in the input.
+        id: How its user knows it.
+        prompt: What it asks, or why it can't be asked.
+    """
+
+    number: int
+    id: Any
+    prompt: Prompt | RowError
+
+    def done(self, result: str, detail: JSON, attempts: int) -> JSON:
+        """Return the row of the output for a result."""
+        return {
+            "row": self.number,
+            "id": self.id,
+            "result": result,
+            "finish_reason": detail["finish_reason"],
+            "prompt_tokens": detail["prompt_tokens"],
+            "completion_tokens": detail["completion_tokens"],
+            "attempts": attempts,
+            "error": None,
+        }
+
+    def failed(self, type: str, message: str, attempts: int) -> JSON:
+        """Return the row of the output for an error."""
+        return {
+            "row": self.number,
+            "id": self.id,
+            "result": None,
+            "finish_reason": None,
+            "prompt_tokens": None,
+            "completion_tokens": None,
+            "attempts": attempts,
+            "error": {"type": type, "message": message},
+        }
+
+
+Chunk = Sequence[Item]
+
+
+def cut(
+    rows: Iterable[Row],
+    prompter: Prompter,
+    size: int,
+    *,
+    done: Spans | None = None,
+    id_column: str = "id",
+    limit: int | None = None,
+) -> Iterator[Chunk]:
+    """Cut rows into chunks.
+
+    Args:
+        rows: The input.
+        prompter: Makes prompts of them.
+        size: Rows in a chunk.
+        done: Rows to pass over.
+        id_column: Where a row's id is; one without is known by its number.
+        limit: Rows of the input to take, from its beginning.
+
+    Raises:
+        InputError: No row of the first chunk has the column that is asked for.
+    """
+    chunk: list[Item] = []
+    first = True
+    for row in islice(rows, limit):
+        if done and row.number in done:
+            # A chunk is a stretch of the input, so that what is done stays a few stretches too.
+            if chunk:
+                yield chunk
+                chunk = []
+            continue
+        chunk.append(_item(row, prompter, id_column))
+        if len(chunk) == size:
+            if first and not done:
+                _check_columns(chunk)
+            first = False
+            yield chunk
+            chunk = []
+    if chunk:
+        if first and not done:
+            _check_columns(chunk)
+        yield chunk
+
+
+def _item(row: Row, prompter: Prompter, id_column: str) -> Item:
+    if isinstance(row.values, RowError):
+        return Item(row.number, row.number, row.values)
+    id = row.values.get(id_column, row.number)
+    if not isinstance(id, str | int | float):
+        id = row.number if id is None else str(id)
+    try:
+        return Item(row.number, id, prompter.prompt(row.values))
+    except RowError as error:
+        return Item(row.number, id, error)
+
+
+def _check_columns(chunk: Chunk) -> None:
+    """Raise if a whole chunk lacks its column: that is no bad row, but a wrong name."""
+    errors = [item.prompt for item in chunk if isinstance(item.prompt, RowError)]
+    if len(errors) == len(chunk) and all(error.type == "missing_column" for error in errors):
+        raise InputError(
+            f"the rows have {errors[0].message}. Name the one that holds the prompt with --prompt-column, or "
+            "make a prompt of several with --template"
+        )

@@ -1,0 +1,227 @@
+"""Two ways to an Engine: over HTTP, and over a deployment handle."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any, Protocol, Self
+
+import httpx
+from pydantic_core import from_json, to_json
+
+from serve_app.driver.errors import DriverError
+from serve_app.errors import RequestError
+from serve_app.protocol import JSON
+
+STATS_TIMEOUT_S = 10.0
+
+
+class Client(Protocol):
+    """What a run needs of a service."""
+
+    async def generate(self, body: JSON) -> JSON:
+        """Send one `/generate` call and return its answer.
+
+        Raises:
+            RequestError: It failed. Whatever another try may cure has a status of 408, 425, 429 or 500
+                and more.
+        """
+
+    async def replicas(self) -> list[JSON] | None:
+        """Return the statistics of the model's replicas; None where they can't be had now."""
+
+    async def close(self) -> None:
+        """Let go of connections."""
+
+
+class HTTPClient:
+    """A service behind a URL.
+
+    Args:
+        url: Where it is, without a path of ours.
+        model: Whose statistics to ask for; None: the first one that has any.
+        api_key: Sent as a bearer token.
+        connect_s: Seconds to get a connection.
+        read_s: Seconds to wait for an answer: a chunk's whole work, and a cold start.
+        write_s: Seconds to send a chunk.
+        pool_s: Seconds to wait for one of the connections.
+        transport: Another transport, for tests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        connect_s: float = 60.0,
+        read_s: float = 600.0,
+        write_s: float = 30.0,
+        pool_s: float = 10.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise DriverError(f"--url {url}: must begin with http:// or https://")
+        self.url = url.rstrip("/")
+        self._model = model
+        self._read_s = read_s
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(connect=connect_s, read=read_s, write=write_s, pool=pool_s),
+            # The run bounds its calls itself.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            transport=transport,
+        )
+
+    async def generate(self, body: JSON) -> JSON:
+        """Send one `/generate` call and return its answer."""
+        try:
+            response = await self._http.post(
+                f"{self.url}/generate",
+                content=to_json(body),
+                headers={"content-type": "application/json"},
+            )
+        except httpx.HTTPError as error:
+            # Timeouts and connections that break have no words of their own.
+            reason = str(error) or type(error).__name__
+            raise RequestError(503, "service_unavailable", f"{self.url}: {reason}") from None
+        if response.status_code != 200:
+            raise _refusal(response)
+        try:
+            answer: JSON = from_json(response.content)
+        except ValueError:
+            raise RequestError(502, "service_unavailable", f"{self.url}: the answer is not JSON") from None
+        return answer
+
+    async def replicas(self) -> list[JSON] | None:
+        """Return the statistics of the model's replicas; None where they can't be had now."""
+        with suppress(httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
+            response = await self._http.get(f"{self.url}/stats", timeout=STATS_TIMEOUT_S)
+            models = response.raise_for_status().json()["models"]
+            report = models[self._model] if self._model else next(iter(models.values()))
+            if not report.get("error"):
+                replicas: list[JSON] = report["replicas"]
+                return replicas
+        return None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class HandleClient:
+    """An Engine of the Ray cluster that this process belongs to.
+
+    Args:
+        app: The Serve application.
+        model: The model's id.
+        read_s: Seconds to wait for an answer.
+
+    Raises:
+        DriverError: There is no cluster, or no such Engine in it.
+    """
+
+    def __init__(self, app: str, model: str, *, read_s: float = 600.0) -> None:
+        import ray
+        from ray import serve
+
+        from serve_app.health import engine_name
+
+        if not ray.is_initialized():
+            try:
+                ray.init(address="auto", log_to_driver=False)
+            except ConnectionError:
+                raise DriverError(
+                    "no Ray cluster here: run this inside a Ray job (`ray job submit -- python -m "
+                    "serve_app.driver ...`) or on a machine of the cluster, or reach the service with --url"
+                ) from None
+        application = serve.status().applications.get(app)
+        name = engine_name(model)
+        if application is None or name not in application.deployments:
+            there = [
+                f"--app {app_name} --model {deployment.partition(':')[2]}"
+                for app_name, found in serve.status().applications.items()
+                for deployment in found.deployments
+                if deployment.startswith("Engine:")
+            ]
+            known = ", ".join(there) or "none"
+            raise DriverError(f"no deployment {name} in the application {app!r}; this cluster has: {known}")
+        self._app, self._name = app, name
+        self._read_s = read_s
+        self._handle: Any = serve.get_deployment_handle(name, app_name=app)
+
+    async def generate(self, body: JSON) -> JSON:
+        """Send one `generate` call and return its answer."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import BackPressureError, RayServeException
+
+        response = self._handle.generate.remote(body)
+        try:
+            async with asyncio.timeout(self._read_s):
+                answer: JSON = await response
+        except TimeoutError:
+            response.cancel()
+            message = f"{self._name}: no answer in {self._read_s:g} s"
+            raise RequestError(503, "service_unavailable", message) from None
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RequestError:
+            raise
+        except BackPressureError as error:
+            raise RequestError(429, "rate_limit_error", str(error), retry_after_s=1.0) from None
+        except (RayError, RayServeException, ConnectionError) as error:
+            message = f"{self._name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            raise RequestError(503, "service_unavailable", message) from None
+        return answer
+
+    async def replicas(self) -> list[JSON] | None:
+        """Return the statistics of the model's replicas; None where they can't be had now."""
+        try:
+            if not await asyncio.to_thread(self._running):
+                # A broadcast to a model without replicas waits for one to come.
+                return []
+            broadcast = self._handle.options(_by_reference=True).broadcast("stats")
+            found: list[JSON] = await broadcast.results_async(timeout_s=STATS_TIMEOUT_S)
+            return found
+        except Exception:
+            # Statistics are for looking at: without them the run goes on all the same.
+            return None
+
+    async def close(self) -> None:
+        """Do nothing: the handle belongs to the process."""
+
+    def _running(self) -> int:
+        from ray import serve
+
+        application = serve.status().applications[self._app]
+        states = application.deployments[self._name].replica_states
+        return sum(count for state, count in states.items() if state == "RUNNING")
+
+
+def _refusal(response: httpx.Response) -> RequestError:
+    """Return what an HTTP error says."""
+    retry_after_s = None
+    with suppress(ValueError):
+        retry_after_s = max(0.0, float(response.headers.get("retry-after", "")))
+    try:
+        error = response.json()["error"]
+        return RequestError(
+            response.status_code,
+            error["type"],
+            str(error["message"]),
+            param=error.get("param"),
+            retry_after_s=retry_after_s,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = response.text.strip()[:200]
+        message = f"{response.url}: {response.status_code} {response.reason_phrase}: {text}"
+        status = response.status_code
+        if status == 404:
+            # Not our words: Ray Serve's proxy says this while the application isn't there yet.
+            status = 503
+        return RequestError(status, "service_unavailable", message, retry_after_s=retry_after_s)

@@ -1,0 +1,248 @@
+"""The command line: reads the options, drives the run, shows it, and says how it ended."""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+
+from serve_app.driver.chunks import cut
+from serve_app.driver.clients import Client, HandleClient, HTTPClient
+from serve_app.driver.errors import DriverError
+from serve_app.driver.manifest import Manifest
+from serve_app.driver.options import parse, sampling_fields
+from serve_app.driver.output import Existing, Output, check_output
+from serve_app.driver.pacing import Auto, Fixed
+from serve_app.driver.progress import Progress, open_progress
+from serve_app.driver.prompts import Prompter, read_template
+from serve_app.driver.report import report, table, write_report
+from serve_app.driver.rows import Row, numbered
+from serve_app.driver.running import Run, call_body
+from serve_app.driver.sources import open_source
+from serve_app.driver.tally import Tally
+
+FAILED, MISTAKE, SOME_FAILED, INTERRUPTED = 1, 2, 3, 130
+"""Exit codes, beside 0."""
+
+SYNC_S = 1.0
+"""Seconds between two syncs: what a machine that loses its power may lose."""
+SHOW_S = 0.5
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    options = parse(arguments)
+    try:
+        code = Session(options).run()
+    except DriverError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(MISTAKE)
+    except KeyboardInterrupt:
+        # Before anything was sent, or after everything was written.
+        code = INTERRUPTED
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code == INTERRUPTED:
+        # A thread may still wait for a pipe that says nothing more, and Python would wait for it.
+        os._exit(code)
+    sys.exit(code)
+
+
+class Session:
+    """One run of the command.
+
+    Args:
+        options: The command line.
+
+    Raises:
+        DriverError: Something in it can't be.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        template = None if options.template is None else read_template(options.template)
+        self._prompter = Prompter(
+            column=options.prompt_column,
+            template=template,
+            chat=options.chat,
+            system=options.system,
+            messages_column=options.messages_column,
+        )
+        sampling = sampling_fields(options)
+        self._body = call_body(sampling, options.model, options.service_tier)
+        check_output(options.output)
+        self._report_path: Path = options.report or options.output.with_name(
+            f"{options.output.name}.report.json"
+        )
+        self._api_key = _api_key(options.api_key_env)
+        self._source = open_source(options.input, options.input_format)
+        decisive = {
+            "--model": options.model,
+            "--prompt-column": None if template or options.messages_column else options.prompt_column,
+            "--template": template,
+            "--chat": self._prompter.chat,
+            "--system": options.system,
+            "--messages-column": options.messages_column,
+            "--id-column": options.id_column,
+            "--limit": options.limit,
+            **{f"--{name.replace('_', '-')}": value for name, value in sampling.items()},
+        }
+        self._client = self._reach()
+        existing: Existing = "overwrite" if options.overwrite else "resume" if options.resume else "same"
+        self._output = Output(options.output, Manifest(decisive, self._source.fingerprint()), existing)
+        self._progress: Progress = open_progress(options.quiet)
+        self._tally = Tally()
+        self._asleep = False
+        self._read = 0
+        self._interrupts = 0
+
+    def run(self) -> int:
+        """Do the work, and return the exit code."""
+        if (finished := self._output.finished) is not None:
+            self._progress.close()
+            self._say(f"{self._output.path}: complete, {finished['rows']:,} rows; nothing is left to do")
+            return SOME_FAILED if finished["failed"] else 0
+        message = ""
+        try:
+            if self._output.before:
+                self._progress.say(f"{self._output.before:,} rows are done already; going on from there")
+            asyncio.run(self._drive())
+        except DriverError as error:
+            message = str(error)
+        except asyncio.CancelledError:
+            # The second interrupt.
+            pass
+        finally:
+            self._progress.close()
+        return self._end(message)
+
+    async def _drive(self) -> None:
+        options = self._options
+        pace = Auto() if options.max_concurrency == "auto" else Fixed(options.max_concurrency)
+        run = Run(self._client, self._body, chat=self._prompter.chat, pace=pace, retries=options.retries)
+        self._tally = run.tally
+        self._catch_signals(run)
+        chunks = cut(
+            self._rows(),
+            self._prompter,
+            options.chunk_size,
+            done=self._output.done,
+            id_column=options.id_column,
+            limit=options.limit,
+        )
+        tasks = [asyncio.create_task(self._show(run)), asyncio.create_task(self._sync())]
+        try:
+            async with aclosing(run.results(chunks)) as results:
+                async for rows in results:
+                    self._output.append(rows)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._client.close()
+
+    def _rows(self) -> Iterator[Row]:
+        for row in numbered(self._source.values()):
+            self._read = row.number + 1
+            yield row
+
+    def _total(self) -> int | None:
+        """Return how many rows the input has, as far as is known."""
+        limit: int | None = self._options.limit
+        share = self._source.share_read()
+        if not share:
+            return limit
+        total = round(self._read / share)
+        return total if limit is None else min(total, limit)
+
+    async def _show(self, run: Run) -> None:
+        while True:
+            self._progress.update(run.tally, self._output.before, self._total(), _note(run))
+            await asyncio.sleep(SHOW_S)
+
+    async def _sync(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_S)
+            await asyncio.to_thread(self._output.sync)
+
+    def _catch_signals(self, run: Run) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+
+        def interrupt() -> None:
+            self._interrupts += 1
+            if self._interrupts == 1:
+                self._progress.say(
+                    f"Stopping: {run.tally.in_flight} calls in flight are finished and written; interrupt "
+                    "again to stop at once"
+                )
+                run.stop()
+            elif task:
+                task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
+
+    def _end(self, message: str) -> int:
+        """Bring the output into the form in which it stays; say how it went."""
+        totals = self._output.totals
+        outcome = "failed" if message else "interrupted" if self._interrupts else "complete"
+        try:
+            if outcome == "complete":
+                self._output.complete()
+            else:
+                self._output.close()
+            body = report(
+                self._output.path, outcome, self._output.before, self._tally.body(), totals, message
+            )
+            write_report(self._report_path, body)
+        except DriverError as error:
+            message = message or str(error)
+        if message:
+            print(f"error: {message}", file=sys.stderr)
+            return FAILED
+        if not self._options.quiet:
+            print(table(body))
+        if self._interrupts:
+            there = f"{totals['rows']:,} rows are in {self._output.path}"
+            self._say(f"Interrupted. {there}; run the same command again to go on")
+            return INTERRUPTED
+        return SOME_FAILED if totals["failed"] else 0
+
+    def _say(self, text: str) -> None:
+        if not self._options.quiet:
+            print(text, file=sys.stderr)
+
+    def _reach(self) -> Client:
+        options = self._options
+        if options.app:
+            return HandleClient(options.app, options.model, read_s=options.read_timeout)
+        return HTTPClient(
+            options.url,
+            model=options.model,
+            api_key=self._api_key,
+            connect_s=options.connect_timeout,
+            read_s=options.read_timeout,
+            write_s=options.write_timeout,
+            pool_s=options.pool_timeout,
+        )
+
+
+def _note(run: Run) -> str:
+    """Return what a user should know now."""
+    if run.tally.trouble:
+        return f"trying again: {run.tally.trouble}"
+    if run.asleep and run.tally.in_flight:
+        return "the model is asleep; the first call wakes it, and waits until it is loaded"
+    return ""
+
+
+def _api_key(name: str | None) -> str | None:
+    if name is None:
+        return None
+    if not (key := os.environ.get(name)):
+        raise DriverError(f"--api-key-env {name}: no such variable in the environment")
+    return key

@@ -1,0 +1,147 @@
+"""Where the rows of a run go: a journal, which is the JSONL output or becomes the Parquet output."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+from serve_app.driver.errors import OutputError
+from serve_app.driver.journal import Journal
+from serve_app.driver.manifest import Manifest, manifest_path, read_manifest
+from serve_app.driver.parquet import write_parquet
+from serve_app.driver.spans import Spans
+from serve_app.protocol import JSON
+
+Existing = Literal["same", "resume", "overwrite"]
+"""What to do with rows that are there: go on if options and input are the same, go on anyway, begin anew."""
+
+
+class Output:
+    """The output of a run, which may have been begun before.
+
+    Args:
+        path: A `.jsonl` or `.parquet` file.
+        manifest: What this run makes it from.
+        existing: What to do with rows that are there.
+
+    Attributes:
+        before: Rows that were done before this run.
+        torn: Whether the last run ended in the middle of a line, which is cut off.
+        finished: The totals of a run that has nothing left to do; None where there is something.
+
+    Raises:
+        OutputError: It is in use, belongs to another run, or can't be written.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, existing: Existing = "same") -> None:
+        check_output(path)
+        self.path = path
+        self._manifest = manifest
+        self._manifest_path = manifest_path(path)
+        self._parquet = path.suffix == ".parquet"
+        journal_path = path.with_name(f"{path.name}.journal.jsonl") if self._parquet else path
+        if existing == "overwrite":
+            self._remove(journal_path)
+        found = read_manifest(self._manifest_path)
+        self._check(found, journal_path, existing)
+        self.finished = found.totals if found and found.complete and path.exists() else None
+        if self.finished is not None and found and found.differences(manifest):
+            if self._parquet:
+                raise OutputError(f"{path}: complete, nothing can be added to it; --overwrite begins anew")
+            self.finished = None
+        self._journal: Journal | None = None
+        self.before, self.torn = 0, False
+        if self.finished is None:
+            self._journal = journal = Journal(journal_path)
+            self.before, self.torn = len(journal.done), journal.torn
+            manifest.progress(self.before).write(self._manifest_path)
+
+    @property
+    def done(self) -> Spans:
+        """The rows that are there, as a copy."""
+        return self._open.done.copy()
+
+    @property
+    def totals(self) -> JSON:
+        """What all rows add up to, those of earlier runs too."""
+        return self._open.totals.body()
+
+    def append(self, rows: Sequence[JSON]) -> None:
+        """Add rows that are done."""
+        self._open.append(rows)
+
+    def sync(self) -> None:
+        """Have the disk keep what was added."""
+        self._open.sync()
+
+    def complete(self) -> None:
+        """Bring the output into its final form: rows in the order of the input."""
+        journal = self._open
+        if self._parquet:
+            journal.sync()
+            write_parquet(self.path, _lines(journal.pieces()))
+        else:
+            journal.put_in_order()
+        self._manifest.completed(journal.totals.body()).write(self._manifest_path)
+        journal.close()
+        self._journal = None
+        if self._parquet:
+            journal.path.unlink()
+
+    def close(self) -> None:
+        """Keep what there is, for the next run to go on from."""
+        if journal := self._journal:
+            self._journal = None
+            journal.close()
+            self._manifest.progress(len(journal.done)).write(self._manifest_path)
+
+    @property
+    def _open(self) -> Journal:
+        if self._journal is None:
+            raise AssertionError("the output is closed")
+        return self._journal
+
+    def _remove(self, journal: Path) -> None:
+        if journal.exists():
+            # Whoever has it open goes on writing; better not to begin a second one.
+            try:
+                Journal(journal).close()
+            except OutputError as error:
+                if "another driver" in str(error):
+                    raise
+        for path in (self._manifest_path, journal, self.path):
+            path.unlink(missing_ok=True)
+
+    def _check(self, found: Manifest | None, journal: Path, existing: Existing) -> None:
+        there = self.path if self.path.exists() else journal
+        if found is None:
+            if there.exists() and there.stat().st_size:
+                raise OutputError(
+                    f"{there} exists, and no manifest beside it says that a driver wrote it; name another "
+                    "output, or replace it with --overwrite"
+                )
+            return
+        differences = found.differences(self._manifest)
+        if differences and existing != "resume":
+            raise OutputError(
+                f"{self.path} has {found.rows:,} rows of another run:\n  "
+                + "\n  ".join(differences)
+                + "\nName another output, begin anew with --overwrite, or keep these rows and go on "
+                "with --resume"
+            )
+
+
+def check_output(path: Path) -> None:
+    """Raise an OutputError if nothing can be written there."""
+    if "://" in str(path) or str(path).startswith(("s3:/", "gs:/")):
+        raise OutputError(f"{path}: the output has to be a local file; copy it when the run has ended")
+    if path.suffix not in {".jsonl", ".parquet"}:
+        raise OutputError(f"{path}: the output's name must end in .jsonl or .parquet")
+    if not path.parent.is_dir():
+        raise OutputError(f"{path}: there is no folder {path.parent}")
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines

@@ -1,0 +1,60 @@
+"""A finished journal as a Parquet file."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json, to_json
+
+from serve_app.driver.errors import OutputError
+from serve_app.driver.journal import put_in_place
+from serve_app.protocol import JSON
+
+GROUP_ROWS = 5_000
+"""Rows of a row group: as many as are held in memory."""
+
+
+def write_parquet(path: Path, lines: Iterator[bytes]) -> None:
+    """Write rows to a Parquet file that is there wholly or not at all.
+
+    Args:
+        path: The file.
+        lines: The rows as JSON, in their final order.
+
+    Raises:
+        OutputError: The disk is full, or fails.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    draft = path.with_name(f"{path.name}.draft")
+    schema = pa.schema([("row", pa.int64()), ("id", pa.string()), *result_columns()])
+    try:
+        with pq.ParquetWriter(draft, schema) as writer:
+            while group := [_flat(from_json(line)) for line in islice(lines, GROUP_ROWS)]:
+                writer.write_table(pa.Table.from_pylist(group, schema=schema))
+        put_in_place(draft, path)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror or error}") from None
+
+
+def result_columns() -> list[tuple[str, Any]]:
+    """Return the names of a result's columns, and their Arrow types."""
+    import pyarrow as pa
+
+    return [
+        ("result", pa.string()),
+        ("finish_reason", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+        ("attempts", pa.int64()),
+        ("error", pa.struct([("type", pa.string()), ("message", pa.string())])),
+    ]
+
+
+def _flat(row: JSON) -> JSON:
+    """Return a row whose id is text, since a column has one type."""
+    if not isinstance(row["id"], str):
+        row["id"] = to_json(row["id"]).decode()
+    return row

@@ -1,0 +1,148 @@
+"""What a person sees while a run lasts: one line that lives on a terminal, a line now and then elsewhere."""
+
+import sys
+import time
+from typing import Any, Protocol
+
+from serve_app.driver.tally import Tally
+
+LINE_S = 10.0
+"""Seconds between two lines where there is no terminal."""
+
+
+class Progress(Protocol):
+    """Where a run's progress goes."""
+
+    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
+        """Show how far it is.
+
+        Args:
+            tally: What this run has counted.
+            before: Rows that were done before it.
+            total: Rows of the input, as far as that is known.
+            note: What the user should know now.
+        """
+
+    def say(self, text: str) -> None:
+        """Show a line that stays."""
+
+    def close(self) -> None:
+        """End the display."""
+
+
+class Silent:
+    """No progress."""
+
+    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
+        """Show nothing."""
+
+    def say(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lines:
+    """A plain line now and then, for logs."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + LINE_S
+        self._note = ""
+
+    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
+        """Print a line, if it is time for one or there is news."""
+        if note and note != self._note:
+            self.say(note)
+        self._note = note
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + LINE_S
+            done = before + tally.totals.rows
+            self.say(f"{share(done, total)} rows, {figures(tally)}, ETA {eta(tally, done, total)}")
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Do nothing: lines stay."""
+
+
+class Bar:
+    """A bar on the terminal."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("{task.fields[done]}"),
+            BarColumn(bar_width=20),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[figures]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("rows", total=None, done="", figures="starting")
+        self._bar.start()
+
+    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
+        """Draw the bar."""
+        done = before + tally.totals.rows
+        shown: dict[str, Any] = {
+            "done": share(done, total),
+            "figures": f"{figures(tally)}, ETA {eta(tally, done, total)}" + (f"\n{note}" if note else ""),
+        }
+        self._bar.update(self._task, completed=done, total=total, **shown)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def open_progress(quiet: bool) -> Progress:
+    """Return the progress that fits where standard error goes."""
+    if quiet:
+        return Silent()
+    if sys.stderr.isatty():
+        try:
+            return Bar()
+        except ImportError:
+            pass
+    return Lines()
+
+
+def figures(tally: Tally) -> str:
+    """Return the figures of a run in a line."""
+    parts = [
+        f"{tally.rows_per_s:,.1f} rows/s",
+        f"{tally.tokens_per_s:,.0f} tok/s",
+        f"{tally.in_flight} in flight",
+    ]
+    if (busy := tally.utilization.share) is not None:
+        parts.append(f"batcher {busy:.0%} busy")
+    if tally.retries:
+        parts.append(f"{tally.retries} retries")
+    if failed := tally.totals.failed.total():
+        parts.append(f"{failed:,} failed")
+    return ", ".join(parts)
+
+
+def share(done: int, total: int | None) -> str:
+    """Return how many rows are done of how many; what is left is an estimate until it has been read."""
+    return f"{done:,}" if not total else f"{done:,}/{'' if done == total else '~'}{total:,}"
+
+
+def eta(tally: Tally, done: int, total: int | None) -> str:
+    """Return how long the rest takes at the pace of this run."""
+    if not total or not tally.totals.rows:
+        return "?"
+    seconds = round(max(0, total - done) / tally.rows_per_s)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

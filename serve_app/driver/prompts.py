@@ -1,0 +1,112 @@
+"""From a row to a prompt, or to the messages of a chat."""
+
+from pathlib import Path
+from typing import Any
+
+from serve_app.driver.errors import DriverError, RowError
+from serve_app.protocol import JSON
+
+Prompt = str | list[JSON]
+"""A text to complete, or the messages of a chat."""
+
+
+class Prompter:
+    """Makes prompts out of rows.
+
+    Args:
+        column: Holds the prompt, unless there is a template.
+        template: Jinja over the row's columns; it may call the whole row `row`.
+        chat: Send the prompt as a user's message, through the model's chat template.
+        system: A system message in front of it; makes it a chat.
+        messages_column: Holds a whole chat, in OpenAI's form; replaces all of the above.
+
+    Raises:
+        DriverError: The template isn't one, or the arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        column: str = "prompt",
+        template: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        messages_column: str | None = None,
+    ) -> None:
+        if messages_column and (template or system):
+            raise DriverError(
+                "--messages-column holds whole chats: leave --template and --system out, or put what they "
+                "say into the messages"
+            )
+        self._column = column
+        self._system = system
+        self._messages_column = messages_column
+        self._template = None if template is None else _compile(template)
+        self.chat = chat or system is not None or messages_column is not None
+
+    def prompt(self, values: JSON) -> Prompt:
+        """Return what a row asks.
+
+        Raises:
+            RowError: It lacks the column, the template fails on it, or it holds the wrong thing.
+        """
+        if self._messages_column:
+            messages = self._value(values, self._messages_column)
+            if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+                raise RowError("invalid_row", f"{self._messages_column}: must be a list of messages")
+            if not messages:
+                raise RowError("invalid_row", f"{self._messages_column}: no messages in it")
+            return messages
+        text = self._text(values)
+        if not self.chat:
+            return text
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, {"role": "user", "content": text}]
+
+    def _text(self, values: JSON) -> str:
+        if self._template is None:
+            text = self._value(values, self._column)
+            if not isinstance(text, str):
+                raise RowError("invalid_row", f"{self._column}: must be text, not {type(text).__name__}")
+            return text
+        try:
+            rendered: str = self._template.render({"row": values} | values)
+        except Exception as error:
+            # A template runs on whatever a row holds: it may fail in any way.
+            raise RowError("template_error", f"the template: {error}") from None
+        return rendered
+
+    def _value(self, values: JSON, column: str) -> Any:
+        if column not in values:
+            there = ", ".join(map(str, values)) or "none"
+            raise RowError("missing_column", f"no column {column!r}; there are: {there}")
+        return values[column]
+
+
+def read_template(text: str) -> str:
+    """Return a template as the command line gives it: the text itself, or `@FILE`.
+
+    Raises:
+        DriverError: The file can't be read.
+    """
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DriverError(f"--template {text}: {reason}") from None
+
+
+def _compile(template: str) -> Any:
+    try:
+        import jinja2
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError:
+        raise DriverError("--template needs jinja2: pip install 'saturate[driver]'") from None
+    # A name that no column has is a mistake; Jinja would write nothing in its place.
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise DriverError(f"--template, line {error.lineno}: {error.message}") from None

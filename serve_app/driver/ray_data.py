@@ -1,0 +1,70 @@
+"""A Ray Data stage: batches of rows through an Engine, a list in each call."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from serve_app.driver.chunks import cut
+from serve_app.driver.clients import HandleClient
+from serve_app.driver.pacing import Backoff, Fixed
+from serve_app.driver.parquet import result_columns
+from serve_app.driver.prompts import Prompter
+from serve_app.driver.rows import numbered
+from serve_app.driver.running import call_body
+from serve_app.driver.sending import Sender
+from serve_app.driver.tally import Tally
+from serve_app.protocol import JSON
+from serve_app.terms import ServiceTier
+
+
+class Generate:
+    """A class for `map_batches` whose every batch is one call over the Engine's handle.
+
+    One actor sends many batches at once; use it with `batch_format="pyarrow"`, `concurrency=1` and
+    `max_concurrency` as the number of calls at once. A batch comes back with its own columns and `result`,
+    `finish_reason`, `prompt_tokens`, `completion_tokens`, `attempts` and `error`: a row that can't be served
+    has an error of a type and a message, and the others of its batch are served.
+
+    Args:
+        app: The Serve application.
+        model: The model's id.
+        prompts: Arguments of `Prompter`; by default the column `prompt` is the prompt.
+        sampling: Sampling fields of `/generate`.
+        service_tier: Who goes first; "flex" goes behind live traffic.
+        retries: How often a call is sent again.
+
+    Raises:
+        DriverError: There is no such Engine; or, of a batch, the service is gone or refuses it.
+    """
+
+    def __init__(
+        self,
+        app: str,
+        model: str,
+        prompts: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+        service_tier: ServiceTier = "flex",
+        retries: int = 20,
+    ) -> None:
+        self._prompter = Prompter(**(prompts or {}))
+        self._sender = Sender(
+            HandleClient(app, model),
+            call_body(sampling or {}, None, service_tier),
+            chat=self._prompter.chat,
+            retries=retries,
+            backoff=Backoff(),
+            pace=Fixed(1),
+            tally=Tally(),
+            stopping=asyncio.Event(),
+        )
+
+    async def __call__(self, batch: Any) -> AsyncIterator[Any]:
+        """Yield an Arrow table with the columns of its results."""
+        import pyarrow as pa
+
+        rows: list[JSON] = batch.to_pylist()
+        for chunk in cut(numbered(iter(rows)), self._prompter, max(1, len(rows))):
+            done = await self._sender.send(chunk)
+            for name, kind in result_columns():
+                batch = batch.append_column(name, pa.array([row[name] for row in done], kind))
+        yield batch

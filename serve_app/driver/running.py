@@ -1,0 +1,204 @@
+"""A dataset through a service: chunks go out, as many at once as the pace allows, and rows come back."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, Literal
+
+from serve_app.driver.chunks import Chunk, cut
+from serve_app.driver.clients import Client
+from serve_app.driver.errors import DriverError
+from serve_app.driver.pacing import Auto, Backoff, Fixed, Pace
+from serve_app.driver.prompts import Prompter
+from serve_app.driver.rows import numbered
+from serve_app.driver.sending import Sender, StoppedError
+from serve_app.driver.sources import open_source
+from serve_app.driver.tally import Tally
+from serve_app.protocol import JSON
+from serve_app.terms import ServiceTier
+
+POLL_S = 1.0
+"""Seconds between two looks at the service's statistics."""
+
+
+class Run:
+    """One pass over a dataset.
+
+    Args:
+        client: The service.
+        body: What every call says, beside its prompts: sampling, model, service tier.
+        chat: Prompts are lists of messages.
+        pace: How many calls are under way at once.
+        retries: How often a call is sent again.
+        backoff: The waits between.
+
+    Attributes:
+        tally: What the run counts.
+        asleep: Whether the model has no replica, as far as is known.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        body: JSON,
+        *,
+        chat: bool = False,
+        pace: Pace | None = None,
+        retries: int = 20,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self.pace = pace or Fixed(10)
+        self.asleep = False
+        self._client = client
+        self._stopping = asyncio.Event()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
+        self._sender = Sender(
+            client,
+            body,
+            chat=chat,
+            retries=retries,
+            backoff=backoff or Backoff(),
+            pace=self.pace,
+            tally=self.tally,
+            stopping=self._stopping,
+        )
+
+    def stop(self) -> None:
+        """Send nothing more; what is in flight is still finished."""
+        self._stopping.set()
+
+    async def results(self, chunks: Iterator[Chunk]) -> AsyncGenerator[list[JSON], None]:
+        """Yield the output's rows of each chunk, in the order in which chunks are done.
+
+        Raises:
+            DriverError: No row could be served, or the input can't be read.
+        """
+        polling = asyncio.create_task(self._poll())
+        stopped = asyncio.create_task(self._stopping.wait())
+        # One chunk is read ahead: a slow disk or bucket must not hold up what could be sent.
+        reading = self._read(chunks)
+        sending: set[asyncio.Task[list[JSON]]] = set()
+        more = True
+        failure: DriverError | None = None
+        try:
+            await self._look()
+            while True:
+                while (
+                    more and reading.done() and len(sending) < self.pace.limit and not self._stopping.is_set()
+                ):
+                    if (chunk := reading.result()) is None:
+                        more = False
+                    else:
+                        sending.add(asyncio.create_task(self._sender.send(chunk)))
+                        reading = self._read(chunks)
+                awaited: set[asyncio.Future[Any]] = set(sending)
+                if not self._stopping.is_set():
+                    awaited.add(stopped)
+                    if more and len(sending) < self.pace.limit:
+                        awaited.add(reading)
+                    elif not sending:
+                        break
+                elif not sending:
+                    break
+                # The limit may grow while nothing comes back.
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED, timeout=POLL_S)
+                for sent in [task for task in sending if task.done()]:
+                    sending.remove(sent)
+                    try:
+                        rows = sent.result()
+                    except StoppedError:
+                        continue
+                    except DriverError as error:
+                        # What others have in flight is finished first: they may have been served.
+                        failure = failure or error
+                        self.stop()
+                        continue
+                    for row in rows:
+                        self.tally.totals.add(row)
+                    yield rows
+            self.tally.end()
+            if failure:
+                raise failure
+            await self._look()
+        finally:
+            tasks: list[asyncio.Future[Any]] = [polling, stopped, reading, *sending]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            # It may wait for a pipe that says nothing more.
+            self._reader.shutdown(wait=False)
+
+    def _read(self, chunks: Iterator[Chunk]) -> "asyncio.Future[Chunk | None]":
+        return asyncio.get_running_loop().run_in_executor(self._reader, next, chunks, None)
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        replicas = await self._client.replicas()
+        if replicas is None:
+            return
+        self.asleep = not replicas
+        self.tally.utilization.see(replicas)
+        self.pace.saw(self.tally.utilization.running, self.tally.utilization.waiting)
+
+
+async def run(
+    dataset: str | Iterable[Mapping[str, Any] | str],
+    client: Client,
+    *,
+    prompts: Prompter | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    model: str | None = None,
+    service_tier: ServiceTier = "flex",
+    chunk_size: int = 50,
+    max_concurrency: int | Literal["auto"] = 10,
+    retries: int = 20,
+    id_column: str = "id",
+    limit: int | None = None,
+) -> AsyncIterator[JSON]:
+    """Send a dataset through a service and yield a row for each of its rows, as they are done.
+
+    Rows come in the order in which they are done; `row` says which one it is.
+
+    Args:
+        dataset: Rows as mappings or as bare prompts, or where to read them: whatever INPUT may be on the
+            command line.
+        client: The service.
+        prompts: Makes prompts of rows; by default the column `prompt` is one.
+        sampling: Sampling fields of `/generate`.
+        model: Which model answers; may be left out where only one is served.
+        service_tier: Who goes first; "flex" goes behind live traffic.
+        chunk_size: Rows in one call.
+        max_concurrency: Calls at once; "auto" follows the service.
+        retries: How often a call is sent again.
+        id_column: Where a row's id is.
+        limit: Rows to take, from the beginning.
+
+    Raises:
+        DriverError: No row could be served, or the input can't be read.
+    """
+    prompter = prompts or Prompter()
+    rows = numbered(open_source(dataset).values() if isinstance(dataset, str) else map(_columns, dataset))
+    pace = Auto() if max_concurrency == "auto" else Fixed(max_concurrency)
+    body = call_body(sampling or {}, model, service_tier)
+    passing = Run(client, body, chat=prompter.chat, pace=pace, retries=retries)
+    chunks = cut(rows, prompter, chunk_size, id_column=id_column, limit=limit)
+    async with aclosing(passing.results(chunks)) as results:
+        async for done in results:
+            for row in done:
+                yield row
+
+
+def call_body(sampling: Mapping[str, Any], model: str | None, service_tier: ServiceTier) -> JSON:
+    """Return what every call of a run says, beside its prompts."""
+    named = {} if model is None else {"model": model}
+    return {**sampling, **named, "service_tier": service_tier}
+
+
+def _columns(row: Mapping[str, Any] | str) -> JSON:
+    return {"prompt": row} if isinstance(row, str) else dict(row)

@@ -1,0 +1,211 @@
+"""Sending one chunk until each of its rows has a result, or an error that is final."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from serve_app.driver.chunks import Chunk, Item
+from serve_app.driver.clients import Client
+from serve_app.driver.errors import DriverError, RowError
+from serve_app.driver.pacing import Backoff, Pace
+from serve_app.driver.tally import Tally
+from serve_app.errors import RequestError
+from serve_app.protocol import JSON
+
+PASSING = {408, 425, 429, 500, 502, 503, 504}
+"""Statuses that another try may cure."""
+RECENT_FAILURES = 6
+"""An outage is told from rows that are at fault by whether others were served during so many failures."""
+HALF_RETRIES = 2
+"""Retries of a part of a call that failed at all of its own."""
+
+
+class StoppedError(Exception):
+    """The run was told to stop while a chunk waited for another try."""
+
+
+class GaveUpError(DriverError):
+    """The service has failed at every try."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Try:
+    """Rows to send in one call.
+
+    Attributes:
+        items: The rows.
+        retries: How often the call is sent again.
+        answered: Calls of the whole run that the service had answered a while ago. If it has answered more
+            since, it works, and what fails here is the fault of these rows.
+        attempts: Calls that these rows were in before.
+        part: They are part of a call that failed at all of its tries.
+    """
+
+    items: Sequence[Item]
+    retries: int
+    answered: int
+    attempts: int = 0
+    part: bool = False
+
+    def after(self, attempts: int, answered: int) -> "_Try":
+        """Return the same after more attempts."""
+        return replace(self, attempts=self.attempts + attempts, answered=answered)
+
+    def halves(self) -> "tuple[_Try, _Try]":
+        """Return both halves; having failed so often as a whole, they get few retries."""
+        middle = len(self.items) // 2
+        few = min(self.retries, HALF_RETRIES)
+        return (
+            replace(self, items=self.items[:middle], retries=few, part=True),
+            replace(self, items=self.items[middle:], retries=few, part=True),
+        )
+
+
+def _gave_up(what: _Try, error: RequestError) -> GaveUpError:
+    return GaveUpError(
+        f"gave up after {what.attempts} tries: {error.message}\n"
+        "When the service is back, run the same command again: it goes on from here"
+    )
+
+
+class Sender:
+    """Sends chunks.
+
+    Args:
+        client: The service.
+        body: What every call says, beside its prompts.
+        chat: Prompts are lists of messages.
+        retries: How often a call is sent again.
+        backoff: The waits between.
+        pace: Is told of answers and refusals.
+        tally: Counts.
+        stopping: Set when no call may be sent any more.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        body: JSON,
+        *,
+        chat: bool,
+        retries: int,
+        backoff: Backoff,
+        pace: Pace,
+        tally: Tally,
+        stopping: asyncio.Event,
+    ) -> None:
+        self._client = client
+        self._body = body | {"partial": True, "details": True}
+        self._field = "messages" if chat else "prompts"
+        self._retries = retries
+        self._backoff = backoff
+        self._pace = pace
+        self._tally = tally
+        self._stopping = stopping
+
+    async def send(self, chunk: Chunk) -> list[JSON]:
+        """Return the output's row of each row of a chunk.
+
+        Raises:
+            DriverError: No row could be served: the service refuses what is asked for, or is gone.
+            StoppedError: The run was told to stop first.
+        """
+        rows = [
+            item.failed(item.prompt.type, item.prompt.message, 0)
+            for item in chunk
+            if isinstance(item.prompt, RowError)
+        ]
+        if asked := [item for item in chunk if not isinstance(item.prompt, RowError)]:
+            rows += await self._ask(_Try(asked, self._retries, self._tally.calls))
+        return sorted(rows, key=lambda row: int(row["row"]))
+
+    async def _ask(self, what: "_Try") -> list[JSON]:
+        """Send rows until they are answered."""
+        body = self._body | {
+            self._field: [item.prompt for item in what.items],
+            "task_id": f"rows_{what.items[0].number}_{what.items[-1].number}",
+        }
+        failures = refusals = 0
+        answered = deque([what.answered], maxlen=RECENT_FAILURES)
+        while True:
+            try:
+                answer = await self._call(body)
+            except RequestError as error:
+                if error.status == 429:
+                    # The service works: live traffic may fill its queue for hours.
+                    refusals += 1
+                    self._pace.refused(error.retry_after_s)
+                else:
+                    failures += 1
+                if error.status not in PASSING or failures > what.retries:
+                    return await self._blame(what.after(failures + refusals, answered[0]), error)
+                answered.append(self._tally.calls)
+                self._tally.trouble = error.message
+                await self._wait(self._backoff.wait_s(failures + refusals, error.retry_after_s))
+                self._tally.retries += 1
+            else:
+                return _rows(what.items, answer, what.attempts + failures + refusals + 1)
+
+    async def _call(self, body: JSON) -> JSON:
+        started = time.monotonic()
+        self._tally.in_flight += 1
+        try:
+            answer = await self._client.generate(body)
+        finally:
+            self._tally.in_flight -= 1
+        count = len(body[self._field])
+        if len(answer.get("results") or ()) != count or len(answer.get("details") or ()) != count:
+            message = f"an answer with {len(answer.get('results') or ())} results for {count} prompts"
+            raise RequestError(502, "service_unavailable", message)
+        self._tally.calls += 1
+        self._tally.trouble = ""
+        self._tally.latencies.add(time.monotonic() - started)
+        self._pace.answered()
+        return answer
+
+    async def _blame(self, what: "_Try", error: RequestError) -> list[JSON]:
+        """Find the row at fault among those of a call that failed for good."""
+        passing = error.status in PASSING
+        if not (passing or error.status == 413 or (error.param or "").startswith(self._field)):
+            raise DriverError(f"the service refuses this run: {error.message}")
+        if len(what.items) == 1:
+            if passing and self._tally.calls == what.answered:
+                # Nobody was served meanwhile: it is the service, not this row.
+                raise _gave_up(what, error)
+            (item,) = what.items
+            return [item.failed(error.type, error.message, what.attempts)]
+        if passing and what.part and self._tally.calls == what.answered:
+            raise _gave_up(what, error)
+        first, second = what.halves()
+        try:
+            rows = await self._ask(first)
+        except GaveUpError:
+            # If the other half is served, it is not the service.
+            rows = await self._ask(second)
+            return await self._ask(first) + rows
+        return rows + await self._ask(second)
+
+    async def _wait(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+        raise StoppedError
+
+
+def _rows(items: Sequence[Item], answer: JSON, attempts: int) -> list[JSON]:
+    errors = {error["index"]: error for error in answer.get("errors") or ()}
+    return [
+        item.done(result, detail, attempts)
+        if result is not None and detail is not None
+        else item.failed(
+            errors.get(index, {}).get("type", "internal_error"),
+            errors.get(index, {}).get("message", "the service gave no result and no reason"),
+            attempts,
+        )
+        for index, (item, result, detail) in enumerate(
+            zip(items, answer["results"], answer["details"], strict=True)
+        )
+    ]

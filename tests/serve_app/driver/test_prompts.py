@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import pytest
+
+from serve_app.driver.errors import DriverError, RowError
+from serve_app.driver.prompts import Prompter, read_template
+
+ROW = {"prompt": "hi", "name": "Ada", "n": 2, "a b": "c", "messages": [{"role": "user", "content": "x"}]}
+
+
+def test_a_column() -> None:
+    assert Prompter().prompt(ROW) == "hi"
+    assert Prompter(column="name").prompt(ROW) == "Ada"
+    assert not Prompter().chat
+
+
+def test_a_template_over_the_columns() -> None:
+    prompter = Prompter(template="{{ name }} {{ n + 1 }} {{ row['a b'] }}\n")
+    assert prompter.prompt(ROW) == "Ada 3 c\n"
+
+
+def test_chats() -> None:
+    user = {"role": "user", "content": "hi"}
+    assert Prompter(chat=True).prompt(ROW) == [user]
+    assert Prompter(system="be kind").prompt(ROW) == [{"role": "system", "content": "be kind"}, user]
+    assert Prompter(messages_column="messages").prompt(ROW) == ROW["messages"]
+    assert all(p.chat for p in (Prompter(chat=True), Prompter(system=""), Prompter(messages_column="m")))
+
+
+@pytest.mark.parametrize(
+    ("prompter", "type", "message"),
+    [
+        (Prompter(column="x"), "missing_column", "no column 'x'; there are: prompt, name, n, a b, messages"),
+        (Prompter(column="n"), "invalid_row", "n: must be text, not int"),
+        (Prompter(template="{{ nobody }}"), "template_error", "'nobody' is undefined"),
+        (Prompter(template="{{ 1 / (n - 2) }}"), "template_error", "division by zero"),
+        (Prompter(template="{{ n.__class__.__mro__ }}"), "template_error", "unsafe"),
+        (Prompter(messages_column="name"), "invalid_row", "name: must be a list of messages"),
+    ],
+)
+def test_what_is_wrong_with_a_row(prompter: Prompter, type: str, message: str) -> None:
+    with pytest.raises(RowError, match=message.replace("(", r"\(")) as caught:
+        prompter.prompt(ROW)
+    assert caught.value.type == type
+
+
+def test_mistakes() -> None:
+    with pytest.raises(DriverError, match="--template, line 1"):
+        Prompter(template="{{ name")
+    with pytest.raises(DriverError, match="leave --template and --system out"):
+        Prompter(messages_column="m", system="x")
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ a }}")
+    assert read_template(f"@{tmp_path}/t.jinja") == "{{ a }}"
+    assert read_template("{{ b }}") == "{{ b }}"
+    with pytest.raises(DriverError, match="No such file"):
+        read_template("@nowhere")
