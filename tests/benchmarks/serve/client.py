@@ -2,49 +2,110 @@
 
 import asyncio
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 PIECE_END = b"0\r\n\r\n"
 """How a chunked answer ends."""
 
+TAIL = 2048
+"""Bytes of an answer's end that are kept; the usage is in them."""
+
+_COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
+_FRAME = re.compile(rb"\r\n[0-9a-fA-F]+\r\n")
+"""Between two chunks of HTTP; a JSON text holds no bare line ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request.
+
+    Attributes:
+        path: Where it goes.
+        body: JSON.
+        tokens: Output tokens that a whole answer has.
+        prompts: Prompts in it.
+    """
+
+    path: str
+    body: Any
+    tokens: int
+    prompts: int = 1
+
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as the client saw it.
+    """One answer as the client saw it; times are seconds on the monotonic clock.
 
     Attributes:
-        sent_at: When the request left, in seconds on the monotonic clock.
+        tokens: Output tokens, as asked for.
+        prompts: Prompts that were answered.
+        sent_at: When the request left.
+        ended_at: When the last of the answer came.
+        first_at: When the first token came; 0: not a stream.
+        first_events: Events of the stream in its first piece.
         piece_at: When each piece of the body came.
         status: Of HTTP.
         size: Bytes that came.
+        tail: The last bytes of the body.
     """
 
+    tokens: int
+    prompts: int
     sent_at: float
+    ended_at: float = 0.0
+    first_at: float = 0.0
+    first_events: int = 0
     piece_at: list[float] = field(default_factory=list)
     status: int = 0
     size: int = 0
+    tail: bytes = b""
 
     @property
     def ttft_s(self) -> float:
-        """Seconds to the first piece of the body."""
-        return self.piece_at[0] - self.sent_at
+        """Seconds to the first token."""
+        return self.first_at - self.sent_at
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token after the first."""
+        return (self.ended_at - self.first_at) / max(self.tokens - 1, 1)
 
     @property
     def total_s(self) -> float:
         """Seconds to the end of the answer."""
-        return self.piece_at[-1] - self.sent_at
+        return self.ended_at - self.sent_at
 
     @property
     def gaps_s(self) -> list[float]:
         """Seconds between two pieces."""
         return [later - earlier for earlier, later in zip(self.piece_at, self.piece_at[1:], strict=False)]
 
+    def check(self) -> None:
+        """Raise if the answer is not a success, or holds another number of tokens than was asked for.
+
+        Raises:
+            RuntimeError: It is not what it should be.
+        """
+        tail = _FRAME.sub(b"", self.tail)
+        if self.status != 200:
+            raise RuntimeError(f"the server answered {self.status}: {tail.decode(errors='replace')}")
+        counts = _COUNT.findall(tail)
+        if not counts:
+            raise RuntimeError(f"the answer tells no usage: {tail.decode(errors='replace')}")
+        if int(counts[-1]) != self.tokens:
+            raise RuntimeError(f"the answer has {int(counts[-1])} tokens, not {self.tokens}")
+
 
 class Connection(asyncio.Protocol):
-    """A kept-alive HTTP/1.1 connection that looks at no more of an answer than it must."""
+    """A kept-alive HTTP/1.1 connection that looks at no more of an answer than it must.
+
+    Attributes:
+        closing: The server takes no other request on it.
+    """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -52,13 +113,15 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[Answer] | None = None
         self._head = b""
         self._left: int | None = None
-        self._tail = b""
+        self._stream = False
+        self._events = 0
+        self.closing = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    async def post(self, path: str, body: bytes) -> Answer:
+    async def post(self, path: str, body: bytes, answer: Answer) -> Answer:
         """Send a request and return its answer once it is whole."""
         assert self._transport
         head = (
@@ -66,8 +129,9 @@ class Connection(asyncio.Protocol):
             f"content-length: {len(body)}\r\n\r\n"
         )
         self._done = asyncio.get_running_loop().create_future()
-        self._head, self._left, self._tail = b"", None, b""
-        self._answer = Answer(time.monotonic())
+        self._head, self._left, self._stream, self._events = b"", None, False, 0
+        self._answer = answer
+        answer.sent_at = time.monotonic()
         self._transport.write(head.encode() + body)
         return await self._done
 
@@ -86,15 +150,30 @@ class Connection(asyncio.Protocol):
             for line in lines[1:]:
                 if line.startswith(b"content-length:"):
                     self._left = int(line[15:])
+                elif line.startswith(b"content-type: text/event-stream"):
+                    self._stream = True
+                elif line == b"connection: close":
+                    self.closing = True
         if data:
             answer.piece_at.append(now)
             answer.size += len(data)
-            self._tail = (self._tail + data)[-len(PIECE_END) :]
-        whole = self._tail == PIECE_END if self._left is None else answer.size >= self._left
+            answer.tail = (answer.tail + data)[-TAIL:]
+            if self._stream and not answer.first_at:
+                self._look_for_token(answer, data, now)
+        whole = answer.tail.endswith(PIECE_END) if self._left is None else answer.size >= self._left
         if whole and not done.done():
+            answer.ended_at = now
             done.set_result(answer)
 
+    def _look_for_token(self, answer: Answer, data: bytes, now: float) -> None:
+        """Note when the first token came: in the second event, the first only names the role."""
+        self._events += data.count(b"data:")
+        answer.first_events = answer.first_events or self._events
+        if self._events >= 2:
+            answer.first_at = now
+
     def connection_lost(self, error: Exception | None) -> None:
+        self.closing = True
         if self._done and not self._done.done():
             self._done.set_exception(error or ConnectionError("the server closed the connection"))
 
@@ -104,34 +183,34 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
 
-async def run(
-    port: int, clients: int, requests: int, request: Callable[[int], tuple[str, Any]]
-) -> list[Answer]:
-    """Send `requests` requests over `clients` connections, each sending the next when one is answered.
+async def run(port: int, connections: int, requests: Sequence[Request]) -> list[Answer]:
+    """Send requests over connections, each sending the next when one is answered.
 
     Args:
         port: Of the server on this machine.
-        clients: Connections at once.
-        requests: In total.
-        request: Returns path and JSON body of the request of a number.
+        connections: Connections at once.
+        requests: What is sent, in this order.
 
     Raises:
-        RuntimeError: An answer was not a success.
+        RuntimeError: An answer was not a success, or too short.
     """
     loop = asyncio.get_running_loop()
-    prepared = [(path, json.dumps(body).encode()) for path, body in map(request, range(requests))]
+    # Nothing is left to do while the load runs but to send and to look at the clock.
+    prepared = [(json.dumps(one.body).encode(), one) for one in reversed(requests)]
     answers: list[Answer] = []
 
     async def client() -> None:
-        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
-        try:
-            while prepared:
-                answer = await connection.post(*prepared.pop())
-                if answer.status != 200:
-                    raise RuntimeError(f"the server answered {answer.status}")
-                answers.append(answer)
-        finally:
-            connection.close()
+        while prepared:
+            _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+            try:
+                while prepared and not connection.closing:
+                    body, request = prepared.pop()
+                    answer = Answer(request.tokens, request.prompts, 0.0)
+                    answers.append(await connection.post(request.path, body, answer))
+            finally:
+                connection.close()
 
-    await asyncio.gather(*(client() for _ in range(clients)))
+    await asyncio.gather(*(client() for _ in range(connections)))
+    for answer in answers:
+        answer.check()
     return answers

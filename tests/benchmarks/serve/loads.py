@@ -1,25 +1,37 @@
 """What is asked of a server."""
 
-from collections.abc import Callable, Mapping
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Literal
 
-PROMPT = "The quick brown fox jumps over the lazy dog, again and again..."[:64]
-"""64 tokens for a model whose tokens are bytes."""
+FOX = "The quick brown fox jumps over the lazy dog, again and again and again. "
 
-OUTPUT = 64
-"""Tokens of each answer; the end of text is ignored, so that all servers do the same work."""
+INPUT = OUTPUT = 64
+"""Tokens of a prompt, and of its answer."""
 
-_FIXED = {"max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True}
+CHUNK = 50
+"""Prompts in one call of `/generate`."""
+
+SERIES = 10_000
+"""Prompts in one series, at most."""
+
+Kind = Literal["chat", "completion", "lists", "mixed"]
 
 
-def _chat(number: int) -> tuple[str, dict[str, Any]]:
-    messages = [{"role": "user", "content": f"{number:06}{PROMPT[6:]}"}]
-    return "/v1/chat/completions", {"model": "demo", "messages": messages, "stream": True, **_FIXED}
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt and the length of its answer; the end of text is ignored, so that all do the same work.
 
+    Attributes:
+        text: As many characters as tokens: the tokens of the demo model are bytes.
+        tokens: Of the answer.
+    """
 
-def _completion(number: int) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"model": "demo", "prompt": f"{number:06}{PROMPT[6:]}", **_FIXED}
+    text: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +40,76 @@ class Load:
 
     Attributes:
         about: A few words for the table.
-        clients: Connections at once.
-        requests: In total.
-        request: Path and body of the request of a number.
+        kind: "chat" streams, "completion" doesn't; "lists" and "mixed" are for `/generate` where a server
+            has it, with lists of prompts or one at a time.
+        in_flight: Prompts that are asked for at once.
+        count: Prompts in total.
+        make: Returns the prompt of a number.
+        lengths: What it makes, in a few words.
+        model: The name of the model that it is made for.
     """
 
     about: str
-    clients: int
-    requests: int
-    request: Callable[[int], tuple[str, dict[str, Any]]]
+    kind: Kind
+    in_flight: int
+    count: int
+    make: Callable[[int], Prompt]
+    lengths: str = "64 tokens in, 64 out"
+    model: str = "demo"
 
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that all answers together hold."""
-        return self.requests * OUTPUT
+    def prompts(self, share: float, series: int) -> Sequence[Prompt]:
+        """Return a series of prompts. A server that has seen them once may hold them in its prefix cache.
 
+        Args:
+            share: Of the prompts in total, 0 to 1; what is in flight is filled twice all the same.
+            series: Its number, 0 to 99. No text is in two of them; the lengths are the same in all.
+        """
+        least = min(self.count, 2 * self.in_flight)
+        first = series * SERIES
+        return [self.make(number) for number in range(first, first + max(least, int(self.count * share)))]
+
+
+def _text(number: int, tokens: int) -> str:
+    """Return a text of its own for each number, that shares no beginning with that of another."""
+    return (f"{number:06}" + FOX * (tokens // len(FOX) + 1))[:tokens]
+
+
+def fixed(number: int) -> Prompt:
+    """Return a prompt of 64 tokens with an answer of 64."""
+    return Prompt(_text(number, INPUT), OUTPUT)
+
+
+def short(number: int) -> Prompt:
+    """Return a prompt of 64 tokens with an answer of 16."""
+    return Prompt(_text(number, INPUT), 16)
+
+
+def shared(number: int) -> Prompt:
+    """Return a prompt of 1,024 tokens, of which the first 896 (7 blocks of KV cache) are always the same."""
+    return Prompt((FOX * 20)[:896] + _text(number, 128), OUTPUT)
+
+
+@cache
+def mixed(number: int) -> Prompt:
+    """Return a prompt of 8 to 128 tokens with an answer of 8 to 256, lognormal around a median of 48."""
+    draw = random.Random(number % SERIES)
+    answer = draw.lognormvariate(math.log(48), 0.9)
+    return Prompt(_text(number, draw.randint(8, 128)), min(256, max(8, round(answer))))
+
+
+SHORT = "64 tokens in, 16 out"
+PREFIX = "1,024 tokens in, of which 896 are shared by all, 64 out"
+MIXED = "8 to 128 tokens in, 8 to 256 out (lognormal)"
 
 LOADS: Mapping[str, Load] = {
-    "stream-1": Load("streaming chat, 1 client", 1, 40, _chat),
-    "stream-32": Load("streaming chat, 32 clients", 32, 640, _chat),
-    "stream-128": Load("streaming chat, 128 clients", 128, 1024, _chat),
-    "unary-32": Load("completions, 32 clients", 32, 640, _completion),
-    "unary-128": Load("completions, 128 clients", 128, 1024, _completion),
+    "stream-1": Load("streaming chat, 1 client", "chat", 1, 40, fixed),
+    "stream-32": Load("streaming chat, 32 clients", "chat", 32, 640, fixed),
+    "stream-128": Load("streaming chat, 128 clients", "chat", 128, 1024, fixed),
+    "prefix-32": Load("streaming chat, 32 clients, a shared prefix", "chat", 32, 320, shared, PREFIX),
+    "unary-32": Load("completions, 32 clients", "completion", 32, 640, fixed),
+    "unary-128": Load("completions, 128 clients", "completion", 128, 1024, fixed),
+    "generate": Load("lists of 50 prompts, 10 lists in flight", "lists", 10 * CHUNK, 1500, fixed),
+    "generate-short": Load("lists of 50 prompts, 10 in flight", "lists", 10 * CHUNK, 3000, short, SHORT),
+    "mixed": Load("single prompts, 64 in flight", "mixed", 64, 256, mixed, MIXED, "75m"),
 }
-"""64 tokens in, 64 out."""
+"""By name."""

@@ -1,0 +1,96 @@
+"""What the processes of a server use, by what they do."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+CLIENT = "client"
+
+RULES = (
+    (CLIENT, "tests.benchmarks.serve.handle"),
+    ("EngineCore", "EngineCore"),
+    ("Worker", "VLLM::Worker"),
+    ("Engine", "ServeReplica:llm:Engine"),
+    ("Engine", "ServeReplica:llm:LLMServer"),
+    ("Ingress", "ServeReplica:llm:Ingress"),
+    ("Ingress", "ServeReplica:llm:OpenAiIngress"),
+    ("router", "ServeReplica:llm:LLMRouter"),
+    ("HAProxy", "haproxy"),
+    ("HTTP proxy", "ProxyActor"),
+    ("Ray Serve", "ServeController"),
+    ("Ray Serve", "HAProxyManager"),
+    ("Ray", "raylet"),
+    ("Ray", "gcs_server"),
+    ("Ray", "dashboard"),
+    ("Ray", "ray::"),
+    ("Ray", "ray/_private"),
+    ("launcher", "serve_app.launch"),
+    ("launcher", "serve run"),
+    ("other", "resource_tracker"),
+)
+"""Group and a part of the title; the first that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What some processes have used.
+
+    Attributes:
+        cpu_s: CPU seconds so far, by process.
+        groups: What each process does.
+    """
+
+    cpu_s: Mapping[int, float]
+    groups: Mapping[int, str]
+
+    def since(self, before: "Usage") -> dict[str, float]:
+        """Return the CPU seconds used since `before`, by group."""
+        used: dict[str, float] = {}
+        for pid, cpu in self.cpu_s.items():
+            name = self.groups[pid]
+            used[name] = used.get(name, 0.0) + cpu - before.cpu_s.get(pid, 0.0)
+        return used
+
+
+def group(title: str, server: str) -> str:
+    """Return what the process of a title does; what no rule knows is the server itself."""
+    return next((name for name, part in RULES if part in title), server)
+
+
+def _below() -> list[psutil.Process]:
+    """Return all processes that came of this one, without it."""
+    return psutil.Process(os.getpid()).children(recursive=True)
+
+
+def usage(server: str) -> Usage:
+    """Return what the processes below this one have used.
+
+    Args:
+        server: The group of those that no rule knows.
+    """
+    cpu: dict[int, float] = {}
+    groups: dict[int, str] = {}
+    for process in _below():
+        try:
+            with process.oneshot():
+                times = process.cpu_times()
+                # Ray and vLLM write what they are into the title, which a name cuts to 15 characters.
+                title = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        cpu[process.pid] = times.user + times.system
+        groups[process.pid] = group(title, server)
+    return Usage(cpu, groups)
+
+
+def memory_mib() -> float:
+    """Return the memory of the processes below this one in MiB; a shared page counts in proportion."""
+    total = 0.0
+    for process in _below():
+        try:
+            total += process.memory_full_info().pss / 2**20
+        except psutil.Error:
+            continue
+    return total

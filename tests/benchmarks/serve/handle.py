@@ -1,0 +1,41 @@
+"""Lists of prompts over a deployment handle, as a Ray job asks for them."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tests.benchmarks.serve.pipes import JSON, serve
+
+
+def prepare() -> Callable[[JSON], JSON]:
+    """Return the function that sends lists, once this process has joined the service's Ray."""
+    import ray
+    from ray.serve import get_deployment_handle
+
+    ray.init(address="auto", log_to_driver=False)
+    engine = get_deployment_handle("Engine:demo", app_name="llm")
+
+    async def send(lists: list[JSON], in_flight: int) -> list[JSON]:
+        answers: list[JSON] = []
+        left = iter(lists)
+
+        async def caller() -> None:
+            for one in left:
+                started = time.monotonic()
+                answer = await engine.generate.remote(one)
+                tokens = answer["usage"]["completion_tokens"]
+                answers.append({"started": started, "ended": time.monotonic(), "tokens": tokens})
+
+        await asyncio.gather(*(caller() for _ in range(in_flight)))
+        return answers
+
+    def answer(question: JSON) -> JSON:
+        cpu = time.process_time()
+        answers = asyncio.run(send(question["lists"], question["in_flight"]))
+        return {"answers": answers, "cpu_s": time.process_time() - cpu}
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(prepare)

@@ -1,0 +1,184 @@
+"""The models, and the engine arguments that every server gets with them."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.e2e.service import ROOT
+
+DEMO = ROOT / "serve_app/demo/model"
+
+FRONT = {"enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "chat_template"}
+"""Options of a server, which an engine without one doesn't know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model.
+
+    Attributes:
+        about: A few words for the table.
+        folder: Where config, tokenizer and, unless they are dummies, weights are.
+        engine: Options of `vllm serve`, with underscores.
+        gpus: GPUs that it needs.
+        threads: Of a step on the CPU; one is what Ray gives to an actor of one core.
+    """
+
+    about: str
+    folder: Path
+    engine: Mapping[str, Any]
+    gpus: int = 0
+    threads: int = 1
+
+    @property
+    def env(self) -> dict[str, str]:
+        """What every server gets in its environment for this model."""
+        return {"OMP_NUM_THREADS": str(self.threads)}
+
+    @property
+    def offline(self) -> dict[str, Any]:
+        """The arguments of `vllm.LLM`."""
+        return {"model": str(self.folder)} | {k: v for k, v in self.engine.items() if k not in FRONT}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A Qwen2 of some size; its weights are dummies.
+
+    Attributes:
+        hidden: Width.
+        layers: Depth.
+        heads: Of the queries.
+        kv_heads: Of the keys and values.
+        inner: Width of the MLP.
+        vocabulary: Tokens. The demo tokenizer has 261; with more, words are made up that no text holds.
+        dtype: Of the weights.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    inner: int
+    vocabulary: int
+    dtype: str
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters it has, to a thousandth."""
+        width = self.hidden // self.heads * self.kv_heads
+        layer = 2 * self.hidden**2 + 2 * self.hidden * width + 3 * self.hidden * self.inner
+        return self.layers * layer + 2 * self.hidden * self.vocabulary
+
+    def write(self, folder: Path) -> None:
+        """Write config and tokenizer into a folder."""
+        folder.mkdir(exist_ok=True)
+        for name in ("tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+            shutil.copy(DEMO / name, folder)
+        tokenizer = json.loads((DEMO / "tokenizer.json").read_text())
+        known = len(tokenizer["model"]["vocab"]) + len(tokenizer["added_tokens"])
+        tokenizer["model"]["vocab"] |= {f"<{n}>": n for n in range(known, self.vocabulary)}
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+        config = json.loads((DEMO / "config.json").read_text()) | {
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "layer_types": ["full_attention"] * self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": False,
+            "dtype": self.dtype,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+def config() -> dict[str, Any]:
+    """Return configs/local.yaml."""
+    content: dict[str, Any] = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    return content
+
+
+def demo(folder: Path) -> Model:
+    """Return the model of configs/local.yaml, with its engine arguments."""
+    return Model(about("demo"), DEMO, config()["applications"][0]["args"]["models"][0]["engine"])
+
+
+def small(folder: Path) -> Model:
+    """Return a model of which a step costs more, on a CPU, than the Python around it."""
+    engine = {
+        "load_format": "dummy",
+        "max_model_len": 512,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 2**30,
+        "enforce_eager": True,
+        **_executor(),
+    }
+    # Both cores: the engine is to be what takes the time.
+    return replace(_dummy("75m", folder, engine), threads=2)
+
+
+def large(folder: Path) -> Model:
+    """Return a model for a GPU."""
+    engine = {
+        "load_format": "dummy",
+        "max_model_len": 4096,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.9,
+    }
+    return _dummy("7b", folder, engine)
+
+
+def tiny(folder: Path) -> Model:
+    """Return what `large` makes, in small and for a CPU: to see that all of it works."""
+    engine = {
+        "load_format": "dummy",
+        "max_model_len": 4096,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 4096,
+        "kv_cache_memory_bytes": 2**28,
+        "enforce_eager": True,
+        **_executor(),
+    }
+    return _dummy("7b-tiny", folder, engine)
+
+
+def about(name: str) -> str:
+    """Return a few words on a model."""
+    if name not in SHAPES:
+        return "the demo model"
+    size = SHAPES[name].parameters / 1e6
+    return f"a Qwen2 of {size:,.{0 if size > 10 else 1}f} million parameters with dummy weights"
+
+
+def _executor() -> dict[str, Any]:
+    """Return what configs/local.yaml says of processes on a CPU."""
+    name = "distributed_executor_backend"
+    return {name: config()["applications"][0]["args"]["models"][0]["engine"][name]}
+
+
+def _dummy(name: str, folder: Path, engine: Mapping[str, Any]) -> Model:
+    SHAPES[name].write(folder / name)
+    return Model(about(name), folder / name, engine, gpus=int(name in GPU_MODELS))
+
+
+SHAPES: Mapping[str, Shape] = {
+    "75m": Shape(768, 10, 12, 12, 2240, 261, "bfloat16"),
+    # That of Qwen2.5-7B.
+    "7b": Shape(3584, 28, 28, 4, 18944, 152064, "bfloat16"),
+    "7b-tiny": Shape(128, 2, 4, 2, 512, 2048, "bfloat16"),
+}
+"""Of the models whose weights are dummies, by name."""
+
+GPU_MODELS = {"7b"}
+"""Those that need a GPU."""
+
+MODELS: Mapping[str, Callable[[Path], Model]] = {"demo": demo, "75m": small, "7b": large, "7b-tiny": tiny}
+"""By name; each gets a folder that it may write into."""

@@ -1,0 +1,61 @@
+"""The results as a picture."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.serve.tables import UNITS
+
+SHOWN = (("tokens_per_s",), ("ttft_p99_ms", "latency_p50_ms"), ("cpu",))
+"""The columns, each with the quantities of which a load has one."""
+
+
+def draw(results: Path) -> str:
+    """Draw what a JSON file of results holds into a PNG beside it, and return a word on that.
+
+    Args:
+        results: The file.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed (`make bench-serve` installs it)"
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    tables = {name: table for name, table in json.loads(results.read_text()).items() if name != "start"}
+    figure, axes = pyplot.subplots(
+        len(tables),
+        len(SHOWN),
+        figsize=(5 * len(SHOWN), 2.4 * len(tables)),
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, (name, table) in zip(axes, tables.items(), strict=True):
+        for axis, quantities in zip(row, SHOWN, strict=True):
+            for quantity in quantities:
+                _bars(axis, table["rows"], quantity)
+        row[0].set_ylabel(name, fontweight="bold")
+    path = results.with_suffix(".png")
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return f"drawn to {os.path.relpath(path)}"
+
+
+def _bars(axis: Any, rows: list[dict[str, Any]], quantity: str) -> None:
+    """Draw one quantity of one load: a bar for each server, the range of the samples as a line."""
+    label, unit = UNITS[quantity]
+    found = [(row["what"].rsplit(": ", 1)[0], row) for row in rows if row["what"].endswith(f": {label}")]
+    if not found:
+        return
+    names = [name for name, _ in found]
+    medians = [row["median"] for _, row in found]
+    below = [row["median"] - row["low"] for _, row in found]
+    above = [row["high"] - row["median"] for _, row in found]
+    colors = ["tab:blue" if name.startswith("saturate") else "tab:gray" for name in names]
+    axis.barh(names, medians, xerr=[below, above], color=colors, ecolor="black", capsize=2)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=7)
+    axis.set_title(f"{label} ({unit})", fontsize=8)

@@ -1,0 +1,156 @@
+"""Rounds: every server once, one after the other, in another order each time."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.processes import adopt_orphans
+from tests.benchmarks.measuring import progress
+from tests.benchmarks.serve.groups import CLIENT, memory_mib
+from tests.benchmarks.serve.loads import LOADS, Load
+from tests.benchmarks.serve.models import MODELS, Model
+from tests.benchmarks.serve.running import UnavailableError
+from tests.benchmarks.serve.servers import SERVERS
+from tests.benchmarks.serve.ways import Run, ways
+
+Samples = dict[str, dict[int, float]]
+"""By quantity, then by round."""
+
+Found = dict[str, dict[str, Samples]]
+"""By load, then by who was measured."""
+
+WARM_UP = 64
+"""Prompts, at most, before a load is measured."""
+
+START = "start"
+"""The name under which start-up time and memory are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        servers: Their names.
+        loads: By name.
+        rounds: How many.
+        share: Of the prompts of each load.
+        only_model: The name of the model that all loads get; None: each the one that it is made for.
+    """
+
+    servers: Sequence[str]
+    loads: Mapping[str, Load]
+    rounds: int
+    share: float
+    only_model: str | None
+
+    def model(self, load: str) -> str:
+        """Return the name of the model that a load gets."""
+        return self.only_model or self.loads[load].model
+
+
+def measure(plan: Plan, after: Callable[[Found], None]) -> tuple[Found, dict[str, str]]:
+    """Return what was measured, and of each server that could not be, why.
+
+    Args:
+        plan: What to do.
+        after: Called after each server with what was found until then.
+    """
+    adopt_orphans()
+    found: Found = {name: {} for name in [*plan.loads, START]}
+    missing: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
+        names = dict.fromkeys(plan.model(load) for load in plan.loads)
+        models = {name: MODELS[name](Path(folder)) for name in names}
+        visits = [(server, model) for model in models for server in plan.servers]
+        for number in range(plan.rounds):
+            turn = number % len(visits)
+            for server, model in [*visits[turn:], *visits[:turn]]:
+                loads = {
+                    name: load
+                    for name, load in plan.loads.items()
+                    if plan.model(name) == model and server in ways(load)
+                }
+                if server in missing or not loads:
+                    continue
+                try:
+                    _visit(server, models[model], loads, number, plan, Path(folder), found)
+                except UnavailableError as error:
+                    missing[server] = str(error)
+                    progress(f"{server} is left out: {error}")
+                after(found)
+    progress("")
+    return found, missing
+
+
+def _visit(
+    name: str,
+    model: Model,
+    loads: Mapping[str, Load],
+    number: int,
+    plan: Plan,
+    folder: Path,
+    found: Found,
+) -> None:
+    where = f"round {number + 1} of {plan.rounds}"
+    progress(f"{where}: starting {name} with {model.about}")
+    start, _ = SERVERS[name]
+    with start(model, folder) as server:
+        for load_name, load in loads.items():
+            series = 10 * list(LOADS).index(load_name)
+            for turn, (who, way) in enumerate(ways(load)[name].items()):
+                progress(f"{where}: {who}, {load.about}")
+                try:
+                    if not turn:
+                        # Warms up what the load uses: code paths, memory, connections within the server.
+                        way(server, load.prompts(0.0, series + 9)[:WARM_UP])
+                    run = way(server, load.prompts(plan.share, series + turn))
+                except (RuntimeError, OSError) as error:
+                    # A number that was taken while requests failed would say nothing.
+                    log = server.log.read_text(errors="replace")[-3000:]
+                    raise UnavailableError(f"{who} failed at {load_name}: {error}\n{log}") from error
+                _add(found[load_name], who, number, quantities(load, run))
+        memory = {"start_s": server.start_s, "memory_mib": memory_mib()}
+        _add(found[START], f"{name}, {model.about}", number, memory)
+
+
+def quantities(load: Load, run: Run) -> dict[str, float]:
+    """Return what a run tells, by quantity."""
+    answers = run.answers
+    tokens = sum(answer.tokens for answer in answers)
+    prompts = sum(answer.prompts for answer in answers)
+    took = max(answer.ended_at for answer in answers) - min(answer.sent_at for answer in answers)
+    seen = {"tokens_per_s": tokens / took, "prompts_per_s": prompts / took}
+    if load.kind == "chat":
+        ttft = [answer.ttft_s * 1e3 for answer in answers]
+        tpot = [answer.tpot_s * 1e3 for answer in answers]
+        gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]
+        seen |= {
+            "ttft_p50_ms": statistics.median(ttft),
+            "ttft_p99_ms": percentile(ttft, 0.99),
+            "tpot_p50_ms": statistics.median(tpot),
+            "tpot_p99_ms": percentile(tpot, 0.99),
+            "gap_p99_ms": percentile(gaps, 0.99),
+            "gap_max_ms": max(gaps),
+            "first_events": statistics.median(answer.first_events for answer in answers),
+        }
+    else:
+        took_ms = [answer.total_s * 1e3 for answer in answers]
+        seen |= {"latency_p50_ms": statistics.median(took_ms), "latency_p99_ms": percentile(took_ms, 0.99)}
+    cpu = {CLIENT: run.client_cpu_s} | dict(run.cpu_s)
+    seen["cpu"] = sum(run.cpu_s.values()) / tokens * 1000
+    return seen | {f"cpu: {name}": used / tokens * 1000 for name, used in cpu.items()}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value that `share` (0 to 1) of the values don't exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _add(samples: dict[str, Samples], who: str, number: int, values: Mapping[str, float]) -> None:
+    own = samples.setdefault(who, {})
+    for quantity, value in values.items():
+        own.setdefault(quantity, {})[number] = value

@@ -1,0 +1,158 @@
+"""What was measured, as tables: each one's figures, then ours in relation to the others."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tests.benchmarks.measuring import Row, Table
+from tests.benchmarks.serve.loads import Load
+from tests.benchmarks.serve.rounds import Samples
+from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, VLLM
+from tests.benchmarks.serve.ways import HANDLE
+
+UNITS = {
+    "prompts_per_s": ("prompts/s", "/s"),
+    "tokens_per_s": ("output tokens/s", "tok/s"),
+    "ttft_p50_ms": ("TTFT p50", "ms"),
+    "ttft_p99_ms": ("TTFT p99", "ms"),
+    "tpot_p50_ms": ("TPOT p50", "ms"),
+    "tpot_p99_ms": ("TPOT p99", "ms"),
+    "gap_p99_ms": ("gap between chunks p99", "ms"),
+    "gap_max_ms": ("gap between chunks, longest", "ms"),
+    "first_events": ("events in the first chunk", ""),
+    "latency_p50_ms": ("latency p50", "ms"),
+    "latency_p99_ms": ("latency p99", "ms"),
+    "cpu": ("CPU per 1,000 output tokens", "s"),
+    "start_s": ("start", "s"),
+    "memory_mib": ("memory", "MiB"),
+}
+"""Name and unit of each quantity; what the CPU time is made of comes with its sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What we want to reach.
+
+    Attributes:
+        quantity: Of which.
+        other: Whose figure ours is compared with; None: ours alone counts.
+        by: Ours divided by the other's, or less the other's.
+        ours: Which of ours, if there are several.
+        at_most: Of the median.
+        at_least: Of the median.
+    """
+
+    quantity: str
+    other: str | None = None
+    by: Literal["/", "-"] = "/"
+    ours: str = OURS
+    at_most: float | None = None
+    at_least: float | None = None
+
+
+_STREAM = (
+    Target("tokens_per_s", VLLM, at_least=1.0),
+    Target("tokens_per_s", RAY_DIRECT, at_least=1.25),
+    Target("tokens_per_s", RAY, at_least=2.3),
+    Target("ttft_p50_ms", VLLM, by="-"),
+    Target("ttft_p99_ms", VLLM, at_most=1.0),
+    Target("cpu", VLLM),
+)
+_PLAIN = (
+    *(Target("tokens_per_s", other) for other in (VLLM, RAY_DIRECT, RAY)),
+    Target("latency_p50_ms", VLLM),
+    Target("latency_p99_ms", VLLM),
+    Target("cpu", VLLM),
+)
+_LISTS = (
+    *(Target("prompts_per_s", VLLM, ours=ours, at_least=1.3) for ours in (OURS, HANDLE)),
+    *(Target("prompts_per_s", OFFLINE, ours=ours, at_least=0.95) for ours in (OURS, HANDLE)),
+    Target("prompts_per_s", SEEDS),
+    Target("cpu", VLLM),
+)
+TARGETS: Mapping[str, Sequence[Target]] = {
+    "stream-1": (
+        *(
+            Target("ttft_p50_ms", other, by="-", at_most=most)
+            for other, most in ((VLLM, 3.0), (RAY_DIRECT, None))
+        ),
+        Target("tpot_p50_ms", VLLM),
+        # The one that names the role and that of the first token: it did not wait for the second.
+        Target("first_events", at_most=2),
+        Target("cpu", VLLM),
+    ),
+    "stream-32": (*_STREAM, Target("gap_p99_ms", at_most=100)),
+    "stream-128": _STREAM,
+    "prefix-32": [replace(target, at_least=None, at_most=None) for target in _STREAM],
+    "unary-32": _PLAIN,
+    "unary-128": _PLAIN,
+    "generate": _LISTS,
+    "generate-short": _LISTS,
+    "mixed": (
+        Target("tokens_per_s", SEEDS, at_least=1.8),
+        Target("latency_p50_ms", SEEDS, at_most=0.4),
+        Target("tokens_per_s", VLLM),
+        Target("latency_p50_ms", VLLM),
+        Target("tokens_per_s", OFFLINE),
+    ),
+}
+"""By load."""
+
+
+def table(load: Load, name: str, found: Mapping[str, Samples], about: str) -> Table:
+    """Return a load's table.
+
+    Args:
+        load: The load.
+        name: Its name.
+        found: By who was measured.
+        about: What was served, in a few words.
+    """
+    rows = [*_figures(found), *_relations(found, TARGETS.get(name, ()))]
+    return Table(f"{load.about}; {load.lengths}; {about}.", rows)
+
+
+def start_table(found: Mapping[str, Samples]) -> Table:
+    """Return the table of start-up time and memory."""
+    setting = "from the command to a healthy service; memory after the loads, a shared page counted in part."
+    return Table(setting, list(_figures(found)))
+
+
+def _figures(found: Mapping[str, Samples]) -> Iterator[Row]:
+    for quantity, (label, unit) in UNITS.items():
+        for who, samples in found.items():
+            if quantity in samples:
+                yield Row(f"{who}: {label}", unit, list(samples[quantity].values()))
+    for who, samples in found.items():
+        for part in samples:
+            if part.startswith("cpu: "):
+                yield Row(f"{who}: CPU, {part[5:]}", "s", list(samples[part].values()))
+
+
+def _relations(found: Mapping[str, Samples], targets: Sequence[Target]) -> Iterator[Row]:
+    for target in targets:
+        label, unit = UNITS[target.quantity]
+        ours = found.get(target.ours, {}).get(target.quantity)
+        if not ours:
+            continue
+        if target.other is None:
+            yield Row(f"{label}: {target.ours}", unit, list(ours.values()), target.at_most, target.at_least)
+            continue
+        other = best(found, target.other)
+        if other is None:
+            continue
+        theirs = found[other][target.quantity]
+        pairs = [(ours[number], theirs[number]) for number in ours if number in theirs]
+        if not pairs:
+            continue
+        ratio = target.by == "/"
+        samples = [mine / its if ratio else mine - its for mine, its in pairs]
+        what = f"{label}: {target.ours} {target.by} {other}"
+        yield Row(what, "x" if ratio else unit, samples, target.at_most, target.at_least)
+
+
+def best(found: Mapping[str, Samples], name: str) -> str | None:
+    """Return which way of asking a server one prompt at a time was the fastest; None: none was measured."""
+    own = [who for who in found if who == name or (who.startswith(f"{name}, ") and not who.endswith("lists"))]
+    return max(own, key=lambda who: statistics.median(found[who]["tokens_per_s"].values()), default=None)

@@ -1,0 +1,82 @@
+"""Two Ingress replicas and two Engine replicas share the load."""
+
+import asyncio
+import csv
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.service import ROOT, Service
+
+# It takes what two cores have, so it runs when nothing else needs them.
+pytestmark = pytest.mark.last
+
+REQUESTS = 300
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of configs/local.yaml with two replicas of each deployment."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    (app,) = config["applications"]
+    for deployment in app["deployments"]:
+        # Two engines fit on any machine, if Ray doesn't reckon.
+        deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
+    service = Service(config, tmp_path_factory.mktemp("pair"))
+    try:
+        deadline = time.monotonic() + 120
+        while httpx.get(f"{service.url}/health").json()["models"]["demo"]["replicas"] < 2:
+            assert time.monotonic() < deadline, service.output
+            time.sleep(0.2)
+        while len(by_ingress(service)) < 2:
+            assert time.monotonic() < deadline, service.output
+            time.sleep(0.2)
+        yield service
+    finally:
+        service.stop()
+
+
+def by_engine(service: Service) -> dict[str, int]:
+    """Return how many prompts each Engine replica has completed."""
+    replicas = httpx.get(f"{service.url}/stats").json()["models"]["demo"]["replicas"]
+    return {replica["replica"]: replica["batcher"]["total_completed"] for replica in replicas}
+
+
+def by_ingress(service: Service) -> dict[str, int]:
+    """Return how many requests HAProxy has sent to each Ingress replica."""
+    port = service.env["RAY_SERVE_HAPROXY_STATS_PORT"]
+    text = httpx.get(f"http://127.0.0.1:{port}/stats;csv").text
+    rows = csv.DictReader(text.removeprefix("# ").splitlines())
+    return {row["svname"]: int(row["stot"]) for row in rows if "Ingress" in row["svname"]}
+
+
+async def ask(service: Service) -> list[Any]:
+    """Ask sums, 32 at once, and return the answers."""
+    limit = asyncio.Semaphore(32)
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+
+        async def one(number: int) -> Any:
+            async with limit:
+                body = {"prompts": [f"What is {number % 100}+1?"], "max_tokens": 16, "ignore_eos": True}
+                return (await client.post("/generate", json=body)).json()
+
+        return await asyncio.gather(*(one(number) for number in range(REQUESTS)))
+
+
+async def test_both_replicas_of_each_get_their_share(pair: Service) -> None:
+    engines, ingresses = by_engine(pair), by_ingress(pair)
+    answers = await ask(pair)
+    assert all(answer["usage"]["completion_tokens"] == 16 for answer in answers)
+    after, behind = by_engine(pair), by_ingress(pair)
+    shares = [after[replica] - before for replica, before in engines.items()]
+    fronts = [behind[replica] - before for replica, before in ingresses.items()]
+    print(f"prompts by Engine: {shares}; requests by Ingress: {fronts}")
+    assert len(shares) == len(fronts) == 2
+    assert sum(shares) == REQUESTS
+    assert min(shares) >= 0.3 * REQUESTS
+    assert sum(fronts) >= REQUESTS
+    assert min(fronts) >= 0.3 * sum(fronts)
