@@ -38,5 +38,7 @@ def _engine(model: ModelSettings, max_records: int) -> Application:
         graceful_shutdown_timeout_s=40,
         health_check_period_s=5,
         health_check_timeout_s=30,
+        # The Ingress' log has a line per request already.
+        logging_config={"enable_access_log": False},
     )(kind)
     return deployment.options(name=engine_name(model.id)).bind(model, max_records)

@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from serve_app import admission
 from serve_app.admission import Admission
 from serve_app.errors import RequestError
 from serve_app.lifeline import tie_children
+from serve_app.precedence import let_others_finish
 from serve_app.protocol import (
     JSON,
     Detail,
@@ -18,7 +19,7 @@ from serve_app.protocol import (
     Usage,
     parse_generate,
 )
-from serve_app.relay import Pace, RelayRequest, run_app
+from serve_app.relay import RelayRequest, run_app
 from serve_app.replica import DRAIN_S, answer, replica_stats
 from serve_app.settings import LLMSettings
 from serve_app.terms import Terms
@@ -45,9 +46,10 @@ class Engine:
         tie_children()
         self._settings = settings
         self._max_prompts = max_prompts
-        self._pace = Pace()
         self._engine = VLLMEngine(settings)
         self._app = await self._engine.start()
+        # The engine's own processes run by now, and don't.
+        let_others_finish()
 
     async def generate(self, request: GenerateRequest | JSON) -> JSON:
         """Complete a list of prompts.
@@ -73,7 +75,7 @@ class Engine:
             return
         verdict = Admission(request.terms, request.terms.deadline(time.monotonic()))
         admission.current.set(verdict)
-        messages = run_app(self._app, request, pace=self._pace, refusal=lambda: verdict.refusal)
+        messages = run_app(self._app, request, refusal=lambda: verdict.refusal)
         async with aclosing(messages):
             async for message in messages:
                 yield message
@@ -98,20 +100,27 @@ class Engine:
     async def _generate(self, request: GenerateRequest, terms: Terms) -> GenerateResponse:
         deadline = terms.deadline(time.monotonic())
         sampling = self._engine.sampling(request)
-        prompts = await self._engine.tokenize(request.prompts)
+        field = "prompts" if request.messages is None else "messages"
+        prompts: Sequence[list[int] | RequestError]
+        if request.messages is None:
+            prompts = await self._engine.tokenize(request.prompts or [])
+        else:
+            prompts = await self._engine.render(request.messages)
         results: list[str | None] = [None] * len(prompts)
         details: list[Detail | None] = [None] * len(prompts)
         errors: list[PromptError] = []
 
-        async def complete(index: int, token_ids: list[int]) -> None:
+        async def complete(index: int, token_ids: list[int] | RequestError) -> None:
             # The first prompt is refused when the queue is full, and its call with it; once it has a
             # place, the others wait for theirs. So a list longer than the queue can still be served.
             admission.current.set(Admission(terms, deadline, wait=index > 0))
             try:
+                if isinstance(token_ids, RequestError):
+                    raise token_ids
                 done = await self._engine.complete(token_ids, sampling)
             except RequestError as error:
                 if not request.partial or error.status not in PARTIAL:
-                    raise error.at(f"prompts[{index}]") from None
+                    raise error.at(f"{field}[{index}]") from None
                 errors.append(PromptError(index=index, type=error.type, message=error.message))
                 return
             results[index] = done.text

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from serve_app.errors import ErrorType, RequestError
 from serve_app.health import Health
 from serve_app.page import page
+from serve_app.precedence import let_others_finish
 from serve_app.protocol import JSON, parse_generate, parse_process
 from serve_app.relay import RelayRequest
 from serve_app.relayed import Relayed, error_response
@@ -32,6 +33,7 @@ STATS_TIMEOUT_S = 5.0
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"host"}
 MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 """What vLLM serves beside `/v1/` and clients expect under it."""
+HOT = ["/v1/chat/completions", "/v1/completions"]
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
@@ -60,15 +62,18 @@ class Ingress:
         }
         self._health = Health(serve.get_replica_context().app_name, list(self._engines))
         self._started = int(time.time())
+        let_others_finish()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application that Serve runs in this replica."""
         return Starlette(
+            # The router tries one after the other: first those that are called most.
             routes=[
+                *(Route(path, self._openai, methods=METHODS) for path in HOT),
+                Route(GENERATE, self._generate, methods=["POST"]),
                 Route("/", self._index),
                 Route("/health", self._report_health),
                 Route("/stats", self._stats),
-                Route(GENERATE, self._generate, methods=["POST"]),
                 Route(PROCESS, self._process, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),

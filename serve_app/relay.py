@@ -28,7 +28,8 @@ MAX_BUFFERED_BYTES = 1 << 20
 LEAVE_S = 2.0
 """Seconds that an application has to end by itself once its client has left."""
 
-_HEAD_LENGTH = struct.Struct(">I")
+_PREFIX = struct.Struct(">I?")
+"""Bytes of the head, and whether the message is the whole answer."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,51 +59,32 @@ class Head:
             for name, value in self.headers
         )
 
-    def pack(self, body: bytes) -> bytes:
-        """Return the first message: the head and the first piece of the body."""
+    def pack(self, body: bytes, *, whole: bool = False) -> bytes:
+        """Return the first message.
+
+        Args:
+            body: The first piece of the body.
+            whole: It is all of the body.
+        """
         text = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self.headers]
         head = json.dumps([self.status, text]).encode()
-        return _HEAD_LENGTH.pack(len(head)) + head + body
+        return _PREFIX.pack(len(head), whole) + head + body
 
     @classmethod
-    def unpack(cls, message: bytes) -> "tuple[Head, bytes]":
-        """Split the first message into the head and the first piece of the body."""
-        (length,) = _HEAD_LENGTH.unpack_from(message)
-        end = _HEAD_LENGTH.size + length
-        status, text = json.loads(message[_HEAD_LENGTH.size : end])
+    def unpack(cls, message: bytes) -> "tuple[Head, bytes, bool]":
+        """Split the first message into the head, the first piece of the body, and whether that is all."""
+        length, whole = _PREFIX.unpack_from(message)
+        end = _PREFIX.size + length
+        status, text = json.loads(message[_PREFIX.size : end])
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in text]
-        return cls(status, headers), message[end:]
+        return cls(status, headers), message[end:], whole
 
 
 def pack_error(error: RequestError) -> bytes:
     """Return a whole answer, as one first message, for a request that was refused."""
     headers = [(b"content-type", b"application/json")]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
-    return Head(error.status, headers).pack(json.dumps(error.body()).encode())
-
-
-@dataclass(slots=True)
-class Pace:
-    """Bounds the rate at which one replica sends pieces, over all of its streams.
-
-    A stream waits for `streams / pieces_per_s` between two pieces, and what the engine produces
-    meanwhile travels together. A lone stream's wait is shorter than one engine step, so `free`
-    streams don't wait at all.
-
-    Attributes:
-        pieces_per_s: Pieces per second that a replica may send in total.
-        free: With at most this many streams, none waits.
-        streams: Answers that are being sent now.
-    """
-
-    pieces_per_s: float = 2_000.0
-    free: int = 4
-    streams: int = 0
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that a stream waits between two pieces."""
-        return 0.0 if self.streams <= self.free else self.streams / self.pieces_per_s
+    return Head(error.status, headers).pack(json.dumps(error.body()).encode(), whole=True)
 
 
 @dataclass(slots=True)
@@ -145,7 +127,6 @@ async def run_app(
     app: ASGIApp,
     request: RelayRequest,
     *,
-    pace: Pace,
     refusal: Callable[[], RequestError | None] = lambda: None,
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages.
@@ -155,24 +136,29 @@ async def run_app(
     Args:
         app: The ASGI application.
         request: The request.
-        pace: Shared by all the answers of a replica.
         refusal: Asked before the head leaves. An error that it returns becomes the answer, in place
             of what the application made of it: by then an application that streams may have
             committed itself to status 200.
     """
     outbox = _Outbox()
     left = asyncio.Event()
+    listening = 0
     inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
     async def receive() -> Message:
+        nonlocal listening
         if inbox:
             return inbox.pop()
-        await left.wait()
+        listening += 1
+        try:
+            await left.wait()
+        finally:
+            listening -= 1
         return {"type": "http.disconnect"}
 
     scope = {
         "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": "1.1",
         "scheme": "http",
         "method": request.method,
@@ -187,7 +173,6 @@ async def run_app(
     }
     task = asyncio.ensure_future(app(scope, receive, outbox.send))
     task.add_done_callback(lambda _: outbox.readable.set())
-    pace.streams += 1
     try:
         await outbox.readable.wait()
         if error := refusal():
@@ -197,32 +182,32 @@ async def run_app(
             # The application ended without an answer: its own error comes out of the task.
             await task
             raise RuntimeError("the application sent no answer")
-        yield outbox.head.pack(outbox.take())
+        yield outbox.head.pack(outbox.take(), whole=outbox.ended)
         while outbox.pieces or not outbox.ended:
-            if not outbox.ended:
-                if wait := pace.wait_s:
-                    await asyncio.sleep(wait)
-                if not outbox.pieces and not task.done():
-                    await outbox.readable.wait()
+            if not outbox.ended and not outbox.pieces and not task.done():
+                await outbox.readable.wait()
             if outbox.pieces:
                 yield outbox.take()
             elif task.done() and not outbox.ended:
                 await task
                 raise RuntimeError("the application broke off its answer")
     finally:
-        pace.streams -= 1
         left.set()
         outbox.writable.set()
-        _see_off(task, cancel=not outbox.ended)
+        _see_off(task, None if outbox.ended else LEAVE_S if listening else 0.0)
 
 
-def _see_off(task: "asyncio.Future[None]", *, cancel: bool) -> None:
+def _see_off(task: "asyncio.Future[None]", cancel_s: float | None) -> None:
     """Let an application end by itself, which may still have work to do after its last piece.
 
-    One whose client has left is told so by `receive`, and ends what it started. Cancelling it at once
-    would stop it from doing that; it is cancelled if it doesn't listen.
+    One that listens for its client to leave is told so by `receive`, and ends what it started.
+    Cancelling it at once would stop it from doing that; it is cancelled if it goes on.
+
+    Args:
+        task: Runs the application.
+        cancel_s: Seconds after which it is cancelled; None: never.
     """
-    timer = asyncio.get_running_loop().call_later(LEAVE_S, task.cancel) if cancel else None
+    timer = None if cancel_s is None else asyncio.get_running_loop().call_later(cancel_s, task.cancel)
 
     def done(task: "asyncio.Future[None]") -> None:
         _leaving.discard(task)
@@ -240,6 +225,6 @@ _leaving: "set[asyncio.Future[None]]" = set()
 """Applications that are ending; asyncio itself doesn't keep a task alive."""
 
 
-async def read_head(messages: AsyncIterator[bytes]) -> tuple[Head, bytes]:
-    """Read the first message of an answer."""
+async def read_head(messages: AsyncIterator[bytes]) -> tuple[Head, bytes, bool]:
+    """Read the first message of an answer: see `Head.unpack`."""
     return Head.unpack(await anext(messages))

@@ -32,13 +32,20 @@ class Relayed(Response):
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         messages: AsyncIterator[bytes] = aiter(self._messages)
         try:
-            head, piece = await read_head(messages)
+            head, piece, whole = await read_head(messages)
+            if whole:
+                # Serve takes a request whose answer is complete for one whose client has left, and
+                # cancels what still runs: so the call comes to its end first.
+                async for _ in messages:
+                    pass
         except Exception as error:
             logger.warning("an engine failed before it answered: %r", error)
             await error_response(unavailable(error))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": piece, "more_body": not whole})
+        if whole:
+            return
         try:
             async for piece in messages:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})

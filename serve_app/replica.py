@@ -20,7 +20,7 @@ async def answer(body: Awaitable[bytes]) -> bytes:
         text = await body
     except RequestError as error:
         return pack_error(error)
-    return Head(200, [(b"content-type", b"application/json")]).pack(text)
+    return Head(200, [(b"content-type", b"application/json")]).pack(text, whole=True)
 
 
 def replica_stats(stats: Stats, **limits: int) -> JSON:

@@ -66,6 +66,7 @@ class EngineSettings(Strict):
     long_prefill_token_threshold: NotNegative | None = None
     enable_prefix_caching: Flag | None = None
     enforce_eager: Flag | None = None
+    distributed_executor_backend: str | None = None
     chat_template: str | None = None
     enable_auto_tool_choice: Flag | None = None
     tool_call_parser: str | None = None

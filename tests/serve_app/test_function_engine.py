@@ -98,7 +98,7 @@ async def relay(
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = RelayRequest("POST", path, b"", [], text, terms or Terms())
     (message,) = [message async for message in engine.relay(request)]
-    head, answer = Head.unpack(message)
+    head, answer, _ = Head.unpack(message)
     return head.status, json.loads(answer), dict(head.headers)
 
 

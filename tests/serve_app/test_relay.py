@@ -3,9 +3,8 @@
 import asyncio
 import gc
 import json
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -16,7 +15,7 @@ from starlette.responses import StreamingResponse
 
 from serve_app import relay
 from serve_app.errors import RequestError
-from serve_app.relay import Head, Message, Pace, RelayRequest, pack_error, read_head, run_app
+from serve_app.relay import Head, Message, RelayRequest, pack_error, read_head, run_app
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Message]]
@@ -93,39 +92,24 @@ def leave_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "LEAVE_S", 0.01)
 
 
-@pytest.fixture
-def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The times that the relay slept; it sleeps them in no time."""
-    slept: list[float] = []
-    sleep = asyncio.sleep
-
-    async def record(seconds: float) -> None:
-        if seconds:
-            slept.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", record)
-    return slept
-
-
 # The first message
 
 TEXT = st.binary(max_size=20)
 HEADER_LISTS = st.lists(st.tuples(TEXT, TEXT), max_size=5)
 
 
-@given(status=st.integers(100, 599), headers=HEADER_LISTS, body=st.binary())
+@given(status=st.integers(100, 599), headers=HEADER_LISTS, body=st.binary(), whole=st.booleans())
 def test_a_head_and_a_body_come_out_as_they_went_in(
-    status: int, headers: list[tuple[bytes, bytes]], body: bytes
+    status: int, headers: list[tuple[bytes, bytes]], body: bytes, whole: bool
 ) -> None:
     head = Head(status, headers)
-    assert Head.unpack(head.pack(body)) == (head, body)
+    assert Head.unpack(head.pack(body, whole=whole)) == (head, body, whole)
 
 
 def test_a_head_may_hold_the_headers_that_asgi_allows() -> None:
     # Lists in place of tuples, and a name twice.
     head = Head(200, [[b"set-cookie", b"a"], [b"set-cookie", b"b"]])  # type: ignore[list-item]
-    unpacked, _ = Head.unpack(head.pack(b""))
+    unpacked, _, _ = Head.unpack(head.pack(b""))
     assert unpacked.headers == [(b"set-cookie", b"a"), (b"set-cookie", b"b")]
 
 
@@ -144,15 +128,19 @@ def test_event_streams_are_told_by_their_content_type(name: bytes, value: bytes,
 
 
 def test_an_error_is_a_whole_answer_in_one_message() -> None:
-    head, body = Head.unpack(pack_error(FULL))
+    head, body, whole = Head.unpack(pack_error(FULL))
+    assert whole
     assert head.status == 429
     assert dict(head.headers) == {b"content-type": b"application/json", b"retry-after": b"3"}
     assert json.loads(body) == FULL.body()
 
 
 async def test_the_reader_gets_head_and_first_piece_and_then_the_rest() -> None:
-    messages = run_app(App(START, piece(b"a"), END), REQUEST, pace=Pace())
-    head, body = await soon(read_head(messages))
+    app = App(START, piece(b"a"))
+    messages = run_app(app, REQUEST)
+    head, body, whole = await soon(read_head(messages))
+    assert not whole
+    app.give(END, None)
     assert (head.status, head.headers, body) == (200, HEADERS, b"a")
     assert b"".join(await rest(messages)) == b""
 
@@ -168,7 +156,7 @@ async def test_the_application_gets_the_request() -> None:
         await send(START)
         await send(END)
 
-    await rest(run_app(app, REQUEST, pace=Pace()))
+    await rest(run_app(app, REQUEST))
     scope, body = seen
     assert scope["type"] == "http"
     assert scope["method"] == "POST"
@@ -188,7 +176,7 @@ async def test_two_requests_do_not_share_their_state() -> None:
         await send(END)
 
     for _ in range(2):
-        await rest(run_app(app, REQUEST, pace=Pace()))
+        await rest(run_app(app, REQUEST))
     assert states[0] is not states[1]
 
 
@@ -200,15 +188,13 @@ async def test_two_requests_do_not_share_their_state() -> None:
     last=st.binary(max_size=8),
     app_yields=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     reader_yields=st.lists(st.integers(0, 6), min_size=1, max_size=5),
-    free=st.sampled_from([0, 4]),
     buffer=st.sampled_from([0, 3, 1 << 20]),
 )
-def test_the_same_bytes_arrive_in_order_whatever_the_pace_and_the_reader(
+def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
     bodies: list[bytes],
     last: bytes,
     app_yields: list[int],
     reader_yields: list[int],
-    free: int,
     buffer: int,
 ) -> None:
     async def app(scope: Message, receive: Receive, send: Send) -> None:
@@ -224,8 +210,7 @@ def test_the_same_bytes_arrive_in_order_whatever_the_pace_and_the_reader(
 
     async def read() -> list[bytes]:
         received = []
-        async for message in run_app(app, REQUEST, pace=pace):
-            assert pace.streams == 1
+        async for message in run_app(app, REQUEST):
             received.append(message)
             await give_way(reader_yields, len(received))
         return received
@@ -233,25 +218,24 @@ def test_the_same_bytes_arrive_in_order_whatever_the_pace_and_the_reader(
     async def limited() -> list[bytes]:
         return await soon(read())
 
-    pace = Pace(pieces_per_s=1e6, free=free)
     with mock.patch.object(relay, "MAX_BUFFERED_BYTES", buffer):
         received = asyncio.run(limited())
-    head, first = Head.unpack(received[0])
+    head, first, whole = Head.unpack(received[0])
+    assert not whole or len(received) == 1
     assert head == Head(200, HEADERS)
     assert b"".join([first, *received[1:]]) == b"".join(bodies) + last
     assert all(received[1:]), "an empty message carries nothing"
-    assert pace.streams == 0
 
 
 async def test_the_first_piece_leaves_at_once_though_more_is_to_come() -> None:
     app = App(START, piece(b"a"))
-    async with aclosing(run_app(app, REQUEST, pace=Pace(free=0))) as messages:
+    async with aclosing(run_app(app, REQUEST)) as messages:
         assert Head.unpack(await soon(anext(messages)))[1] == b"a"
 
 
 async def test_a_later_piece_leaves_at_once_where_nothing_else_is_sent() -> None:
     app = App(START, piece(b"a"))
-    async with aclosing(run_app(app, REQUEST, pace=Pace())) as messages:
+    async with aclosing(run_app(app, REQUEST)) as messages:
         await soon(anext(messages))
         for body in (b"b", b"c"):
             app.give(piece(body))
@@ -260,7 +244,7 @@ async def test_a_later_piece_leaves_at_once_where_nothing_else_is_sent() -> None
 
 async def test_pieces_pile_up_while_the_reader_is_busy_and_travel_together() -> None:
     app = App(START, piece(b"a"))
-    async with aclosing(run_app(app, REQUEST, pace=Pace())) as messages:
+    async with aclosing(run_app(app, REQUEST)) as messages:
         await soon(anext(messages))
         app.give(piece(b"b"), piece(b"c"), piece(b""), piece(b"d"))
         await settle()
@@ -270,14 +254,14 @@ async def test_pieces_pile_up_while_the_reader_is_busy_and_travel_together() -> 
 
 async def test_a_whole_answer_that_is_there_at_once_is_one_message() -> None:
     app = App(START, piece(b"a"), piece(b"b"), {"type": "http.response.body", "body": b"c"}, None)
-    received = await rest(run_app(app, REQUEST, pace=Pace()))
-    assert [Head.unpack(message) for message in received] == [(Head(200, HEADERS), b"abc")]
+    received = await rest(run_app(app, REQUEST))
+    assert [Head.unpack(message) for message in received] == [(Head(200, HEADERS), b"abc", True)]
 
 
 async def test_an_answer_without_a_body() -> None:
     app = App({"type": "http.response.start", "status": 204}, {"type": "http.response.body"}, None)
-    received = await rest(run_app(app, REQUEST, pace=Pace()))
-    assert [Head.unpack(message) for message in received] == [(Head(204, []), b"")]
+    received = await rest(run_app(app, REQUEST))
+    assert [Head.unpack(message) for message in received] == [(Head(204, []), b"", True)]
 
 
 async def test_what_the_application_does_after_its_answer_is_left_to_finish(
@@ -285,7 +269,7 @@ async def test_what_the_application_does_after_its_answer_is_left_to_finish(
 ) -> None:
     monkeypatch.setattr(relay, "LEAVE_S", 0.0)
     app = App(START, {"type": "http.response.body", "body": b"a"})
-    assert len(await rest(run_app(app, REQUEST, pace=Pace()))) == 1
+    assert len(await rest(run_app(app, REQUEST))) == 1
     await settle()
     assert app.events == []
     app.give(None)
@@ -293,109 +277,25 @@ async def test_what_the_application_does_after_its_answer_is_left_to_finish(
     assert app.events == ["cleaned up"]
 
 
-# Pace
-
-
-@pytest.mark.parametrize("streams", [0, 1, 4])
-def test_a_few_streams_do_not_wait(streams: int) -> None:
-    assert Pace(pieces_per_s=100, free=4, streams=streams).wait_s == 0
-
-
-@given(
-    pieces_per_s=st.floats(1, 1e6),
-    free=st.integers(0, 100),
-    above=st.integers(1, 10_000),
-)
-def test_all_streams_together_stay_below_the_rate(pieces_per_s: float, free: int, above: int) -> None:
-    pace = Pace(pieces_per_s=pieces_per_s, free=free, streams=free + above)
-    assert pace.streams / pace.wait_s <= pieces_per_s * (1 + 1e-9)
-
-
-async def test_a_lone_stream_never_waits(sleeps: list[float]) -> None:
-    app = App(START, *(piece(b"x") for _ in range(100)), END, None)
-    pace = Pace()
-    async for message in run_app(app, REQUEST, pace=pace):
-        assert message
-    assert sleeps == []
-
-
-async def test_many_streams_wait_in_proportion_to_their_number(sleeps: list[float]) -> None:
-    pace = Pace(pieces_per_s=100, free=4)
-    apps = [App(START, piece(b"a")) for _ in range(10)]
-    streams = [run_app(app, REQUEST, pace=pace) for app in apps]
-    for stream in streams:
-        await soon(anext(stream))
-    assert sleeps == [], "a first piece never waits"
-    assert pace.streams == 10
-    for _ in range(3):
-        for app, stream in zip(apps, streams, strict=True):
-            app.give(piece(b"b"))
-            assert await soon(anext(stream)) == b"b"
-    # Each of ten streams sends ten times a second at most: 100 pieces per second in all.
-    assert Counter(sleeps) == {0.1: 30}
-    for stream in streams[4:]:
-        await stream.aclose()
-    sleeps.clear()
-    apps[0].give(piece(b"c"))
-    assert await soon(anext(streams[0])) == b"c"
-    assert sleeps == [], "the four that are left don't wait any more"
-    for stream in streams:
-        await stream.aclose()
-    assert pace.streams == 0
-
-
-async def test_what_comes_while_a_stream_waits_travels_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    asleep, woken = asyncio.Event(), asyncio.Event()
-    sleep = asyncio.sleep
-
-    async def wait(seconds: float) -> None:
-        if not seconds:
-            return await sleep(0)
-        asleep.set()
-        await woken.wait()
-
-    app = App(START, piece(b"a"))
-    async with aclosing(run_app(app, REQUEST, pace=Pace(free=0))) as messages:
-        await soon(anext(messages))
-        monkeypatch.setattr(asyncio, "sleep", wait)
-        following = asyncio.ensure_future(anext(messages))
-        await soon(asleep.wait())
-        app.give(*(piece(bytes([byte])) for byte in b"bcdef"))
-        await settle()
-        assert not following.done()
-        woken.set()
-        assert await soon(following) == b"bcdef"
-
-
-async def test_an_answer_that_has_ended_does_not_wait(sleeps: list[float]) -> None:
-    app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace(free=0))
-    await soon(anext(messages))
-    app.give(piece(b"b"), END, None)
-    await settle()
-    assert await rest(messages) == [b"b"]
-    assert sleeps == []
-
-
 # Refusals
 
 
 async def test_a_refusal_takes_the_place_of_a_head_that_says_all_is_well() -> None:
     app = App(START, piece(b'data: {"error": ...}'))
-    received = await rest(run_app(app, REQUEST, pace=Pace(), refusal=lambda: FULL))
+    received = await rest(run_app(app, REQUEST, refusal=lambda: FULL))
     assert received == [pack_error(FULL)]
     await soon(app.ended.wait())
 
 
 async def test_a_refusal_takes_the_place_of_an_application_s_own_failure() -> None:
     app = App(RuntimeError("refused"))
-    assert await rest(run_app(app, REQUEST, pace=Pace(), refusal=lambda: FULL)) == [pack_error(FULL)]
+    assert await rest(run_app(app, REQUEST, refusal=lambda: FULL)) == [pack_error(FULL)]
 
 
 async def test_a_refusal_is_asked_for_when_the_answer_is_there_and_not_before() -> None:
     verdict: list[RequestError] = []
     app = App()
-    messages = run_app(app, REQUEST, pace=Pace(), refusal=lambda: verdict[0] if verdict else None)
+    messages = run_app(app, REQUEST, refusal=lambda: verdict[0] if verdict else None)
     first = asyncio.ensure_future(anext(messages))
     await settle()
     verdict.append(FULL)
@@ -407,7 +307,7 @@ async def test_a_refusal_is_asked_for_when_the_answer_is_there_and_not_before() 
 async def test_a_refusal_after_the_head_has_left_changes_nothing() -> None:
     verdict: list[RequestError] = []
     app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace(), refusal=lambda: verdict[0] if verdict else None)
+    messages = run_app(app, REQUEST, refusal=lambda: verdict[0] if verdict else None)
     await soon(anext(messages))
     verdict.append(FULL)
     app.give(piece(b"b"), END, None)
@@ -419,18 +319,18 @@ async def test_a_refusal_after_the_head_has_left_changes_nothing() -> None:
 
 async def test_an_application_that_fails_before_its_head_fails_the_answer_with_its_own_error() -> None:
     with pytest.raises(ValueError, match="broken"):
-        await rest(run_app(App(ValueError("broken")), REQUEST, pace=Pace()))
+        await rest(run_app(App(ValueError("broken")), REQUEST))
 
 
 async def test_an_application_that_sends_nothing_fails_the_answer() -> None:
     with pytest.raises(RuntimeError, match="no answer"):
-        await rest(run_app(App(None), REQUEST, pace=Pace()))
+        await rest(run_app(App(None), REQUEST))
 
 
 @pytest.mark.parametrize("end", [ValueError("broken"), None], ids=["raises", "returns"])
 async def test_an_application_that_ends_between_head_and_body_fails_the_answer(end: Exception | None) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"broken|no answer"):
-        await rest(run_app(App(START, end), REQUEST, pace=Pace()))
+        await rest(run_app(App(START, end), REQUEST))
 
 
 @pytest.mark.parametrize("end", [ValueError("broken"), None], ids=["raises", "returns"])
@@ -439,7 +339,7 @@ async def test_an_application_that_breaks_off_fails_the_answer_where_it_was(
     end: Exception | None, reader: str
 ) -> None:
     app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     assert Head.unpack(await soon(anext(messages)))[1] == b"a"
     app.give(end)
     if reader == "is busy":
@@ -451,7 +351,7 @@ async def test_an_application_that_breaks_off_fails_the_answer_where_it_was(
 
 async def test_an_error_after_the_last_piece_is_not_the_answer_s() -> None:
     app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     await soon(anext(messages))
     app.give(END, RuntimeError("in a background task"))
     assert await rest(messages) == []
@@ -463,7 +363,7 @@ async def test_an_error_after_the_last_piece_is_not_the_answer_s() -> None:
 
 async def test_an_application_that_does_not_listen_is_cancelled_and_its_cleanup_runs() -> None:
     app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     await soon(anext(messages))
     await messages.aclose()
     await soon(app.ended.wait())
@@ -472,13 +372,11 @@ async def test_an_application_that_does_not_listen_is_cancelled_and_its_cleanup_
 
 async def test_a_reader_that_is_cancelled_before_the_first_piece_ends_the_application() -> None:
     app = App(START)
-    pace = Pace()
-    reader = asyncio.ensure_future(rest(run_app(app, REQUEST, pace=pace)))
+    reader = asyncio.ensure_future(rest(run_app(app, REQUEST)))
     await settle()
     reader.cancel()
     await soon(app.ended.wait())
     assert app.events == ["cancelled", "cleaned up"]
-    assert pace.streams == 0
 
 
 async def test_an_application_that_listens_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +394,7 @@ async def test_an_application_that_listens_ends_by_itself(monkeypatch: pytest.Mo
         await settle()
         ended.set()
 
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     await soon(anext(messages))
     await soon(listening.wait())
     await settle()
@@ -517,7 +415,7 @@ async def test_starlette_stops_a_stream_whose_client_has_left(monkeypatch: pytes
         finally:
             ended.set()
 
-    messages = run_app(StreamingResponse(tokens()), REQUEST, pace=Pace())
+    messages = run_app(StreamingResponse(tokens()), REQUEST)
     assert Head.unpack(await soon(anext(messages)))[1] == b"a"
     await messages.aclose()
     await soon(ended.wait())
@@ -535,7 +433,7 @@ async def test_an_application_that_fails_after_its_client_has_left_troubles_nobo
         raise ValueError("broken")
 
     ended = asyncio.Event()
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     await soon(anext(messages))
     await messages.aclose()
     await soon(ended.wait())
@@ -546,11 +444,9 @@ async def test_an_application_that_fails_after_its_client_has_left_troubles_nobo
 
 async def test_a_generator_that_was_never_started_starts_no_application() -> None:
     app = App(START)
-    pace = Pace()
-    await run_app(app, REQUEST, pace=pace).aclose()
+    await run_app(app, REQUEST).aclose()
     await settle()
     assert app.sent == 0
-    assert pace.streams == 0
 
 
 # Backpressure
@@ -564,7 +460,7 @@ def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 async def far_ahead() -> tuple[App, AsyncGenerator[bytes, None]]:
     """Return an application that waits for its reader, and the reader's end."""
     app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     await soon(anext(messages))
     app.give(*(piece(b"12345") for _ in range(4)))
     await settle()
@@ -588,7 +484,7 @@ async def test_an_application_that_waits_for_its_reader_is_freed_when_the_reader
 ) -> None:
     monkeypatch.setattr(relay, "LEAVE_S", 1000.0)
     app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     await soon(anext(messages))
     app.give(piece(b"x" * 11), None)
     await settle()
@@ -623,7 +519,7 @@ async def test_an_application_waits_again_each_time_it_is_far_ahead() -> None:
 @pytest.mark.usefixtures("small_buffer")
 async def test_the_last_piece_does_not_wait_however_large() -> None:
     app = App(START, piece(b"a"))
-    messages = run_app(app, REQUEST, pace=Pace())
+    messages = run_app(app, REQUEST)
     await soon(anext(messages))
     app.give({"type": "http.response.body", "body": b"x" * 1000}, None)
     await soon(app.ended.wait())
@@ -632,37 +528,3 @@ async def test_the_last_piece_does_not_wait_however_large() -> None:
 
 def test_the_buffer_is_bounded() -> None:
     assert 0 < relay.MAX_BUFFERED_BYTES <= 16 << 20
-
-
-# The number of streams
-
-
-SCENARIOS: dict[str, tuple[Message | Exception | None, ...]] = {
-    "finished": (START, piece(b"a"), END, None),
-    "refused": (START, piece(b"refused")),
-    "failed before its head": (ValueError("broken"),),
-    "failed in the middle": (START, piece(b"a"), ValueError("broken")),
-    "broke off": (START, piece(b"a"), None),
-    "sent nothing": (None,),
-}
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-async def test_every_answer_that_is_over_is_off_the_count(scenario: str) -> None:
-    pace = Pace()
-    refusal = FULL if scenario == "refused" else None
-    messages = run_app(App(*SCENARIOS[scenario]), REQUEST, pace=pace, refusal=lambda: refusal)
-    with suppress(ValueError, RuntimeError):
-        await rest(messages)
-    assert pace.streams == 0
-
-
-async def test_the_count_is_of_all_answers_under_way() -> None:
-    pace = Pace()
-    streams = [run_app(App(START, piece(b"x")), REQUEST, pace=pace) for _ in range(3)]
-    for count, stream in enumerate(streams, 1):
-        await soon(anext(stream))
-        assert pace.streams == count
-    for count, stream in enumerate(streams, 1):
-        await stream.aclose()
-        assert pace.streams == 3 - count

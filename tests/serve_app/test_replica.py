@@ -13,7 +13,8 @@ async def test_a_body_is_answered_as_json() -> None:
     async def body() -> bytes:
         return b'{"a": 1}'
 
-    head, text = Head.unpack(await answer(body()))
+    head, text, whole = Head.unpack(await answer(body()))
+    assert whole
     assert (head.status, text) == (200, b'{"a": 1}')
     assert head.headers == [(b"content-type", b"application/json")]
 
@@ -22,7 +23,8 @@ async def test_a_refusal_is_answered_with_its_status_and_headers() -> None:
     async def body() -> bytes:
         raise RequestError(429, "rate_limit_error", "full", retry_after_s=2)
 
-    head, text = Head.unpack(await answer(body()))
+    head, text, whole = Head.unpack(await answer(body()))
+    assert whole
     assert head.status == 429
     assert (b"retry-after", b"2") in head.headers
     assert json.loads(text)["error"]["message"] == "full"
