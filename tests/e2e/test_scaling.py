@@ -3,7 +3,7 @@
 import asyncio
 import csv
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -32,26 +32,40 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         while httpx.get(f"{service.url}/health").json()["models"]["demo"]["replicas"] < 2:
             assert time.monotonic() < deadline, service.output
             time.sleep(0.2)
-        while len(by_ingress(service)) < 2:
-            assert time.monotonic() < deadline, service.output
-            time.sleep(0.2)
         yield service
     finally:
         service.stop()
 
 
+def both(read: Callable[[], dict[str, int]]) -> dict[str, int]:
+    """Return what is read of both replicas; an Ingress takes a moment to learn of an Engine."""
+    deadline = time.monotonic() + 60
+    while len(found := read()) < 2:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+    return found
+
+
 def by_engine(service: Service) -> dict[str, int]:
-    """Return how many prompts each Engine replica has completed."""
-    replicas = httpx.get(f"{service.url}/stats").json()["models"]["demo"]["replicas"]
-    return {replica["replica"]: replica["batcher"]["total_completed"] for replica in replicas}
+    """Return how many prompts each of the two Engine replicas has completed."""
+
+    def read() -> dict[str, int]:
+        replicas = httpx.get(f"{service.url}/stats").json()["models"]["demo"]["replicas"]
+        return {replica["replica"]: replica["batcher"]["total_completed"] for replica in replicas}
+
+    return both(read)
 
 
 def by_ingress(service: Service) -> dict[str, int]:
-    """Return how many requests HAProxy has sent to each Ingress replica."""
+    """Return how many requests HAProxy has sent to each of the two Ingress replicas."""
     port = service.env["RAY_SERVE_HAPROXY_STATS_PORT"]
-    text = httpx.get(f"http://127.0.0.1:{port}/stats;csv").text
-    rows = csv.DictReader(text.removeprefix("# ").splitlines())
-    return {row["svname"]: int(row["stot"]) for row in rows if "Ingress" in row["svname"]}
+
+    def read() -> dict[str, int]:
+        text = httpx.get(f"http://127.0.0.1:{port}/stats;csv").text
+        rows = csv.DictReader(text.removeprefix("# ").splitlines())
+        return {row["svname"]: int(row["stot"]) for row in rows if "Ingress" in row["svname"]}
+
+    return both(read)
 
 
 async def ask(service: Service) -> list[Any]:
