@@ -1,0 +1,174 @@
+"""Checks that a RayService agrees with the config that it carries, and with the code."""
+
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import yaml
+from ray.serve._private.build_app import build_app
+
+from serve_app.app import build
+from serve_app.settings import parse
+from tests.k8s.pods import Pod, of_kind, pods
+from tests.k8s.rendering import Document
+
+AGENT_PORT = 52365
+"""Where Ray's agent on each node answers health checks."""
+SERVICE = "saturate-serve-svc"
+"""KubeRay's name for the Service of the RayService `saturate`."""
+NGINX = "nginx.ingress.kubernetes.io"
+MARGIN_S = 30
+"""Seconds that each of the times of a shutdown is longer than the one that it waits for."""
+
+SWITCHES = ["RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED", "RAY_SERVE_USE_GRPC_BY_DEFAULT"]
+"""What every process of Serve has to agree on."""
+
+
+def problems(documents: list[Document]) -> Iterator[str]:
+    """Yield what doesn't agree, each with its path."""
+    for service in of_kind(documents, "RayService"):
+        config = yaml.safe_load(service["spec"]["serveConfigV2"])
+        yield from _redis(service["spec"]["rayClusterConfig"], documents)
+        for ingress in of_kind(documents, "Ingress"):
+            yield from _proxy(ingress, config)
+        found = list(pods([service]))
+        yield from _groups(service["spec"]["rayClusterConfig"], config)
+        yield from _ports(found, config)
+        yield from _environment(found, config)
+        yield from _times(service["spec"], config)
+
+
+def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
+    path = "spec.rayClusterConfig"
+    if cluster["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
+        yield f"{path}.headGroupSpec.rayStartParams.num-cpus: must be '0': the head holds no workload"
+    if cluster.get("rayVersion") != version("ray"):
+        yield f"{path}.rayVersion: must be that of the image, {version('ray')}"
+    (app,) = config["applications"]
+    replicas = {deployment["name"]: _replicas(deployment) for deployment in app["deployments"]}
+    options = {deployment["name"]: deployment["ray_actor_options"] for deployment in app["deployments"]}
+    on_gpu = {name for name, option in options.items() if option.get("num_gpus")}
+    for index, group in enumerate(cluster["workerGroupSpecs"]):
+        here, start = f"{path}.workerGroupSpecs[{index}]", group["rayStartParams"]
+        if group["groupName"] == "batch":
+            continue
+        names = on_gpu if group["groupName"] == "gpu" else set(options) - on_gpu
+        cpus = float(start["num-cpus"])
+        needed = {name: options[name].get("num_cpus", 1) for name in names}
+        if group["groupName"] == "gpu":
+            low, high = (sum(replicas[name][end] for name in names) for end in (0, 1))
+            if any(cpus != count for count in needed.values()):
+                yield f"{here}.rayStartParams.num-cpus: must be what one replica asks for: {needed}"
+            if start.get("num-gpus") != str(max(options[name]["num_gpus"] for name in names)):
+                yield f"{here}.rayStartParams.num-gpus: must be what one replica asks for"
+        else:
+            # A pod of this group may hold several replicas.
+            low, high = (
+                -(-sum(replicas[name][end] * needed[name] for name in names) // cpus) for end in (0, 1)
+            )
+        if group["minReplicas"] != low:
+            yield f"{here}.minReplicas: {group['minReplicas']}, but the config's replicas need {low:g} pods"
+        if group["maxReplicas"] != high:
+            yield f"{here}.maxReplicas: {group['maxReplicas']}, but the config's replicas need {high:g} pods"
+        if group.get("replicas") != group["minReplicas"]:
+            yield f"{here}.replicas: must be minReplicas: the autoscaler adds the others"
+    if not cluster.get("enableInTreeAutoscaling"):
+        yield f"{path}.enableInTreeAutoscaling: must be true"
+
+
+def _replicas(deployment: dict[str, Any]) -> tuple[int, int]:
+    scaling = deployment.get("autoscaling_config")
+    if scaling is None:
+        return deployment["num_replicas"], deployment["num_replicas"]
+    return scaling["min_replicas"], scaling["max_replicas"]
+
+
+def _ports(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
+    host, port = config["http_options"]["host"], config["http_options"]["port"]
+    if host != "0.0.0.0":
+        yield f"spec.serveConfigV2.http_options.host: must be 0.0.0.0, for other nodes, not {host}"
+    for pod in found:
+        for container in pod.containers:
+            where, number = container.ports.get("serve", (f"{container.path}.ports", None))
+            if number != port:
+                yield f"{where}: a port named serve must be the config's {port}, not {number}"
+            for probe in ("readinessProbe", "livenessProbe"):
+                asked = container.spec[probe]["httpGet"]
+                if (asked["path"], asked["port"]) not in {
+                    ("/api/healthz", AGENT_PORT),
+                    ("/-/healthz", "serve"),
+                }:
+                    yield f"{container.path}.{probe}.httpGet: neither Ray's agent nor HAProxy answers there"
+
+
+def _environment(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
+    controller = config["controller_options"]["runtime_env"]["env_vars"]
+    (app,) = config["applications"]
+    said = controller | app["runtime_env"]["env_vars"]
+    for pod in found:
+        for container in pod.containers:
+            for name in SWITCHES:
+                if name not in container.env:
+                    yield f"{container.path}.env: {name} is missing"
+            for name, (path, variable) in container.env.items():
+                if name.startswith("RAY_SERVE_") and variable.get("value") != said.get(name):
+                    yield f"{path}.value: {variable.get('value')!r}, but the config has {said.get(name)!r}"
+
+
+def _times(spec: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
+    """A replica ends within HAProxy's last stream, that within the drain, the drain within the pod."""
+    variables = config["controller_options"]["runtime_env"]["env_vars"]
+    hard_stop = int(variables["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
+    (app,) = config["applications"]
+    for deployment in build_app(build(app["args"]), name=app["name"]).deployments:
+        seconds = deployment._deployment_config.graceful_shutdown_timeout_s
+        if seconds + MARGIN_S > hard_stop:
+            yield f"spec.serveConfigV2: {deployment.name} may drain {seconds} s, HAProxy only {hard_stop}"
+    delay = spec.get("rayClusterDeletionDelaySeconds", 60)
+    if delay < hard_stop + MARGIN_S:
+        yield f"spec.rayClusterDeletionDelaySeconds: {delay}, but HAProxy's streams may take {hard_stop}"
+    for index, group in enumerate(spec["rayClusterConfig"]["workerGroupSpecs"]):
+        path = f"spec.rayClusterConfig.workerGroupSpecs[{index}].template.spec"
+        pod = group["template"]["spec"]
+        drain, drain_s = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        if drain != "saturate-drain" or int(drain_s) < hard_stop + MARGIN_S:
+            yield f"{path}.containers[0].lifecycle.preStop: must drain for more than HAProxy's {hard_stop} s"
+        grace = pod.get("terminationGracePeriodSeconds", 30)
+        if grace < int(drain_s) + MARGIN_S:
+            yield f"{path}.terminationGracePeriodSeconds: {grace}, but the drain may take {drain_s}"
+
+
+def _redis(cluster: dict[str, Any], documents: list[Document]) -> Iterator[str]:
+    options = cluster.get("gcsFaultToleranceOptions")
+    services = {
+        f"{service['metadata']['name']}:{port['port']}"
+        for service in of_kind(documents, "Service")
+        for port in service["spec"]["ports"]
+    }
+    if options and options.get("redisAddress") not in services:
+        yield f"spec.rayClusterConfig.gcsFaultToleranceOptions.redisAddress: none of {sorted(services)}"
+
+
+def _proxy(ingress: Document, config: dict[str, Any]) -> Iterator[str]:
+    """The proxy in front waits longer, and takes more, than the service: the service says why it refuses."""
+    silent = int(
+        config["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"]
+    )
+    largest = parse(config["applications"][0]["args"]).ingress.max_body_bytes
+    annotations = ingress["metadata"].get("annotations", {})
+
+    def value(name: str) -> str:
+        return str(annotations.get(f"{NGINX}/{name}", ""))
+
+    for name in ("proxy-read-timeout", "proxy-send-timeout"):
+        if int(value(name) or 60) <= silent:
+            yield f"metadata.annotations.{NGINX}/{name}: must be more than HAProxy's {silent} s"
+    if int(value("proxy-body-size").removesuffix("m") or 1) << 20 <= largest:
+        yield f"metadata.annotations.{NGINX}/proxy-body-size: must be more than the service's {largest} bytes"
+    for name in ("proxy-buffering", "proxy-request-buffering", "proxy-next-upstream"):
+        if value(name) != "off":
+            yield f"metadata.annotations.{NGINX}/{name}: must be off"
+    for index, rule in enumerate(ingress["spec"]["rules"]):
+        backend = rule["http"]["paths"][0]["backend"]["service"]
+        if backend != {"name": SERVICE, "port": {"name": "serve"}}:
+            yield f"spec.rules[{index}].http.paths[0].backend.service: must be the port serve of {SERVICE}"

@@ -1,0 +1,15 @@
+"""All checks of a set of rendered documents."""
+
+from tests.k8s import agreement, safety, schemas
+from tests.k8s.rendering import Document
+
+
+def problems(documents: list[Document]) -> list[str]:
+    """Return what is wrong: each with the document, the path of the field, and what is expected there."""
+    found = [
+        f"{document['kind']}/{document['metadata'].get('name')}: {problem}"
+        for document in documents
+        for problem in schemas.problems(document)
+    ]
+    # What isn't well formed can't be compared.
+    return found or [*agreement.problems(documents), *safety.problems(documents)]
