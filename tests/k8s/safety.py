@@ -26,14 +26,17 @@ CLIENT_PORTS = {8000}
 """What pods other than ours may reach..."""
 OPERATOR_PORTS = {8000, 8265}
 """...and what KubeRay may."""
-SELF = "app.kubernetes.io/name"
+SELF = {"app.kubernetes.io/part-of": "saturate"}
+OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
+KUBERAYS = {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
+"""Labels that KubeRay gives pods, and finds them by."""
 UPGRADES = {"None", "NewCluster", "NewClusterWithIncrementalUpgrade"}
 
 
 def problems(documents: list[Document]) -> Iterator[str]:
     """Yield what is wrong, each with its path."""
     for pod in pods(documents):
-        yield from _rights(pod)
+        yield from _identity_and_rights(pod)
         yield from _volumes(pod, documents)
         for container in pod.containers:
             yield from _image(container)
@@ -49,7 +52,9 @@ def problems(documents: list[Document]) -> Iterator[str]:
         yield from _job(job["spec"])
 
 
-def _rights(pod: Pod) -> Iterator[str]:
+def _identity_and_rights(pod: Pod) -> Iterator[str]:
+    if pod.kind.startswith("Ray") and (taken := KUBERAYS & set(pod.labels)):
+        yield f"{pod.path.removesuffix('.spec')}.metadata.labels: {sorted(taken)} are KubeRay's"
     context = pod.spec.get("securityContext", {})
     path = f"{pod.path}.securityContext"
     if context.get("runAsNonRoot") is not True or not context.get("runAsUser"):
@@ -131,10 +136,10 @@ def _open_ports(spec: dict[str, Any]) -> Iterator[str]:
         yield "spec.policyTypes: must be [Ingress]"
     for index, rule in enumerate(spec["ingress"]):
         peers = rule.get("from", [])
-        labels = [peer.get("podSelector", {}).get("matchLabels", {}).get(SELF) for peer in peers]
-        if peers and all(label == "saturate" for label in labels):
+        labels = [peer.get("podSelector", {}).get("matchLabels") for peer in peers]
+        if peers and all(label == SELF for label in labels):
             continue
-        operator = bool(peers) and all(label == "kuberay-operator" for label in labels)
+        operator = bool(peers) and all(label == OPERATOR for label in labels)
         allowed = OPERATOR_PORTS if operator else CLIENT_PORTS
         ports = {port["port"] for port in rule.get("ports", [])}
         if not ports or not ports <= allowed:

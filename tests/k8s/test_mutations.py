@@ -155,6 +155,7 @@ WRONG: list[tuple[str, str, object]] = [
     ("RayService", "spec.upgradeStrategy.clusterUpgradeOptions.stepSizePercent", 101),
     ("RayService", f"{GPU}.{POD}.terminationGracePeriodSeconds", 900),
     ("RayService", f"{GPU}.{POD}.securityContext.runAsNonRoot", False),
+    ("RayService", f"{GPU}.template.metadata.labels", {"app.kubernetes.io/name": "saturate"}),
     ("RayService", f"{GPU}.{POD}.automountServiceAccountToken", True),
     ("RayService", f"{GPU}.{POD}.volumes[1].persistentVolumeClaim.claimName", "saturate-model"),
     ("RayService", f"{GPU}.{CONTAINER}.image", "saturate-gpu:latest"),
