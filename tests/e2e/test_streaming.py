@@ -24,17 +24,17 @@ async def stream(client: openai.AsyncOpenAI, **extra: Any) -> list[str]:
     return [chunk.choices[0].text async for chunk in chunks if chunk.choices and chunk.choices[0].text]
 
 
-async def test_with_many_streams_tokens_travel_together_and_none_is_lost(service: Service) -> None:
+async def test_whatever_travels_together_no_token_is_lost(service: Service) -> None:
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=60) as client:
         alone = await stream(client)
         # The first ones tell how fast the engine is.
         await asyncio.gather(*(stream(client) for _ in range(STREAMS)))
         many = await asyncio.gather(*(stream(client) for _ in range(STREAMS)))
-        single = await asyncio.gather(*(stream(client, stream_interval=1) for _ in range(STREAMS)))
+        tens = await stream(client, stream_interval=10)
     text = "".join(alone)
     assert text.startswith("75")
-    for pieces in [*many, *single]:
+    for pieces in [*many, tens]:
         assert "".join(pieces) == text
-    assert sum(map(len, many)) < 0.6 * sum(map(len, single))
-    # A first piece waits for no second token.
-    assert sum(len(pieces[0]) == 1 for pieces in many) > STREAMS / 2
+    # What the client asks for holds; the first token waits for no other.
+    assert len(tens) <= TOKENS / 10 + 2
+    assert len(alone[0]) == len(tens[0]) == 1
