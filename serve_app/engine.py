@@ -44,7 +44,6 @@ class Engine:
         from serve_app.vllm_engine import VLLMEngine
 
         tie_children()
-        self._settings = settings
         self._max_prompts = max_prompts
         self._engine = VLLMEngine(settings)
         self._app = await self._engine.start()

@@ -95,7 +95,6 @@ class Session:
         self._output = Output(options.output, Manifest(decisive, self._source.fingerprint()), existing)
         self._progress: Progress = open_progress(options.quiet)
         self._tally = Tally()
-        self._asleep = False
         self._read = 0
         self._interrupts = 0
 

@@ -1,17 +1,15 @@
 """Object storage that speaks as much of S3 as reading needs."""
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tests.e2e.service import free_port
+from tests.serve_app.driver.fake import running
 
 
 @contextlib.contextmanager
@@ -46,18 +44,5 @@ def bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
         return Response(body, headers=headers)
 
     app = Starlette(routes=[Route("/{path:path}", get, methods=["GET", "HEAD"])])
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical"))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    for _ in range(1000):
-        if server.started:
-            break
-        thread.join(0.01)
-    else:
-        raise RuntimeError("the bucket did not start")
-    try:
+    with running(app) as port:
         yield f"?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
-    finally:
-        server.should_exit = True
-        thread.join(10)

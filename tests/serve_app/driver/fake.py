@@ -105,11 +105,10 @@ def no_route() -> Response:
 
 
 @contextlib.contextmanager
-def listening(service: FakeService) -> Iterator[str]:
-    """Run a service on a port of the loopback interface, and give its URL."""
+def running(app: Starlette) -> Iterator[int]:
+    """Run an application on a port of the loopback interface, and give the port."""
     port = free_port()
-    config = uvicorn.Config(service.app, host="127.0.0.1", port=port, log_level="critical")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     for _ in range(1000):
@@ -117,10 +116,19 @@ def listening(service: FakeService) -> Iterator[str]:
             break
         thread.join(0.01)
     else:
-        raise RuntimeError("the fake service did not start")
+        raise RuntimeError("the application did not start")
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield port
     finally:
-        service.gate.set()
         server.should_exit = True
         thread.join(10)
+
+
+@contextlib.contextmanager
+def listening(service: FakeService) -> Iterator[str]:
+    """Run a service on a port of the loopback interface, and give its URL."""
+    with running(service.app) as port:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            service.gate.set()
