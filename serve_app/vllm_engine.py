@@ -5,7 +5,6 @@ The imports are those of vLLM 0.32; they move between minor versions.
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -87,7 +86,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             aclosing(results),
         ):
             if sampling_params.output_kind is RequestOutputKind.DELTA:
-                async for result in self._stream(results, sampling_params, slot):
+                async for result in self._stream(results, sampling_params, slot, request_id):
                     yield result
                 return
             async for result in results:
@@ -95,26 +94,43 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 yield result
 
     async def _stream(
-        self, results: AsyncGenerator[RequestOutput, None], params: SamplingParams, slot: Slot
+        self,
+        results: AsyncGenerator[RequestOutput, None],
+        params: SamplingParams,
+        slot: Slot,
+        request_id: str,
     ) -> AsyncGenerator[RequestOutput, None]:
         pace = self.pace
         pace.streams += 1
-        if params.stream_interval is None:
-            params.stream_interval = pace.tokens_per_piece()
-        tokens = begun = 0
-        start = 0.0
+        # Who asks for an interval gets it.
+        ours = params.stream_interval is None
+        interval = params.stream_interval = params.stream_interval or pace.tokens_per_piece()
+        tokens = 0
         try:
             async for result in results:
+                before = tokens
                 for output in result.outputs:
                     tokens += len(output.token_ids)
-                if not begun:
-                    begun, start = tokens, time.monotonic()
+                pace.count(tokens - before)
                 slot.report(tokens)
                 yield result
-            if tokens > begun:
-                pace.learn(tokens - begun, time.monotonic() - start)
+                if ours and interval != (interval := pace.tokens_per_piece()):
+                    self._travel_together(request_id, interval)
         finally:
             pace.streams -= 1
+
+    def _travel_together(self, request_id: str, tokens: int) -> None:
+        """Change how many tokens of a stream that runs travel together.
+
+        vLLM counts what has left only while that is more than one token: so it's told what has left
+        when it starts to count, and never stops.
+        """
+        processor = self.output_processor
+        for each in processor.external_req_ids.get(request_id, ()):
+            if state := processor.request_states.get(each):
+                if state.stream_interval == 1:
+                    state.sent_tokens_offset = state.detokenizer.num_output_tokens()
+                state.stream_interval = max(2, tokens)
 
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
