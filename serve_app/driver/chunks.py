@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from serve_app.driver.errors import InputError, RowError
+from serve_app.driver.errors import CommandError, RowError
 from serve_app.driver.prompts import Prompt, Prompter
 from serve_app.driver.rows import Row
 from serve_app.driver.spans import Spans
@@ -76,7 +76,7 @@ def cut(
         limit: Rows of the input to take, from its beginning.
 
     Raises:
-        InputError: No row of the first chunk has the column that is asked for.
+        CommandError: No row of the first chunk has the column that is asked for.
     """
     chunk: list[Item] = []
     first = True
@@ -116,7 +116,7 @@ def _check_columns(chunk: Chunk) -> None:
     """Raise if a whole chunk lacks its column: that is no bad row, but a wrong name."""
     errors = [item.prompt for item in chunk if isinstance(item.prompt, RowError)]
     if len(errors) == len(chunk) and all(error.type == "missing_column" for error in errors):
-        raise InputError(
+        raise CommandError(
             f"the rows have {errors[0].message}. Name the one that holds the prompt with --prompt-column, or "
             "make a prompt of several with --template"
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from serve_app.driver.chunks import cut
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
-from serve_app.driver.errors import DriverError
+from serve_app.driver.errors import CommandError, DriverError
 from serve_app.driver.manifest import Manifest
 from serve_app.driver.options import parse, sampling_fields
 from serve_app.driver.output import Existing, Output, check_output
@@ -109,6 +109,11 @@ class Session:
             if self._output.before:
                 self._progress.say(f"{self._output.before:,} rows are done already; going on from there")
             asyncio.run(self._drive())
+        except CommandError as error:
+            self._progress.close()
+            self._output.close()
+            print(f"error: {error}", file=sys.stderr)
+            return MISTAKE
         except DriverError as error:
             message = str(error)
         except asyncio.CancelledError:

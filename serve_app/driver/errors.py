@@ -9,6 +9,10 @@ class InputError(DriverError):
     """The input can't be read."""
 
 
+class CommandError(DriverError):
+    """The command asks for what the input doesn't have."""
+
+
 class OutputError(DriverError):
     """The output can't be written, or belongs to another run."""
 

@@ -41,6 +41,8 @@ examples:
   %(prog)s 'hf://openai/gsm8k#main/test' out.parquet --prompt-column question --chat --max-tokens 512
   %(prog)s reviews.csv out.jsonl --template 'Is this review kind? {{ review }}' --limit 100
   ray job submit -- %(prog)s s3://bucket/rows/ /shared/out.jsonl --app llm --model demo
+      (where it says "Authentication required": RAY_AUTH_MODE=token in front of it, and the cluster's token in
+      ~/.ray/auth_token, where Ray has put it on the machine that it was started on)
 
 exit codes: 0 every row has a result, 1 the run could not go on, 2 a mistake in the command, 3 some rows
 have an error, 130 interrupted."""

@@ -54,6 +54,14 @@ def test_over_the_handle_the_rows_are_the_same(service: Service, tmp_path: Path)
     assert rows(over_handle) == rows(over_http)
 
 
+def test_as_a_ray_job(service: Service, tmp_path: Path) -> None:
+    ray = Path(sys.executable).with_name("ray")
+    submit = ["env", "RAY_AUTH_MODE=token", str(ray), "job", "submit", "--address", "auto", "--"]
+    out = tmp_path / "out.jsonl"
+    service.run([*submit, *COMMAND, str(QUESTIONS_FILE), str(out), "--app", "llm", "--model", "demo"])
+    assert right(rows(out)) >= 0.99
+
+
 def test_a_handle_that_is_not_there_is_told_with_those_that_are(service: Service, tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from serve_app.driver import DriverError, HTTPClient, Prompter
 from serve_app.driver.chunks import cut
-from serve_app.driver.errors import InputError
+from serve_app.driver.errors import CommandError
 from serve_app.driver.pacing import Auto, Backoff, Fixed, Pace
 from serve_app.driver.rows import numbered
 from serve_app.driver.running import Run, call_body, run
@@ -317,7 +317,7 @@ async def test_leaving_a_run_ends_its_calls() -> None:
 
 def test_a_wrong_column_is_a_mistake_and_one_bad_row_is_not() -> None:
     rows = [{"question": "a"}, {"question": "b"}]
-    with pytest.raises(InputError, match=r"there are: question\. Name the one"):
+    with pytest.raises(CommandError, match=r"there are: question\. Name the one"):
         list(cut(numbered(iter(rows)), Prompter(), 5))
     (chunk,) = cut(numbered(iter([*rows, {"prompt": "c"}])), Prompter(), 5)
     assert [item.number for item in chunk] == [0, 1, 2]
