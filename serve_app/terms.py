@@ -44,6 +44,9 @@ def _printable(tenant: str) -> str:
     return tenant
 
 
+Tenant = Annotated[str, AfterValidator(_printable)]
+
+
 class TermFields(BaseModel):
     """The terms as fields of a body.
 
@@ -56,7 +59,7 @@ class TermFields(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     service_tier: ServiceTier | None = None
-    tenant: Annotated[str, AfterValidator(_printable)] | None = None
+    tenant: Tenant | None = None
     queue_timeout_s: Annotated[float, Field(strict=True, gt=0, le=MAX_QUEUE_TIMEOUT_S)] | None = None
 
     def terms(self) -> Terms:
@@ -64,7 +67,9 @@ class TermFields(BaseModel):
         return Terms(CLASSES[self.service_tier or "default"], self.tenant or "default", self.queue_timeout_s)
 
 
-def terms_of(headers: Iterable[tuple[bytes, bytes]], fields: TermFields) -> Terms:
+def terms_of(
+    headers: Iterable[tuple[bytes, bytes]], fields: TermFields, *, tenant: str | None = None
+) -> Terms:
     """Return the terms of an HTTP request.
 
     A header goes before the field of the body that says the same. Who states no tenant is known by
@@ -73,6 +78,7 @@ def terms_of(headers: Iterable[tuple[bytes, bytes]], fields: TermFields) -> Term
     Args:
         headers: The request's headers, their names in lower case.
         fields: What the body says.
+        tenant: Who states no tenant is this one; None: we don't know who calls.
 
     Raises:
         RequestError: 400 that names the header that is wrong.
@@ -81,6 +87,8 @@ def terms_of(headers: Iterable[tuple[bytes, bytes]], fields: TermFields) -> Term
     terms = fields.terms()
     if (name := given.get(b"x-tenant")) is not None:
         terms = terms._replace(tenant=_tenant(name))
+    elif fields.tenant is None and tenant is not None:
+        terms = terms._replace(tenant=tenant)
     elif fields.tenant is None and (key := _bearer(given.get(b"authorization", b""))):
         terms = terms._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
