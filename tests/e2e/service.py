@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +107,15 @@ class Service:
     def processes(self) -> list[str]:
         """Return the command lines of all processes that came of this service and live."""
         return list(self._processes().values())
+
+    def memory(self) -> int:
+        """Return the bytes that all processes of this service have in memory, without what they share."""
+        total = 0
+        for pid in self._processes():
+            with suppress(psutil.NoSuchProcess):
+                info = psutil.Process(pid).memory_info()
+                total += info.rss - info.shared
+        return total
 
     def kill(self, word: str = "") -> int:
         """End with SIGKILL the processes of this service whose command line holds a word; return how many."""
