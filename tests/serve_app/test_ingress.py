@@ -133,7 +133,7 @@ FUNCTIONS = {"rank", "embed"}
 """The names that stand for a function; all others are language models."""
 
 
-def application(engines: dict[str, Engine], **limits: int) -> Starlette:
+def application(engines: dict[str, Engine], **limits: float) -> Starlette:
     function = {"kind": "function", "target": "a:B"}
     models = [
         {"id": model}
@@ -148,7 +148,7 @@ def application(engines: dict[str, Engine], **limits: int) -> Starlette:
 class Client(httpx.AsyncClient):
     """A client of an Ingress in front of `engines`."""
 
-    def __init__(self, engines: Engine | dict[str, Engine] | None = None, **limits: int) -> None:
+    def __init__(self, engines: Engine | dict[str, Engine] | None = None, **limits: float) -> None:
         if not isinstance(engines, dict):
             engines = {"demo": engines or Engine(echo)}
         self.engines = engines
