@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.allowance import Allowance
 from serve_app.errors import RequestError
-from serve_app.keys import Key, hash_key, read_keys
+from serve_app.keys import Key, check_together, hash_key, read_keys
 from serve_app.relayed import error_response
 from serve_app.settings import AccessSettings, SettingsError
 from serve_app.terms import CLASSES, TermFields, Terms, terms_of
@@ -59,7 +59,8 @@ class Caller:
                 )
                 raise RequestError(403, "permission_error", message, param="service_tier")
             terms = terms._replace(priority=self._usual)
-        return terms
+        # Of another tenant, this key knows nothing.
+        return terms._replace(weight=key.weight) if key.weight and terms.tenant == key.tenant else terms
 
 
 class Access:
@@ -138,9 +139,7 @@ class Access:
                 reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
                 raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
             keys = keys + read_keys(text, f"access.keys_file ({self._file})")
-        names = [key.name for key in keys]
-        if len({key.sha256 for key in keys}) < len(keys) or len(set(names)) < len(names):
-            raise SettingsError("access: keys_file and keys_env have a key in common")
+        check_together(keys, "access: keys_file and keys_env together")
         # One step for those who look: another thread may be here.
         self._callers = {key.sha256: Caller(key, self._allowance(key)) for key in keys}
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from serve_app.settings import Flag, Positive, SettingsError, Strict
+from serve_app.settings import Flag, Positive, SettingsError, Strict, Weight
 from serve_app.terms import CLASSES, Tenant
 
 Tier = Literal["priority", "default", "flex"]
@@ -34,6 +34,8 @@ class Key(Strict):
         name: Who it was given to; messages and logs say it. Unique.
         sha256: The hash of the key, in hex.
         tenant: Whose requests these are: tenants share the engines fairly.
+        weight: The tenant's share of an engine in relation to the other tenants; by default what the
+            model's `batcher.tenant_weights` says. The keys of one tenant that have one have the same.
         any_tenant: The caller may name other tenants: for a gateway that serves several.
         tiers: Service tiers that it may use; a request that names none gets `default`, or else the first.
         requests_per_minute: So many at once, and refilled at that rate; by default no limit. It holds
@@ -44,6 +46,7 @@ class Key(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
     sha256: Annotated[str, AfterValidator(_hash)]
     tenant: Tenant
+    weight: Weight | None = None
     any_tenant: Flag = False
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = ("priority", "default", "flex")
     requests_per_minute: Positive | None = None
@@ -65,6 +68,24 @@ def hash_key(key: bytes) -> str:
 def new_key() -> str:
     """Return a new key: 256 random bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
+
+
+def check_together(keys: list[Key], source: str) -> None:
+    """Raise a SettingsError if keys contradict each other.
+
+    Args:
+        keys: All that hold at one time.
+        source: Where they are from, for errors.
+    """
+    for field in ("name", "sha256"):
+        values = [getattr(key, field) for key in keys]
+        if twice := {value for value in values if values.count(value) > 1}:
+            names = ", ".join(key.name for key in keys if getattr(key, field) in twice)
+            raise SettingsError(f"{source}: two keys with the same {field}: {names}")
+    weights: dict[str, float] = {}
+    for key in keys:
+        if key.weight is not None and weights.setdefault(key.tenant, key.weight) != key.weight:
+            raise SettingsError(f"{source}: two keys of the tenant {key.tenant!r} differ in weight")
 
 
 def read_keys(text: str, source: str) -> list[Key]:
@@ -91,11 +112,7 @@ def read_keys(text: str, source: str) -> list[Key]:
     except ValidationError as error:
         mistakes = (_mistake(item["loc"], item["type"], item["msg"]) for item in error.errors())
         raise SettingsError(f"{source}: " + "; ".join(mistakes)) from None
-    for field in ("name", "sha256"):
-        values = [getattr(key, field) for key in keys]
-        if twice := {value for value in values if values.count(value) > 1}:
-            names = ", ".join(key.name for key in keys if getattr(key, field) in twice)
-            raise SettingsError(f"{source}: two keys with the same {field}: {names}")
+    check_together(keys, source)
     return keys
 
 
@@ -113,6 +130,7 @@ def main() -> None:
     new = commands.add_parser("new", help="make a key; print it once, and its entry for the keys file")
     new.add_argument("--name", required=True, help="who it is for; unique")
     new.add_argument("--tenant", required=True, help="whose requests these are")
+    new.add_argument("--weight", type=float, help="the tenant's share in relation to the others")
     new.add_argument("--tiers", nargs="+", help="priority, default, flex; by default all")
     new.add_argument("--requests-per-minute", type=int)
     new.add_argument("--max-concurrency", type=int)

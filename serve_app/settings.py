@@ -26,7 +26,8 @@ DEMO_MODEL = "saturate://demo"
 Positive = Annotated[int, Field(strict=True, ge=1)]
 NotNegative = Annotated[int, Field(strict=True, ge=0)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Weights = dict[str, Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]]
+Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Weights = dict[str, Weight]
 ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Flag = Annotated[bool, Field(strict=True)]
 

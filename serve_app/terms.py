@@ -23,11 +23,13 @@ class Terms(NamedTuple):
         priority: Lower goes first.
         tenant: Who shares the engine fairly with the other tenants.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
+        weight: The tenant's share in relation to the others; None: what the model's batcher says.
     """
 
     priority: int = 0
     tenant: str = "default"
     queue_timeout_s: float | None = None
+    weight: float | None = None
 
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""

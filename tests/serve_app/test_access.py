@@ -101,6 +101,13 @@ def test_another_tenant_is_refused_unless_the_key_may_name_any(
     assert caller(any_tenant=True).terms(headers, fields).tenant == "other"
 
 
+def test_the_weight_of_a_key_is_for_its_own_tenant() -> None:
+    heavy = caller(weight=2.5, any_tenant=True)
+    assert heavy.terms([], TermFields()).weight == 2.5
+    assert heavy.terms([(b"x-tenant", b"other")], TermFields()).weight is None
+    assert caller().terms([], TermFields()).weight is None
+
+
 @pytest.mark.parametrize(
     ("tiers", "tier", "priority"),
     [
@@ -229,7 +236,7 @@ def test_a_file_and_the_environment_may_both_hold_keys(write: Callable[..., Path
     both = AccessSettings(keys_file=str(write([entry("sk-a")])), keys_env="KEYS")
     access = Access(both, environment={"KEYS": json.dumps([entry("sk-b")])})
     assert names(access, "sk-a", "sk-b") == ["a", "b"]
-    with pytest.raises(SettingsError, match="in common"):
+    with pytest.raises(SettingsError, match="two keys with the same name: a, a"):
         Access(both, environment={"KEYS": json.dumps([entry("sk-a")])})
 
 

@@ -11,7 +11,6 @@ import pytest
 from serve_app.ingress import Ingress
 from serve_app.keys import hash_key
 from serve_app.settings import parse
-from serve_app.terms import Terms
 from tests.serve_app.test_ingress import CHAT, LIMIT_S, Client, Engine, answer, check_error, echo, health
 
 __all__ = ["health"]

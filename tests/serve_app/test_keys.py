@@ -53,6 +53,7 @@ def test_yaml_and_json_are_read_alike_and_what_is_left_out_is_unlimited() -> Non
         ({"sha256": SECRET}, "[0].sha256: must be the SHA-256 of the key: 64 hex digits"),
         ({"sha256": HASH.upper()}, "[0].sha256: must be"),
         ({"tenant": ""}, "[0].tenant: must be 1 to 128 printable characters"),
+        ({"weight": 0}, "[0].weight: "),
         ({"tiers": []}, "[0].tiers: "),
         ({"tiers": ["best"]}, "[0].tiers[0]: "),
         ({"requests_per_minute": 0}, "[0].requests_per_minute: "),
@@ -76,6 +77,12 @@ def test_what_is_no_list_of_keys_is_refused_without_being_quoted(text: str) -> N
 def test_two_keys_differ_in_name_and_hash(field: str) -> None:
     other = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
     assert f"two keys with the same {field}" in mistake([ADA, other | {field: ADA[field]}])
+
+
+def test_the_keys_of_one_tenant_have_one_weight() -> None:
+    bob = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
+    assert "the tenant 'research' differ in weight" in mistake([ADA | {"weight": 1}, bob | {"weight": 2}])
+    assert [key.weight for key in read_keys(json.dumps([ADA, bob | {"weight": 2}]), "x")] == [None, 2]
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
