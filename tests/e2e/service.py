@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -116,6 +118,13 @@ class Service:
                 info = psutil.Process(pid).memory_info()
                 total += info.rss - info.shared
         return total
+
+    def logs(self) -> dict[Path, str]:
+        """Return what stands in every log of this service's Ray, and of launchers on this machine."""
+        lines = self.processes()
+        (session,) = {found[0] for line in lines if (found := re.findall(r"/tmp/ray/session_[\w-]+\d", line))}
+        files = [*Path(session, "logs").rglob("*"), *Path(tempfile.gettempdir()).glob("saturate-*.log")]
+        return {path: path.read_text(errors="replace") for path in files if path.is_file()}
 
     def kill(self, word: str = "") -> int:
         """End with SIGKILL the processes of this service whose command line holds a word; return how many."""

@@ -1,7 +1,6 @@
 """Keys on a live service: who gets in, for how much, for how long; and slow clients, and what logs hold."""
 
 import json
-import re
 import secrets
 import socket
 import threading
@@ -208,16 +207,6 @@ def test_slow_clients_are_sent_away_and_hold_nobody_up(guarded: Service) -> None
     assert sum(b"x-request-id: " in answer for answer in answers) == 50
 
 
-def logs(service: Service) -> dict[Path, bytes]:
-    """Return every log of the service's Ray, and of its launcher."""
-    (session, *others) = {
-        found[0] for line in service.processes() if (found := re.findall(r"/tmp/ray/session_[\w-]+\d", line))
-    }
-    assert not others
-    files = [*Path(session, "logs").rglob("*"), *Path("/tmp").glob("saturate-*.log")]
-    return {path: path.read_bytes() for path in files if path.is_file()}
-
-
 def test_logs_have_ids_and_neither_prompts_nor_keys(guarded: Service) -> None:
     """Runs last in this file: it also looks at what the others left behind."""
     canary, key, number = f"canary{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}", secrets.token_hex(8)
@@ -259,13 +248,8 @@ def test_logs_have_ids_and_neither_prompts_nor_keys(guarded: Service) -> None:
         for _ in range(1100):
             client.get("/v1/models")
     secret = [canary, key, *KEYS.values(), *(hash_key(each.encode()) for each in KEYS.values())]
-    found = logs(guarded)
-    assert any(number.encode() in content for content in found.values())
-    leaks = {
-        f"{path}: {word[:9]}"
-        for path, content in found.items()
-        for word in secret
-        if word.encode() in content
-    }
+    found = guarded.logs()
+    assert any(number in content for content in found.values())
+    leaks = {f"{path}: {word[:9]}" for path, text in found.items() for word in secret if word in text}
     assert not leaks
     assert not any(word in guarded.output for word in secret)

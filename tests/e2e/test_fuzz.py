@@ -6,7 +6,11 @@ the short one always sends the same.
 
 import asyncio
 import collections
+import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve_app.protocol import GenerateRequest, ProcessRequest
-from tests.e2e.requests import Shot, dump, shots
 from tests.e2e.service import Service
+from tests.e2e.shots import Shot, dump, shots
 from tests.e2e.test_service import wait_until_idle
 
 REQUESTS = int(os.environ.get("SATURATE_FUZZ_REQUESTS", "1500"))
@@ -30,6 +34,8 @@ VOLLEY = 10
 LIMIT_S = 60.0
 MAY_GROW = 256 << 20
 """Bytes by which all processes of the service together may grow, caches and Python's own heaps included."""
+
+SERVER_ERROR = re.compile(rb'^data: .*"code": ?5\d\d', re.MULTILINE)
 
 quick = settings(
     max_examples=max(1, REQUESTS // VOLLEY),
@@ -57,6 +63,8 @@ class Gun:
         for shot, answer in zip(volley, self._runner.run(self._send(volley)), strict=True):
             self.statuses[answer.status_code] += 1
             assert answer.status_code < 500, (shot, answer.text)
+            # A stream has its status before it fails.
+            assert not SERVER_ERROR.search(answer.content), (shot, answer.text)
 
     async def _send(self, volley: list[Shot]) -> list[httpx.Response]:
         return await asyncio.gather(*map(self._send_one, volley))
@@ -113,14 +121,27 @@ def test_nothing_that_a_fuzzer_sends_is_a_5xx(gun: Gun) -> None:
     assert gun.statuses[400] > REQUESTS / 10
 
 
-def schema() -> dict[str, object]:
-    """Return our own routes in the words of OpenAPI."""
-    paths = {}
+def schema() -> dict[str, Any]:
+    """Return the routes in the words of OpenAPI: ours, and in the long form some of vLLM's own."""
+    paths: dict[str, Any] = {}
     for path, kind in (("/generate", GenerateRequest), ("/process", ProcessRequest)):
         body = {"application/json": {"schema": kind.model_json_schema()}}
         answers = {"200": {"description": "done"}}
         paths[path] = {"post": {"requestBody": {"required": True, "content": body}, "responses": answers}}
-    return {"openapi": "3.1.0", "info": {"title": "saturate", "version": "1"}, "paths": paths}
+    found: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "saturate", "version": "1"},
+        "paths": paths,
+    }
+    if LONG:
+        command = [sys.executable, "-m", "tests.e2e.vllm_app"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+        vllm = json.loads(done.stdout)["openapi"]
+        # Of the others' schemas, a case takes a second to make.
+        for path in ("/v1/completions", "/v1/responses", "/v1/messages", "/detokenize"):
+            paths[path] = vllm["paths"][path]
+        found["components"] = vllm["components"]
+    return found
 
 
 @pytest.mark.timeout(0)
@@ -128,21 +149,23 @@ def schema() -> dict[str, object]:
 def test_nothing_that_a_schema_allows_or_forbids_is_a_5xx(
     gun: Gun, mode: schemathesis.GenerationMode
 ) -> None:
-    routes = schemathesis.openapi.from_dict(schema())
-    for path in ("/generate", "/process"):
-        cases = routes[path]["POST"].as_strategy(generation_mode=mode)
+    content = schema()
+    routes = schemathesis.openapi.from_dict(content)
+    for path in content["paths"]:
+        examples = max(10, REQUESTS // (50 if path in ("/generate", "/process") else 500))
 
-        @settings(quick, max_examples=max(10, REQUESTS // 50))
-        @given(cases)
+        @settings(quick, max_examples=examples)
+        @given(routes[path]["POST"].as_strategy(generation_mode=mode))
         def fire(case: Any) -> None:
-            body = case.body if isinstance(case.body, bytes) else dump(_short(case.body))
+            body = case.body if isinstance(case.body, bytes) else dump(_short(case.path, case.body))
             gun.fire([Shot(case.path, body, (("content-type", b"application/json"),))])
 
         fire()
 
 
-def _short(body: object) -> object:
+def _short(path: str, body: object) -> object:
     """Let no request run for long."""
     if isinstance(body, dict):
-        return body | {"max_tokens": 4} if type(body.get("max_tokens")) in (int, type(None)) else body
+        field = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+        return body | {field: 4} if isinstance(body.get(field), int | None) else body
     return None if isinstance(body, schemathesis.core.NotSet) else body

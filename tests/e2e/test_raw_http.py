@@ -108,6 +108,13 @@ def test_what_is_malformed_is_refused_or_dropped(service: Service, data: bytes) 
     assert code is None or code < 500, answer
 
 
+@pytest.mark.parametrize("name", ["long path", "long header", "many headers"])
+def test_a_head_over_the_limit_is_a_400(service: Service, name: str) -> None:
+    assert status(send(service, MALFORMED[name])) in (400, None)
+    assert status(send(service, GOOD.replace(b"host: x", b"host: x\r\na: " + b"b" * 20_000))) == 400
+    assert status(send(service, GOOD.replace(b"host: x", b"host: x\r\na: " + b"b" * 10_000))) == 200
+
+
 def test_a_request_is_still_a_request_however_it_is_cut(service: Service) -> None:
     """The control of these tests: what is whole is answered."""
     pieces = CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")

@@ -16,3 +16,9 @@ def test_on_any_other_address_it_is_said_unless_there_are_keys(host: str) -> Non
     assert text is not None
     assert text.startswith(f"WARNING: this service listens on {host} and asks for no API key")
     assert warning(host, keys=True) is None
+
+
+def test_what_nobody_knows_may_be_open() -> None:
+    text = warning(None, keys=False)
+    assert text is not None
+    assert "an unknown address" in text
