@@ -308,6 +308,14 @@ class ContinuousBatcher(Lifecycle):
                 self._fail(entry, Oversize(entry.cost, capacity))
         self._advance()
 
+    def weigh(self, tenant: str, weight: float) -> None:
+        """Give a tenant another weight than `tenant_weights` does, from now on.
+
+        Raises:
+            ValueError: The weight is no finite number above 0.
+        """
+        self._queue.weigh(tenant, weight)
+
     def estimate_wait(self, cost: int, priority: int = 0) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 

@@ -338,6 +338,14 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
             return_exceptions=return_exceptions,
         )
 
+    def weigh(self, tenant: str, weight: float) -> None:
+        """Give a tenant another weight than `tenant_weights` does, from now on.
+
+        Raises:
+            ValueError: The weight is no finite number above 0.
+        """
+        self._queue.weigh(tenant, weight)
+
     def estimate_wait(self, cost: int, priority: int = 0) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 

@@ -136,6 +136,20 @@ class RequestQueue(Generic[EntryT]):
             raise QueueFull(*bound, retry_after_s=0.0)
         self.put(entry)
 
+    def weigh(self, tenant: str, weight: float) -> None:
+        """Give a tenant a weight of its own, for what it is served from now on.
+
+        Raises:
+            ValueError: The weight is no finite number above 0.
+        """
+        if self._weights.get(tenant) == weight:
+            return
+        checks.positive("weight", weight)
+        self._weights[tenant] = weight
+        for group in self._classes.values():
+            if lane := group.lanes.get(tenant):
+                lane.weight = weight
+
     def put(self, entry: EntryT) -> None:
         """Put an entry in its place, whether there is room or not: the caller has asked `full`."""
         group = self._classes.get(entry.priority)

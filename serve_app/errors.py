@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 ErrorType = Literal[
     "invalid_request_error",
+    "authentication_error",
+    "permission_error",
     "not_found_error",
     "request_too_large",
     "rate_limit_error",
@@ -67,6 +69,8 @@ class RequestError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Return the HTTP headers that go with the error."""
+        if self.status == 401:
+            return {"www-authenticate": "Bearer"}
         if self.retry_after_s is None:
             return {}
         # The header has whole seconds; rounding down would send clients back too early.

@@ -6,16 +6,20 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from serve_app import exposure
+from serve_app.access import Access, Gate
+from serve_app.bounds import Asked, check_tokens
 from serve_app.errors import ErrorType, RequestError
 from serve_app.health import Health
 from serve_app.page import page
@@ -23,7 +27,7 @@ from serve_app.precedence import let_others_finish
 from serve_app.protocol import JSON, parse_generate, parse_process
 from serve_app.relay import RelayRequest
 from serve_app.relayed import Relayed, error_response
-from serve_app.routing import GENERATE, PROCESS, Routing, card
+from serve_app.routing import GENERATE, OPENAI, PROCESS, Routing, card
 from serve_app.settings import Settings
 from serve_app.terms import ServiceTier, TermFields, terms_of
 
@@ -31,10 +35,12 @@ logger = logging.getLogger("ray.serve")
 
 STATS_TIMEOUT_S = 5.0
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"host"}
+SECRET = {b"authorization", b"x-api-key", b"cookie"}
+"""Headers that go no further than here."""
+
+LEFT_BEHIND = HOP_BY_HOP | SECRET
 MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 """What vLLM serves beside `/v1/` and clients expect under it."""
-HOT = ["/v1/chat/completions", "/v1/completions"]
-METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 class Ingress:
@@ -62,14 +68,20 @@ class Ingress:
         }
         self._health = Health(serve.get_replica_context().app_name, list(self._engines))
         self._started = int(time.time())
+        self._access = Access(settings.access) if settings.access else None
+        if self._access:
+            self._access.watch()
+        elif warning := exposure.warning(exposure.serve_host(), keys=False):
+            logger.warning(warning)
         let_others_finish()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application that Serve runs in this replica."""
         return Starlette(
-            # The router tries one after the other: first those that are called most.
+            # The router tries one after the other: first those that are called most. What vLLM's own
+            # application serves beside them, its administration above all, can't be reached.
             routes=[
-                *(Route(path, self._openai, methods=METHODS) for path in HOT),
+                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[:2]),
                 Route(GENERATE, self._generate, methods=["POST"]),
                 Route("/", self._index),
                 Route("/health", self._report_health),
@@ -77,9 +89,10 @@ class Ingress:
                 Route(PROCESS, self._process, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
-                Route("/v1/{path:path}", self._openai, methods=METHODS),
-                *(Route(path, self._openai, methods=["POST"]) for path in MOVED.values()),
+                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
+                *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
             ],
+            middleware=[Middleware(Gate, self._access)] if self._access else [],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
         )
 
@@ -112,6 +125,7 @@ class Ingress:
     async def _generate(self, request: Request) -> Response:
         body = await self._body(request)
         parsed = parse_generate(body, max_prompts=self._settings.ingress.max_prompts)
+        check_tokens(parsed.max_tokens, self._settings.ingress)
         return self._relay(parsed.model, request, body, GENERATE, parsed)
 
     async def _process(self, request: Request) -> Response:
@@ -123,6 +137,7 @@ class Ingress:
         body = await self._body(request)
         path: str = request.scope["path"]
         named = _read_named(request, body)
+        named.check(self._settings.ingress)
         fields = TermFields(service_tier=named.service_tier)
         if named.service_tier == "fast":
             # OpenAI's newer name for it, which vLLM refuses.
@@ -139,8 +154,10 @@ class Ingress:
         self, model: str | None, request: Request, body: bytes, path: str, fields: TermFields
     ) -> Relayed:
         relay = self._relays[self._routing.choose(model, path)]
-        terms = terms_of(request.scope["headers"], fields)
-        headers = [(k, v) for k, v in request.scope["headers"] if k not in HOP_BY_HOP]
+        caller = request.scope.get("caller")
+        given = request.scope["headers"]
+        terms = caller.terms(given, fields) if caller else terms_of(given, fields)
+        headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
         query = request.scope["query_string"]
         messages = relay.remote(RelayRequest(request.method, path, query, headers, body, terms))
         assert isinstance(messages, DeploymentResponseGenerator)
@@ -148,22 +165,31 @@ class Ingress:
 
     async def _body(self, request: Request) -> bytes:
         limit = self._settings.ingress.max_body_bytes
+        seconds = self._settings.ingress.body_timeout_s
         pieces = []
         size = int(request.headers.get("content-length") or 0)
         if size <= limit:
             size = 0
-            async for piece in request.stream():
-                size += len(piece)
-                if size > limit:
-                    break
-                pieces.append(piece)
+            try:
+                async with asyncio.timeout(seconds):
+                    async for piece in request.stream():
+                        size += len(piece)
+                        if size > limit:
+                            break
+                        pieces.append(piece)
+            except TimeoutError:
+                message = f"The body was not here after {seconds:g} s (ingress.body_timeout_s)"
+                raise RequestError(408, "timeout_error", message) from None
+            except ClientDisconnect:
+                # Nobody reads it.
+                raise RequestError(400, "invalid_request_error", "The body ended early") from None
         if size > limit:
             message = f"The body is larger than the limit of {limit} bytes (ingress.max_body_bytes)"
             raise RequestError(413, "request_too_large", message)
         return b"".join(pieces)
 
 
-class _Named(BaseModel):
+class _Named(Asked):
     """The fields of an OpenAI request that matter before it reaches an engine."""
 
     model: str | None = None
@@ -171,7 +197,7 @@ class _Named(BaseModel):
 
 
 def _read_named(request: Request, body: bytes) -> _Named:
-    if not body or "json" not in request.headers.get("content-type", "json"):
+    if not body or "json" not in request.headers.get("content-type", "json").lower():
         return _Named(model=request.query_params.get("model"))
     try:
         return _Named.model_validate_json(body)

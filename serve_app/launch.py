@@ -18,6 +18,8 @@ import httpx
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from serve_app import exposure
+from serve_app.access import Access
 from serve_app.processes import adopt_orphans, end_descendants
 from serve_app.protocol import JSON
 from serve_app.settings import parse
@@ -70,6 +72,8 @@ def launch(path: Path, *, verbose: bool) -> int:
     """
     config = read_config(path)
     host, port = config.http_options.host, config.http_options.port
+    if warning := exposure.warning(host, keys=_asks_for_keys(config)):
+        print(warning, file=sys.stderr)
     _check_free(host, port)
     adopt_orphans()
     stop = threading.Event()
@@ -112,13 +116,18 @@ def read_config(path: Path) -> ServeDeploySchema:
                 f"{unknown[0]}: unknown key; allowed: {', '.join(ServeDeploySchema.model_fields)}"
             )
         for app in config.applications:
-            if app.import_path == IMPORT_PATH:
-                parse(app.args)
+            if app.import_path == IMPORT_PATH and (access := parse(app.args).access):
+                there = os.environ | (app.runtime_env or {}).get("env_vars", {})
+                Access(access, environment=there)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise LaunchError(f"{path}: {error}") from None
     return config
+
+
+def _asks_for_keys(config: ServeDeploySchema) -> bool:
+    return all(app.import_path == IMPORT_PATH and app.args.get("access") for app in config.applications)
 
 
 class Progress:

@@ -38,6 +38,8 @@ async def run_records(
         RequestError: The call was refused, or a record of one that isn't partial.
     """
     deadline = terms.deadline(time.monotonic())
+    if terms.weight is not None:
+        batcher.weigh(terms.tenant, terms.weight)
     outcomes: list[Outcome] = []
     tickets: list[Ticket[Any]] = []
     spoilt = False

@@ -9,6 +9,21 @@ from serve_app.settings import FunctionSettings, ModelSettings
 GENERATE = "/generate"
 PROCESS = "/process"
 EMBEDDINGS = "/v1/embeddings"
+OPENAI = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    EMBEDDINGS,
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/score",
+    "/v1/rerank",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+"""What clients may call of vLLM's application, by POST; those that are called most go first. All of its
+other routes stay inside: a new vLLM may bring some that administer the engine."""
 
 
 class Routing:

@@ -26,7 +26,8 @@ DEMO_MODEL = "saturate://demo"
 Positive = Annotated[int, Field(strict=True, ge=1)]
 NotNegative = Annotated[int, Field(strict=True, ge=0)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Weights = dict[str, Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]]
+Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Weights = dict[str, Weight]
 ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 Flag = Annotated[bool, Field(strict=True)]
 
@@ -224,11 +225,42 @@ class IngressSettings(Strict):
 
     Attributes:
         max_body_bytes: Largest request body; a larger one is answered 413.
-        max_prompts: Most prompts in one `/generate` call, and records in one `/process` call.
+        body_timeout_s: Seconds in which a request body has to be here; one that is slower is answered 408.
+        max_prompts: Most prompts in one call, and records in one `/process` call.
+        max_tokens: Most tokens that a request may ask for, per answer; by default the model's context
+            is the bound.
+        max_n: Most answers per prompt (`n`).
     """
 
     max_body_bytes: Positive = 32 * 1024 * 1024
+    body_timeout_s: Seconds = 60.0
     max_prompts: Positive = 10_000
+    max_tokens: Positive | None = None
+    max_n: Positive = 128
+
+
+def _absolute(path: str) -> str:
+    if not Path(path).is_absolute():
+        raise ValueError(f"must be an absolute path, on every node that runs an Ingress, not {path!r}")
+    return path
+
+
+class AccessSettings(Strict):
+    """Where the API keys are that let a caller in; `serve_app.keys.Key` says what a key is.
+
+    Attributes:
+        keys_file: A YAML or JSON list of keys. It is read again when it changes.
+        keys_env: The environment variable that holds such a list; it is read once.
+    """
+
+    keys_file: Annotated[str, AfterValidator(_absolute)] | None = None
+    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+
+    @model_validator(mode="after")
+    def _says_where(self) -> "AccessSettings":
+        if self.keys_file is None and self.keys_env is None:
+            raise ValueError("give keys_file or keys_env; to ask nobody for a key, leave access out")
+        return self
 
 
 class Settings(Strict):
@@ -237,10 +269,12 @@ class Settings(Strict):
     Attributes:
         models: The models to serve. A second one is one more entry.
         ingress: Limits of the HTTP side.
+        access: Who gets in; left out: everybody.
     """
 
     models: Annotated[list[ModelSettings], Field(min_length=1)]
     ingress: IngressSettings = IngressSettings()
+    access: AccessSettings | None = None
 
     @model_validator(mode="after")
     def _ids_differ(self) -> "Settings":
@@ -271,4 +305,5 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("models", "function"): FunctionSettings,
     ("models", "function", "batcher"): FunctionBatcherSettings,
     ("ingress",): IngressSettings,
+    ("access",): AccessSettings,
 }

@@ -23,11 +23,13 @@ class Terms(NamedTuple):
         priority: Lower goes first.
         tenant: Who shares the engine fairly with the other tenants.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
+        weight: The tenant's share in relation to the others; None: what the model's batcher says.
     """
 
     priority: int = 0
     tenant: str = "default"
     queue_timeout_s: float | None = None
+    weight: float | None = None
 
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""
@@ -44,6 +46,9 @@ def _printable(tenant: str) -> str:
     return tenant
 
 
+Tenant = Annotated[str, AfterValidator(_printable)]
+
+
 class TermFields(BaseModel):
     """The terms as fields of a body.
 
@@ -56,7 +61,7 @@ class TermFields(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     service_tier: ServiceTier | None = None
-    tenant: Annotated[str, AfterValidator(_printable)] | None = None
+    tenant: Tenant | None = None
     queue_timeout_s: Annotated[float, Field(strict=True, gt=0, le=MAX_QUEUE_TIMEOUT_S)] | None = None
 
     def terms(self) -> Terms:
@@ -64,7 +69,9 @@ class TermFields(BaseModel):
         return Terms(CLASSES[self.service_tier or "default"], self.tenant or "default", self.queue_timeout_s)
 
 
-def terms_of(headers: Iterable[tuple[bytes, bytes]], fields: TermFields) -> Terms:
+def terms_of(
+    headers: Iterable[tuple[bytes, bytes]], fields: TermFields, *, tenant: str | None = None
+) -> Terms:
     """Return the terms of an HTTP request.
 
     A header goes before the field of the body that says the same. Who states no tenant is known by
@@ -73,6 +80,7 @@ def terms_of(headers: Iterable[tuple[bytes, bytes]], fields: TermFields) -> Term
     Args:
         headers: The request's headers, their names in lower case.
         fields: What the body says.
+        tenant: Who states no tenant is this one; None: we don't know who calls.
 
     Raises:
         RequestError: 400 that names the header that is wrong.
@@ -81,6 +89,8 @@ def terms_of(headers: Iterable[tuple[bytes, bytes]], fields: TermFields) -> Term
     terms = fields.terms()
     if (name := given.get(b"x-tenant")) is not None:
         terms = terms._replace(tenant=_tenant(name))
+    elif fields.tenant is None and tenant is not None:
+        terms = terms._replace(tenant=tenant)
     elif fields.tenant is None and (key := _bearer(given.get(b"authorization", b""))):
         terms = terms._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:

@@ -154,6 +154,8 @@ class _Gate:
 
     def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int) -> None:
         self._admission = request = admission.current.get() or Admission()
+        if request.terms.weight is not None:
+            batcher.weigh(request.terms.tenant, request.terms.weight)
         self._slot = batcher.slot(
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,

@@ -76,3 +76,30 @@ def test_all_backlogged_tenants_are_served_alike(tenants: int) -> None:
         served[entry.tenant] += entry.cost
     assert len(served) == tenants
     assert max(served.values()) - min(served.values()) <= 2 * 9
+
+
+def test_a_weight_may_change_while_records_wait() -> None:
+    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+    for i in range(400):
+        queue.add(Entry(None, 1, tenant="ab"[i % 2]))
+
+    def share(records: int) -> float:
+        taken = [entry.tenant for entry in queue.take(max_records=records)]
+        return taken.count("a") / len(taken)
+
+    assert share(40) == 0.5
+    queue.weigh("a", 3.0)
+    assert share(80) == pytest.approx(0.75, abs=0.05)
+    queue.weigh("a", 1.0)
+    assert share(40) == pytest.approx(0.5, abs=0.05)
+    with pytest.raises(ValueError, match="weight"):
+        queue.weigh("a", 0)
+
+
+def test_a_weight_given_before_a_tenant_comes_holds_from_its_first_record() -> None:
+    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+    queue.weigh("a", 3.0)
+    for i in range(80):
+        queue.add(Entry(None, 1, tenant="ab"[i % 2]))
+    taken = [entry.tenant for entry in queue.take(max_records=40)]
+    assert taken.count("a") == 30

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -14,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -106,6 +109,22 @@ class Service:
     def processes(self) -> list[str]:
         """Return the command lines of all processes that came of this service and live."""
         return list(self._processes().values())
+
+    def memory(self) -> int:
+        """Return the bytes that all processes of this service have in memory, without what they share."""
+        total = 0
+        for pid in self._processes():
+            with suppress(psutil.NoSuchProcess):
+                info = psutil.Process(pid).memory_info()
+                total += info.rss - info.shared
+        return total
+
+    def logs(self) -> dict[Path, str]:
+        """Return what stands in every log of this service's Ray, and of launchers on this machine."""
+        lines = self.processes()
+        (session,) = {found[0] for line in lines if (found := re.findall(r"/tmp/ray/session_[\w-]+\d", line))}
+        files = [*Path(session, "logs").rglob("*"), *Path(tempfile.gettempdir()).glob("saturate-*.log")]
+        return {path: path.read_text(errors="replace") for path in files if path.is_file()}
 
     def kill(self, word: str = "") -> int:
         """End with SIGKILL the processes of this service whose command line holds a word; return how many."""

@@ -39,6 +39,11 @@ def test_health(http: httpx.Client) -> None:
     assert response.json() == {"status": "ok", "models": {"demo": ready, "minilm": ready}}
 
 
+def test_on_loopback_nobody_is_warned_of_strangers(service: Service) -> None:
+    """The Ingress knows on which address Serve listens."""
+    assert not [path for path, text in service.logs().items() if "asks for no API key" in text]
+
+
 def test_page(http: httpx.Client) -> None:
     response = http.get("/")
     assert response.headers["content-type"].startswith("text/html")

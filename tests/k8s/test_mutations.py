@@ -35,7 +35,7 @@ CONTAINER = f"{POD}.containers[0]"
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
     """The overlay with a GPU, and every option."""
-    options = ["redis", "incremental-upgrade", "batch-group", "ingress"]
+    options = ["redis", "incremental-upgrade", "batch-group", "api-keys", "ingress"]
     return render(
         with_components(K8S / "overlays" / "qwen2.5-7b-l4", options, tmp_path_factory.mktemp("full"))
     )

@@ -18,6 +18,7 @@ from serve_app.errors import RequestError
 from serve_app.health import Health, ModelHealth, Report
 from serve_app.ingress import Ingress
 from serve_app.relay import Head, Message, RelayRequest, pack_error
+from serve_app.routing import OPENAI
 from serve_app.settings import parse
 from serve_app.terms import Terms
 
@@ -124,6 +125,7 @@ def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelHealth]:
     monkeypatch.setattr(Health, "read", read)
     # This process has tests to run yet.
     monkeypatch.setattr("serve_app.ingress.let_others_finish", lambda: None)
+    monkeypatch.setattr("serve_app.exposure.serve_host", lambda: "127.0.0.1")
     return models
 
 
@@ -131,7 +133,7 @@ FUNCTIONS = {"rank", "embed"}
 """The names that stand for a function; all others are language models."""
 
 
-def application(engines: dict[str, Engine], **limits: int) -> Starlette:
+def application(engines: dict[str, Engine], **limits: float) -> Starlette:
     function = {"kind": "function", "target": "a:B"}
     models = [
         {"id": model}
@@ -146,7 +148,7 @@ def application(engines: dict[str, Engine], **limits: int) -> Starlette:
 class Client(httpx.AsyncClient):
     """A client of an Ingress in front of `engines`."""
 
-    def __init__(self, engines: Engine | dict[str, Engine] | None = None, **limits: int) -> None:
+    def __init__(self, engines: Engine | dict[str, Engine] | None = None, **limits: float) -> None:
         if not isinstance(engines, dict):
             engines = {"demo": engines or Engine(echo)}
         self.engines = engines
@@ -260,8 +262,8 @@ async def test_the_model_may_be_left_out_where_one_is_served(path: str) -> None:
 async def test_a_request_without_a_body_names_its_model_in_the_query() -> None:
     engines = {"a": Engine(echo), "b": Engine(echo)}
     async with Client(engines) as client:
-        assert (await client.get("/v1/responses/1?model=b")).status_code == 200
-        assert (await client.get("/v1/responses/1?model=c")).status_code == 404
+        assert (await client.post("/v1/audio/transcriptions?model=b")).status_code == 200
+        assert (await client.post("/v1/audio/transcriptions?model=c")).status_code == 404
     assert [request.query for request in engines["b"].requests] == [b"model=b"]
 
 
@@ -270,17 +272,48 @@ async def test_a_body_that_is_not_json_is_relayed_unread() -> None:
         files = {"file": ("a.wav", b"\xff\xfe{", "audio/wav")}
         assert (await client.post("/v1/audio/transcriptions", files=files)).status_code == 200
         assert b"\xff\xfe{" in client.engine.requests[0].body
-        response = await client.post("/v1/x", content=b"{", headers={"content-type": "text/plain"})
-        assert response.json() == {"path": "/v1/x", "body": "{"}
+        response = await client.post("/v1/score", content=b"{", headers={"content-type": "text/plain"})
+        assert response.json() == {"path": "/v1/score", "body": "{"}
 
 
-@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE"])
-async def test_any_path_under_v1_is_relayed(method: str) -> None:
+async def test_json_is_read_however_its_type_is_written() -> None:
     async with Client() as client:
-        response = await client.request(method, "/v1/responses/abc/cancel?x=1")
-        assert response.json()["path"] == "/v1/responses/abc/cancel"
+        response = await client.post(
+            CHAT, content=b'{"n": 1000}', headers={"content-type": "Application/JSON"}
+        )
+        check_error(response, 400, "invalid_request_error", "n")
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_the_routes_of_openai_s_api_are_relayed(path: str) -> None:
+    async with Client() as client:
+        response = await client.post(f"{path}?x=1", json={})
+        assert response.json()["path"] == path
         (request,) = client.engine.requests
-        assert (request.method, request.query) == (method, b"x=1")
+        assert (request.method, request.query) == ("POST", b"x=1")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sleep",
+        "/wake_up",
+        "/collective_rpc",
+        "/metrics",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/chat/completions/",
+        "/v1//chat/completions",
+        "/V1/chat/completions",
+        "/v1/chat/completions%2F..%2F..%2Fsleep",
+        "/v1/responses/abc/cancel",
+    ],
+)
+async def test_no_other_route_is_relayed(path: str) -> None:
+    async with Client() as client:
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            assert (await client.request(method, path)).status_code in {307, 404, 405}
+        assert client.engine.requests == []
 
 
 @pytest.mark.parametrize("path", ["/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"])
@@ -297,7 +330,7 @@ async def test_generate_is_relayed_to_the_engine_s_own_generate() -> None:
         assert response.json() == {"path": "/generate", "body": body.decode()}
 
 
-async def test_hop_by_hop_headers_stay_here_and_all_others_go_along() -> None:
+async def test_hop_by_hop_headers_and_keys_stay_here_and_all_others_go_along() -> None:
     headers = {
         "connection": "keep-alive",
         "keep-alive": "timeout=5",
@@ -305,13 +338,15 @@ async def test_hop_by_hop_headers_stay_here_and_all_others_go_along() -> None:
         "upgrade": "h2c",
         "transfer-encoding": "chunked",
         "authorization": "Bearer x",
+        "x-api-key": "x",
+        "cookie": "a=b",
         "x-request-id": "7",
     }
     async with Client() as client:
         await client.post(CHAT, content=b"{}", headers=headers)
         names = dict(client.engine.requests[0].headers)
     assert not {b"connection", b"keep-alive", b"te", b"upgrade", b"transfer-encoding", b"host"} & set(names)
-    assert names[b"authorization"] == b"Bearer x"
+    assert not {b"authorization", b"x-api-key", b"cookie"} & set(names)
     assert names[b"x-request-id"] == b"7"
 
 
@@ -397,10 +432,10 @@ async def test_a_service_tier_of_openai_is_read_and_goes_along() -> None:
     async with Client() as client:
         body = b'{"service_tier":  "flex", "tenant": 5}'
         assert (await client.post(CHAT, content=body, headers={"x-tenant": "me"})).status_code == 200
-        assert (await client.get("/v1/x", headers={"x-queue-timeout-seconds": "3"})).status_code == 200
-        flex, get = client.engine.requests
+        await client.post("/v1/score", headers={"x-queue-timeout-seconds": "3"})
+        flex, plain = client.engine.requests
         assert (flex.terms, flex.body) == (Terms(1, "me"), body)
-        assert get.terms == Terms(0, "default", 3)
+        assert plain.terms == Terms(0, "default", 3)
 
 
 async def test_a_name_that_vllm_does_not_know_is_translated() -> None:

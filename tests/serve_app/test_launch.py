@@ -104,6 +104,31 @@ def test_every_mistake_in_our_args_is_named_with_its_path(tmp_path: Path) -> Non
     assert "args.modles: unknown key; allowed here: models, ingress" in message
 
 
+def test_keys_that_can_not_be_read_are_a_mistake_of_the_config(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    content = config(access={"keys_file": str(keys)})
+    assert f"access.keys_file ({keys}): No such file or directory" in problem(write(tmp_path, content))
+    keys.write_text("- {name: ada}")
+    assert "[0].sha256: Field required" in problem(write(tmp_path, content))
+    keys.write_text("[]")
+    read_config(write(tmp_path, content))
+
+
+def test_keys_may_be_in_the_environment_that_the_config_gives(tmp_path: Path) -> None:
+    content = config(access={"keys_env": "SATURATE_TEST_KEYS"})
+    assert "no variable SATURATE_TEST_KEYS" in problem(write(tmp_path, content))
+    content["applications"][0]["runtime_env"] = {"env_vars": {"SATURATE_TEST_KEYS": "[]"}}
+    read_config(write(tmp_path, content))
+
+
+def test_a_service_that_is_open_to_the_network_is_warned_of(tmp_path: Path, taken: int) -> None:
+    content = config(taken)
+    content["http_options"]["host"] = "0.0.0.0"
+    command = Command(tmp_path, str(write(tmp_path, content)))
+    assert command.wait() == 1
+    assert command.said.startswith("WARNING: this service listens on 0.0.0.0 and asks for no API key.")
+
+
 def test_another_application_s_args_are_not_ours_to_check(tmp_path: Path) -> None:
     content = config()
     other = {"name": "o", "route_prefix": "/o", "import_path": "o:build", "args": {"x": 1}}
@@ -250,7 +275,7 @@ def test_the_module_is_a_command(tmp_path: Path) -> None:
 def test_wrong_args_end_the_command_at_once(tmp_path: Path) -> None:
     command = Command(tmp_path, str(write(tmp_path, config(ingress={"x": 1}))))
     assert command.wait() == 1
-    assert "args.ingress.x: unknown key; allowed here: max_body_bytes, max_prompts" in command.said
+    assert "args.ingress.x: unknown key; allowed here: max_body_bytes, body_timeout_s, max_" in command.said
     assert "Traceback" not in command.said
 
 

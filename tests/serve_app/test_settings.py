@@ -15,6 +15,7 @@ from batcher import PROFILES, DynamicBatcher, profile
 from serve_app.protocol import SamplingFields
 from serve_app.settings import (
     DEMO_MODEL,
+    AccessSettings,
     BatcherSettings,
     EngineSettings,
     FunctionBatcherSettings,
@@ -47,6 +48,7 @@ FULL: JSON = {
         },
     ],
     "ingress": {"max_body_bytes": 1000, "max_prompts": 7},
+    "access": {"keys_env": "KEYS"},
 }
 
 
@@ -56,6 +58,23 @@ def one(**fields: Any) -> JSON:
 
 def function(**fields: Any) -> JSON:
     return {"models": [{"id": "rank", "kind": "function", "target": "a.b:C"} | fields]}
+
+
+@pytest.mark.parametrize(
+    ("access", "words"),
+    [
+        ({}, "args.access: give keys_file or keys_env"),
+        ({"keys_file": "keys.yaml"}, "args.access.keys_file: must be an absolute path"),
+        ({"keys_env": "no name"}, "args.access.keys_env: "),
+    ],
+)
+def test_access_says_where_the_keys_are(access: JSON, words: str) -> None:
+    (line,) = mistakes(one() | {"access": access})
+    assert line.startswith(words)
+
+
+def test_without_access_nobody_is_asked() -> None:
+    assert parse(one()).access is None
 
 
 def only(args: JSON) -> LLMSettings:
@@ -187,6 +206,7 @@ def test_an_unknown_key_is_named_with_those_that_are_allowed() -> None:
 SECTIONS: list[tuple[str, list[str | int], list[str]]] = [
     ("args", [], list(Settings.model_fields)),
     ("args.ingress", ["ingress"], list(IngressSettings.model_fields)),
+    ("args.access", ["access"], list(AccessSettings.model_fields)),
     ("args.models[0]", ["models", 0], list(LLMSettings.model_fields)),
     ("args.models[1]", ["models", 1], list(LLMSettings.model_fields)),
     ("args.models[2]", ["models", 2], list(FunctionSettings.model_fields)),

@@ -1,0 +1,255 @@
+"""Keys on a live service: who gets in, for how much, for how long; and slow clients, and what logs hold."""
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+
+from serve_app.keys import hash_key, new_key
+from tests.e2e.service import ROOT, Service
+
+KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late")}
+QUESTION = "What is 1+1?"
+LIMIT_S = 30.0
+BODY_TIMEOUT_S = 2.0
+
+
+def entry(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "sha256": hash_key(KEYS[name].encode()), "tenant": name} | more
+
+
+ENTRIES = [
+    entry("ada"),
+    entry("bob", tiers=["flex"]),
+    entry("slow", max_concurrency=1),
+    entry("few", requests_per_minute=120),
+]
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    path.write_text(yaml.safe_dump(ENTRIES))
+    return path
+
+
+@pytest.fixture(scope="module")
+def guarded(keys_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service that asks for keys, and has little patience."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    (app,) = config["applications"]
+    app["args"]["access"] = {"keys_file": str(keys_file)}
+    app["args"]["ingress"] = {"body_timeout_s": BODY_TIMEOUT_S, "max_tokens": 1000, "max_n": 4}
+    config["controller_options"]["runtime_env"]["env_vars"] |= {
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "leastconn\n    timeout http-request 2s",
+        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "4",
+    }
+    service = Service(config, tmp_path_factory.mktemp("guarded"))
+    yield service
+    service.stop()
+
+
+def caller(service: Service, name: str, **headers: str) -> httpx.Client:
+    headers["authorization"] = f"Bearer {KEYS[name]}"
+    return httpx.Client(base_url=service.url, headers=headers, timeout=60)
+
+
+def generate(client: httpx.Client, **more: Any) -> httpx.Response:
+    return client.post("/generate", json={"prompts": [QUESTION]} | more)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", "/stats"),
+        ("GET", "/v1/models"),
+        ("POST", "/generate"),
+        ("POST", "/process"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/no/such/path"),
+    ],
+)
+def test_without_a_key_there_is_only_health(guarded: Service, method: str, path: str) -> None:
+    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    for headers in ({}, {"authorization": "Bearer sk-wrong"}):
+        response = httpx.request(method, guarded.url + path, headers=headers)
+        assert response.status_code == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert response.json()["error"]["type"] == "authentication_error"
+
+
+def test_a_key_opens_every_route(guarded: Service) -> None:
+    with caller(guarded, "ada") as client:
+        assert generate(client).json()["results"] == ["2"]
+        for path in ("/", "/stats", "/v1/models"):
+            assert client.get(path).status_code == 200
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS["ada"]) as sdk:
+        chat: Any = [{"role": "user", "content": QUESTION}]
+        answer = sdk.chat.completions.create(model="demo", messages=chat, temperature=0)
+        assert answer.choices[0].message.content == "2"
+
+
+def test_a_key_is_for_its_tenant_and_its_tiers(guarded: Service) -> None:
+    with caller(guarded, "bob") as client:
+        assert generate(client).status_code == 200
+        assert generate(client, tenant="bob", service_tier="flex").status_code == 200
+        for body in ({"tenant": "ada"}, {"service_tier": "priority"}):
+            response = generate(client, **body)
+            assert response.status_code == 403
+            assert response.json()["error"]["param"] in body
+    with caller(guarded, "bob", **{"x-tenant": "ada"}) as client:
+        assert generate(client).status_code == 403
+
+
+def test_what_a_request_may_ask_for_is_bounded(guarded: Service) -> None:
+    with caller(guarded, "ada") as client:
+        for path, body in (
+            ("/v1/completions", {"prompt": QUESTION, "n": 5}),
+            ("/v1/completions", {"prompt": QUESTION, "max_tokens": 1001}),
+            ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 1001}),
+            ("/generate", {"prompts": [QUESTION], "max_tokens": 1001}),
+        ):
+            response = client.post(path, json={"model": "demo"} | body)
+            assert response.status_code == 400
+            assert "is more than the limit of" in response.json()["error"]["message"]
+
+
+def test_who_waits_as_long_as_told_gets_in(guarded: Service) -> None:
+    with caller(guarded, "few") as client:
+        statuses = []
+        while (response := client.get("/v1/models")).status_code == 200:
+            statuses.append(response.status_code)
+        assert response.status_code == 429
+        # A minute's requests came at once; those that were refilled meanwhile depend on the machine.
+        assert len(statuses) >= 120
+        time.sleep(int(response.headers["retry-after"]))
+        assert client.get("/v1/models").status_code == 200
+
+
+def test_requests_in_flight_are_counted_and_given_back(guarded: Service) -> None:
+    long = {"model": "demo", "prompt": "once upon", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    with caller(guarded, "slow") as client, caller(guarded, "slow") as other:
+        with client.stream("POST", "/v1/completions", json=long) as response:
+            assert response.status_code == 200
+            pieces = response.iter_raw()
+            next(pieces)
+            refused = generate(other)
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+        deadline = time.monotonic() + LIMIT_S
+        while generate(other).status_code == 429:
+            assert time.monotonic() < deadline
+
+
+def test_keys_change_without_a_restart(guarded: Service, keys_file: Path) -> None:
+    with caller(guarded, "bob") as old, caller(guarded, "late") as new:
+        assert (generate(old).status_code, generate(new).status_code) == (200, 401)
+        keys_file.write_text(
+            yaml.safe_dump([each for each in ENTRIES if each["name"] != "bob"] + [entry("late")])
+        )
+        deadline = time.monotonic() + LIMIT_S
+        while (generate(old).status_code, generate(new).status_code) != (401, 200):
+            assert time.monotonic() < deadline
+
+
+def drip(service: Service, data: bytes, drop: bytes) -> bytes:
+    """Send `data`, then `drop` again and again, until the other side has had enough; return what it said."""
+    said = b""
+    with socket.create_connection(("127.0.0.1", int(service.url.rsplit(":", 1)[1]))) as connection:
+        connection.sendall(data)
+        connection.settimeout(0.25)
+        deadline = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                if not (piece := connection.recv(65536)):
+                    return said
+                said += piece
+                if b"\r\n\r\n" in said:
+                    return said
+            except TimeoutError:
+                with suppress(OSError):
+                    connection.sendall(drop)
+            except OSError:
+                return said
+    raise AssertionError(f"still connected after {LIMIT_S} s")
+
+
+def test_slow_clients_are_sent_away_and_hold_nobody_up(guarded: Service) -> None:
+    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    body = f"authorization: Bearer {KEYS['ada']}\r\ncontent-length: 1000\r\n\r\n{{".encode()
+    slow = [(head, b"x: y\r\n"), (b"", b"G"), (head + body, b" "), (head + body, b"")] * 25
+    answers: list[bytes] = []
+
+    def run(data: bytes, drop: bytes) -> None:
+        answers.append(drip(guarded, data, drop))
+
+    threads = [threading.Thread(target=run, args=each) for each in slow]
+    for thread in threads:
+        thread.start()
+    with caller(guarded, "ada") as client:
+        assert generate(client).json()["results"] == ["2"]
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+    assert len(answers) == len(slow)
+    assert all(b" 408 " in answer.split(b"\r\n")[0] for answer in answers if answer)
+    # Of what has a head, the Ingress itself says it, and with an id.
+    assert sum(b"x-request-id: " in answer for answer in answers) == 50
+
+
+def test_logs_have_ids_and_neither_prompts_nor_keys(guarded: Service) -> None:
+    """Runs last in this file: it also looks at what the others left behind."""
+    canary, key, number = f"canary{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}", secrets.token_hex(8)
+    chat = [{"role": "user", "content": canary}]
+    bodies: list[tuple[str, Any]] = [
+        ("/generate", {"prompts": [canary]}),
+        ("/generate", {"prompts": [canary], "max_tokens": -1}),
+        ("/generate", {"prompts": canary}),
+        ("/generate", {"prompts": [canary * 500]}),
+        ("/generate", {"messages": [chat]}),
+        ("/generate", {"messages": [[{"role": canary}]]}),
+        ("/process", {"records": [canary]}),
+        ("/v1/chat/completions", {"messages": chat, "max_tokens": 4}),
+        ("/v1/chat/completions", {"messages": chat, "max_tokens": 4, "stream": True}),
+        ("/v1/chat/completions", {"messages": canary}),
+        ("/v1/chat/completions", {"messages": [{"role": canary, "content": canary}]}),
+        ("/v1/chat/completions", {"messages": chat, "tools": canary, "stop": {"a": canary}}),
+        ("/v1/completions", {"prompt": canary, "max_tokens": 4}),
+        ("/v1/completions", {"prompt": [canary * 500], "max_tokens": 4}),
+        ("/v1/completions", {"prompt": {"a": canary}}),
+        ("/v1/responses", {"input": canary, "max_output_tokens": 4}),
+        ("/v1/messages", {"messages": chat, "max_tokens": 4}),
+        ("/v1/tokenize", {"prompt": canary}),
+        ("/v1/embeddings", {"input": canary}),
+        (f"/v1/{canary}", {}),
+        (f"/generate?q={canary}", {"prompts": ["x"]}),
+    ]
+    with caller(guarded, "ada", **{"x-request-id": number}) as client:
+        for path, body in bodies:
+            for model in ("demo", canary):
+                response = client.post(path, json={"model": model} | body)
+                assert response.status_code < 500
+                assert response.headers["x-request-id"] == number
+            client.post(path, content=json.dumps(body).encode()[:-2])
+            with suppress(httpx.TimeoutException):
+                client.post(path, json={"model": "demo"} | body, timeout=0.005)
+            client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+        # Ray Serve writes its log a thousand lines at a time.
+        for _ in range(1100):
+            client.get("/v1/models")
+    secret = [canary, key, *KEYS.values(), *(hash_key(each.encode()) for each in KEYS.values())]
+    found = guarded.logs()
+    assert any(number in content for content in found.values())
+    leaks = {f"{path}: {word[:9]}" for path, text in found.items() for word in secret if word in text}
+    assert not leaks
+    assert not any(word in guarded.output for word in secret)

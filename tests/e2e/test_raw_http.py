@@ -1,0 +1,191 @@
+"""What no HTTP library would send: bytes that are no request, half requests, and connections that break."""
+
+import json
+import random
+import socket
+import struct
+
+import httpx
+import pytest
+
+from tests.e2e.service import Service
+from tests.e2e.test_service import batcher, wait_until_idle
+
+LIMIT_S = 20.0
+BODY = json.dumps({"prompts": ["What is 1+1?"]}).encode()
+STREAM = json.dumps(
+    {"model": "demo", "prompt": "once upon", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+).encode()
+HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+SHORT = b"connection: close\r\ncontent-length: 2\r\n\r\n{}"
+GOOD = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+def connect(service: Service) -> socket.socket:
+    port = int(service.url.rsplit(":", 1)[1])
+    return socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S)
+
+
+def reset(connection: socket.socket) -> None:
+    """Break a connection: the other side gets a reset instead of an end."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def send(service: Service, data: bytes) -> bytes:
+    """Send bytes, and nothing after them; return the answer until the other side closes."""
+    answer = b""
+    with connect(service) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while piece := connection.recv(65536):
+                answer += piece
+        except OSError:
+            # The other side has had enough already.
+            pass
+    return answer
+
+
+def status(answer: bytes) -> int | None:
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else None
+
+
+MALFORMED = {
+    "nothing": b"",
+    "no request": b"\x00\xff\x16\x03\x01" * 50,
+    "tls": bytes.fromhex("160301005a0100005603035f") + b"\0" * 80,
+    "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 40,
+    "no version": b"GET /\r\n\r\n",
+    "odd version": b"GET /health HTTP/9.9\r\nhost: x\r\n\r\n",
+    "no method": b" /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    "odd method": b"G\x00T /health HTTP/1.1\r\nhost: x\r\n\r\n",
+    "no host": b"GET /v1/models HTTP/1.1\r\n\r\n",
+    "no path": b"GET  HTTP/1.1\r\nhost: x\r\n\r\n",
+    "odd path": b"GET /\xff\x01 HTTP/1.1\r\nhost: x\r\n\r\n",
+    "path that is no utf-8": b"GET /%ff%fe%00 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "long path": b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+    "long query": b"GET /health?" + b"a" * 10_000 + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
+    "half head": b"GET /health HTTP/1.1\r\nho",
+    "header without a colon": b"GET /health HTTP/1.1\r\nhost: x\r\nabc\r\n\r\n",
+    "header with a null": b"GET /health HTTP/1.1\r\nhost: x\r\na: \0\r\n\r\n",
+    "folded header": b"GET /health HTTP/1.1\r\nhost: x\r\na: b\r\n c\r\nconnection: close\r\n\r\n",
+    "long header": b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"b" * 100_000 + b"\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nhost: x\r\n" + b"a: b\r\n" * 1000 + b"\r\n",
+    "length that is no number": HEAD + b"content-length: x\r\n\r\n" + BODY,
+    "negative length": HEAD + b"content-length: -1\r\n\r\n" + BODY,
+    "two lengths": HEAD + b"content-length: 1\r\ncontent-length: 2\r\n\r\n" + BODY,
+    "length and chunks": HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+    "huge length": HEAD + b"content-length: 99999999999999999999\r\n\r\n" + BODY,
+    "half body": HEAD + b"content-length: 1000\r\n\r\n" + BODY,
+    "more than the length": HEAD + b"connection: close\r\ncontent-length: 5\r\n\r\n" + BODY,
+    "odd encoding": HEAD + b"transfer-encoding: cow\r\n\r\n" + BODY,
+    "chunk size that is no number": CHUNKED + b"xyz\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "negative chunk": CHUNKED + b"-5\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "huge chunk": CHUNKED + b"ffffffffffffffffff\r\n" + BODY,
+    "chunk that is shorter": CHUNKED + b"ff\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "chunk that is longer": CHUNKED + b"2\r\n" + BODY + b"\r\n0\r\n\r\n",
+    "no last chunk": CHUNKED + b"%x\r\n" % len(BODY) + BODY + b"\r\n",
+    "content encoding": GOOD.replace(b"\r\n\r\n", b"\r\ncontent-encoding: gzip\r\n\r\n"),
+    "expectation": GOOD.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"),
+    "upgrade": b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+    b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+    "id that is no text": HEAD + b"x-request-id: \xff\r\n" + SHORT,
+    "session that is no text": HEAD + b"x-session-id: \xff\r\n" + SHORT,
+    "timeout that is no text": HEAD + b"x-request-timeout-seconds: \xff\r\n" + SHORT,
+    "tenant that is no text": HEAD + b"x-tenant: \xff\r\n" + SHORT,
+    "content type that is no text": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: \xff\r\n"
+    + SHORT,
+    "two requests": GOOD.replace(b"connection: close\r\n", b"") + b"GARBAGE\r\n\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+def test_what_is_malformed_is_refused_or_dropped(service: Service, data: bytes) -> None:
+    answer = send(service, data)
+    code = status(answer)
+    assert code is None or code < 500, answer
+
+
+@pytest.mark.parametrize("name", ["long path", "long header", "many headers"])
+def test_a_head_over_the_limit_is_a_400(service: Service, name: str) -> None:
+    assert status(send(service, MALFORMED[name])) in (400, None)
+    assert status(send(service, GOOD.replace(b"host: x", b"host: x\r\na: " + b"b" * 20_000))) == 400
+    assert status(send(service, GOOD.replace(b"host: x", b"host: x\r\na: " + b"b" * 10_000))) == 200
+
+
+def test_a_request_is_still_a_request_however_it_is_cut(service: Service) -> None:
+    """The control of these tests: what is whole is answered."""
+    pieces = CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    pieces += b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
+    for data in (GOOD, pieces):
+        with connect(service) as connection:
+            for byte in data:
+                connection.sendall(bytes([byte]))
+            answer = b""
+            while piece := connection.recv(65536):
+                answer += piece
+        assert status(answer) == 200
+        assert b'"results":["2"]' in answer
+
+
+def test_noise_gets_no_5xx(service: Service, http: httpx.Client) -> None:
+    source = random.Random(7)
+    for _ in range(300):
+        data = bytearray(GOOD)
+        for _ in range(source.randint(1, 8)):
+            at = source.randrange(len(data))
+            match source.randrange(3):
+                case 0:
+                    data[at] = source.randrange(256)
+                case 1:
+                    del data[at : at + source.randint(1, 20)]
+                case _:
+                    data[at:at] = source.randbytes(source.randint(1, 20))
+        code = status(answer := send(service, bytes(data)))
+        assert code is None or code < 500, (bytes(data), answer)
+    assert http.get("/health").status_code == 200
+
+
+def test_a_connection_may_break_at_every_stage(service: Service, http: httpx.Client) -> None:
+    """The request is cut after each of many bytes, by an end or by a reset; later, while it is answered."""
+    head = HEAD.replace(b"/generate", b"/v1/completions")
+    whole = head + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM
+    for end in [*range(0, len(whole), 9), len(whole)]:
+        for close in (reset, socket.socket.close):
+            connection = connect(service)
+            connection.sendall(whole[:end])
+            close(connection)
+    for wanted in (1, 200, 2000):
+        for close in (reset, socket.socket.close):
+            connection = connect(service)
+            connection.sendall(whole)
+            got = 0
+            while got < wanted:
+                got += len(connection.recv(wanted))
+            close(connection)
+    # Nothing goes on for those that left.
+    wait_until_idle(http, LIMIT_S)
+
+
+def test_streams_that_nobody_reads_end_when_their_clients_leave(service: Service, http: httpx.Client) -> None:
+    head = HEAD.replace(b"/generate", b"/v1/completions")
+    connections = [connect(service) for _ in range(20)]
+    for connection in connections:
+        connection.sendall(head + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM)
+        connection.recv(1)
+    assert batcher(http)["running"] > 0
+    assert http.post("/generate", content=BODY, timeout=LIMIT_S).json()["results"] == ["2"]
+    for connection in connections:
+        reset(connection)
+    wait_until_idle(http, LIMIT_S)
+
+
+def test_hundreds_of_idle_connections_hold_nobody_up(service: Service, http: httpx.Client) -> None:
+    connections = [connect(service) for _ in range(500)]
+    for connection in connections[:250]:
+        connection.sendall(HEAD)
+    assert http.post("/generate", content=BODY, timeout=LIMIT_S).json()["results"] == ["2"]
+    for connection in connections:
+        connection.close()
