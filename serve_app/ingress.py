@@ -142,9 +142,13 @@ class Ingress:
         terms = terms_of(request.scope["headers"], fields)
         headers = [(k, v) for k, v in request.scope["headers"] if k not in HOP_BY_HOP]
         query = request.scope["query_string"]
-        messages = relay.remote(RelayRequest(request.method, path, query, headers, body, terms))
-        assert isinstance(messages, DeploymentResponseGenerator)
-        return Relayed(messages)
+
+        def ask(request: RelayRequest) -> DeploymentResponseGenerator[bytes]:
+            messages = relay.remote(request)
+            assert isinstance(messages, DeploymentResponseGenerator)
+            return messages
+
+        return Relayed(ask, RelayRequest(request.method, path, query, headers, body, terms))
 
     async def _body(self, request: Request) -> bytes:
         limit = self._settings.ingress.max_body_bytes

@@ -48,7 +48,7 @@ def test_the_deployments_that_it_names_exist(path: Path) -> None:
     assert set(named) <= there
 
 
-CONTROLLER_ONLY = {"RAY_SERVE_HAPROXY_LOG_TARGET"}
+CONTROLLER_ONLY = {"RAY_SERVE_HAPROXY_LOG_TARGET", "RAY_SERVE_HAPROXY_RETRY_ON"}
 """What is for HAProxy alone, which the controller starts."""
 
 
