@@ -10,6 +10,7 @@ from contextlib import aclosing
 from serve_app import admission
 from serve_app.admission import Admission
 from serve_app.errors import RequestError, engine_failed
+from serve_app.handlers import kept_handlers
 from serve_app.lifeline import tie_children
 from serve_app.precedence import let_others_finish
 from serve_app.protocol import (
@@ -26,6 +27,7 @@ from serve_app.replica import DRAIN_S, answer, replica_stats
 from serve_app.settings import LLMSettings
 from serve_app.terms import Terms
 from serve_app.trail import Trail, to_ids
+from serve_app.tuning import parse_tuning
 from serve_app.watchdog import Watchdog
 
 logger = logging.getLogger("ray.serve")
@@ -56,7 +58,8 @@ class Engine:
         self, settings: LLMSettings, max_prompts: int
     ) -> None:
         # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
-        from serve_app.vllm_engine import VLLMEngine
+        with kept_handlers():
+            from serve_app.vllm_engine import VLLMEngine
 
         tie_children()
         self._max_prompts = max_prompts
@@ -65,6 +68,17 @@ class Engine:
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         # The engine's own processes run by now, and don't.
         let_others_finish()
+
+    def reconfigure(self, user_config: JSON) -> None:
+        """Take in the `user_config` of the deployment: at the start, and whenever it alone has changed.
+
+        Args:
+            user_config: The fields of a `Tuning`.
+
+        Raises:
+            SettingsError: It is wrong; what was set before stays.
+        """
+        self._engine.tune(parse_tuning(user_config).batcher)
 
     async def generate(self, request: GenerateRequest | JSON) -> JSON:
         """Complete a list of prompts.

@@ -18,9 +18,11 @@ import httpx
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from serve_app.health import engine_name
 from serve_app.processes import adopt_orphans, end_descendants
 from serve_app.protocol import JSON
 from serve_app.settings import parse
+from serve_app.tuning import parse_tuning
 
 IMPORT_PATH = "serve_app.app:build"
 DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
@@ -113,7 +115,11 @@ def read_config(path: Path) -> ServeDeploySchema:
             )
         for app in config.applications:
             if app.import_path == IMPORT_PATH:
-                parse(app.args)
+                settings = parse(app.args)
+                languages = {engine_name(model.id) for model in settings.models if model.kind == "llm"}
+                for deployment in app.deployments:
+                    if deployment.name in languages and isinstance(deployment.user_config, dict):
+                        parse_tuning(deployment.user_config)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:

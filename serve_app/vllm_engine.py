@@ -6,7 +6,7 @@ The imports are those of vLLM 0.32; they move between minor versions.
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -48,6 +48,7 @@ from serve_app.protocol import JSON, SamplingFields
 from serve_app.relay import ASGIApp
 from serve_app.settings import BatcherSettings, EngineSettings, LLMSettings, SettingsError
 from serve_app.trail import Resume, Trail
+from serve_app.tuning import BatcherTuning
 
 HOT = {"/v1/chat/completions", "/v1/completions"}
 """Routes that are called most."""
@@ -305,7 +306,8 @@ class VLLMEngine:
             engine_args, usage_context=UsageContext.OPENAI_API_SERVER
         )
         self.llm.pace = Pace()
-        self.batcher = self.llm.batcher = _batcher(settings.batcher, self.llm)
+        self._limits = _limits(settings.batcher, self.llm)
+        self.batcher = self.llm.batcher = _batcher(settings.batcher, self._limits)
         self.max_model_len: int = self.llm.model_config.max_model_len
         self._sampling: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
@@ -339,6 +341,16 @@ class VLLMEngine:
     def busy(self) -> bool:
         """Whether the engine itself has work, apart from what still has to be sent."""
         return bool(self.llm.output_processor.has_unfinished_requests())
+
+    def tune(self, tuning: BatcherTuning) -> None:
+        """Change what the gate lets through, while requests run; a field left out is as it was at first."""
+        self.batcher.set_capacity(
+            tuning.capacity_tokens or self._limits.capacity,
+            max_running=tuning.max_running or self._limits.max_running,
+        )
+        self.batcher.set_tenant_weights(
+            self._limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
+        )
 
     async def start(self) -> ASGIApp:
         """Open the gate and return vLLM's application."""
@@ -487,17 +499,34 @@ def _vllm_args(settings: LLMSettings) -> Any:
     return args
 
 
-def _batcher(settings: BatcherSettings, llm: AsyncLLM) -> ContinuousBatcher:
+@dataclass(slots=True, frozen=True)
+class _Limits:
+    """What the gate lets through, as the config has it or else vLLM."""
+
+    capacity: int
+    max_running: int
+    tenant_weights: Mapping[str, float]
+
+
+def _limits(settings: BatcherSettings, llm: AsyncLLM) -> _Limits:
     cache = llm.vllm_config.cache_config
     # vLLM keeps one block for itself.
     capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    return _Limits(
+        settings.capacity_tokens or max(capacity, cache.block_size),
+        settings.max_running or llm.vllm_config.scheduler_config.max_num_seqs,
+        settings.tenant_weights,
+    )
+
+
+def _batcher(settings: BatcherSettings, limits: _Limits) -> ContinuousBatcher:
     return ContinuousBatcher(
-        capacity=settings.capacity_tokens or max(capacity, cache.block_size),
-        max_running=settings.max_running or llm.vllm_config.scheduler_config.max_num_seqs,
+        capacity=limits.capacity,
+        max_running=limits.max_running,
         max_queue_size=settings.max_queue_size,
         max_queue_cost=settings.max_queue_tokens,
         policy=settings.policy,
         oversize="alone",
         priority_aging_s=settings.priority_aging_s,
-        tenant_weights=settings.tenant_weights,
+        tenant_weights=limits.tenant_weights,
     )
