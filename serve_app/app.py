@@ -37,6 +37,8 @@ def build(args: dict[str, Any]) -> Application:
     ingress = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        # It does little at a time, so one that is silent for three checks hangs.
+        health_check_timeout_s=10,
         graceful_shutdown_timeout_s=GRACE_S,
     )(serve.ingress()(Ingress))
     engines = {model.id: _engine(model, settings.ingress.max_prompts) for model in settings.models}

@@ -48,7 +48,11 @@ def test_the_deployments_that_it_names_exist(path: Path) -> None:
     assert set(named) <= there
 
 
-CONTROLLER_ONLY = {"RAY_SERVE_HAPROXY_LOG_TARGET", "RAY_SERVE_HAPROXY_RETRY_ON"}
+CONTROLLER_ONLY = {
+    "RAY_SERVE_HAPROXY_LOG_TARGET",
+    "RAY_SERVE_HAPROXY_RETRY_ON",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
+}
 """What is for HAProxy alone, which the controller starts."""
 
 
