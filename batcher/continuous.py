@@ -316,6 +316,17 @@ class ContinuousBatcher(Lifecycle):
         """
         self._queue.weigh(tenant, weight)
 
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the tenants' shares, also of those that wait.
+
+        Args:
+            weights: Share of a tenant in relation to the others; 1.0 where not given.
+
+        Raises:
+            ValueError: A weight is not a finite number above 0.
+        """
+        self._queue.set_tenant_weights(weights)
+
     def estimate_wait(self, cost: int, priority: int = 0) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 

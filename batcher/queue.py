@@ -125,6 +125,21 @@ class RequestQueue(Generic[EntryT]):
             return "max_queue_cost", self._max_cost
         return None
 
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the tenants' shares from now on; what they were served is not counted anew.
+
+        Args:
+            weights: Share of a tenant in relation to the others; 1.0 where not given.
+
+        Raises:
+            ValueError: A weight is not a finite number above 0.
+        """
+        checks.weights("tenant_weights", weights)
+        self._weights = dict(weights)
+        for group in self._classes.values():
+            for lane in group.lanes.values():
+                lane.weight = self._weights.get(lane.tenant, 1.0)
+
     def add(self, entry: EntryT) -> None:
         """Put an entry in its place.
 

@@ -1,11 +1,12 @@
 """How one request asks the gate for admission, and what the gate said."""
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batcher import BatcherError, Expired, Oversize, QueueFull
 from serve_app.errors import RequestError
 from serve_app.terms import USUAL, Terms
+from serve_app.trail import Trail
 
 
 @dataclass(slots=True)
@@ -20,12 +21,16 @@ class Admission:
         deadline: When it must have started, on the clock of `time.monotonic`.
         wait: Wait for room when the queue is full, instead of being refused.
         refusal: The gate's reason, once it has refused.
+        trail: What is needed to carry on its answer elsewhere, if that is a stream.
+        token_ids: The tokens that its answer, a stream, has brought elsewhere already.
     """
 
     terms: Terms = USUAL
     deadline: float | None = None
     wait: bool = False
     refusal: RequestError | None = None
+    trail: Trail | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 current: ContextVar[Admission | None] = ContextVar("admission", default=None)

@@ -4,6 +4,7 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 
 from serve_app.engine import Engine
 from serve_app.function_engine import FunctionEngine
@@ -14,6 +15,13 @@ from serve_app.settings import FunctionSettings, ModelSettings, parse
 UNBOUNDED = 100_000
 """The batcher bounds what waits, by tokens and with an answer that says when to come back; Serve's own
 limit on ongoing requests is set where it can't cut in before."""
+
+HEALTH_CHECK_PERIOD_S = 1
+"""A replica that has died is missed, and replaced, at the next check; one that fails it, after three."""
+
+GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
+"""What a replica that stops may take to finish its answers: as long as HAProxy lets them run. So one setting
+says how long a stream may be. A replica that has nothing left to answer doesn't take it."""
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -26,7 +34,13 @@ def build(args: dict[str, Any]) -> Application:
         SettingsError: The args are wrong.
     """
     settings = parse(args)
-    ingress = serve.deployment(max_ongoing_requests=UNBOUNDED)(serve.ingress()(Ingress))
+    ingress = serve.deployment(
+        max_ongoing_requests=UNBOUNDED,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        # It does little at a time, so one that is silent for three checks hangs.
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=GRACE_S,
+    )(serve.ingress()(Ingress))
     engines = {model.id: _engine(model, settings.ingress.max_prompts) for model in settings.models}
     return ingress.bind(settings, engines)
 
@@ -35,9 +49,10 @@ def _engine(model: ModelSettings, max_records: int) -> Application:
     kind: type[Any] = FunctionEngine if isinstance(model, FunctionSettings) else Engine
     deployment = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=40,
-        health_check_period_s=5,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        # A burst may keep a replica from answering for a while.
         health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=GRACE_S,
         # The Ingress' log has a line per request already.
         logging_config={"enable_access_log": False},
     )(kind)

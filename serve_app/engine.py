@@ -1,13 +1,16 @@
 """The Engine deployment: a model and its batcher, behind a handle."""
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from serve_app import admission
 from serve_app.admission import Admission
-from serve_app.errors import RequestError
+from serve_app.errors import RequestError, engine_failed
+from serve_app.handlers import kept_handlers
 from serve_app.lifeline import tie_children
 from serve_app.precedence import let_others_finish
 from serve_app.protocol import (
@@ -23,6 +26,20 @@ from serve_app.relay import RelayRequest, run_app
 from serve_app.replica import DRAIN_S, answer, replica_stats
 from serve_app.settings import LLMSettings
 from serve_app.terms import Terms
+from serve_app.trail import Trail, to_ids
+from serve_app.tuning import parse_tuning
+from serve_app.watchdog import Watchdog
+
+logger = logging.getLogger("ray.serve")
+
+WATCH_S = 0.25
+"""Seconds between two looks at the engine."""
+
+LAST_WORDS_S = 0.25
+"""Seconds in which those who wait for a dead engine are told; they would learn it from the connection too."""
+
+RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
+"""Routes whose streams may go on in another replica when this one dies."""
 
 PARTIAL = {400, 408}
 """Errors of one prompt, which leave the others of a `partial` call as they are."""
@@ -41,14 +58,27 @@ class Engine:
         self, settings: LLMSettings, max_prompts: int
     ) -> None:
         # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
-        from serve_app.vllm_engine import VLLMEngine
+        with kept_handlers():
+            from serve_app.vllm_engine import VLLMEngine
 
         tie_children()
         self._max_prompts = max_prompts
         self._engine = VLLMEngine(settings)
         self._app = await self._engine.start()
+        self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         # The engine's own processes run by now, and don't.
         let_others_finish()
+
+    def reconfigure(self, user_config: JSON) -> None:
+        """Take in the `user_config` of the deployment: at the start, and whenever it alone has changed.
+
+        Args:
+            user_config: The fields of a `Tuning`.
+
+        Raises:
+            SettingsError: It is wrong; what was set before stays.
+        """
+        self._engine.tune(parse_tuning(user_config).batcher)
 
     async def generate(self, request: GenerateRequest | JSON) -> JSON:
         """Complete a list of prompts.
@@ -72,9 +102,19 @@ class Engine:
         if request.path == "/generate":
             yield await answer(self._answer_generate(request))
             return
-        verdict = Admission(request.terms, request.terms.deadline(time.monotonic()))
+        terms = request.terms_now()
+        trail = Trail(lambda: self._engine.died) if request.path in RESUMABLE else None
+        verdict = Admission(
+            terms,
+            terms.deadline(time.monotonic()),
+            wait=request.resumes,
+            trail=trail,
+            token_ids=to_ids(request.token_ids),
+        )
         admission.current.set(verdict)
-        messages = run_app(self._app, request, refusal=lambda: verdict.refusal)
+        messages = run_app(
+            self._app, request, refusal=lambda: verdict.refusal or self._failure(), trail=trail
+        )
         async with aclosing(messages):
             async for message in messages:
                 yield message
@@ -87,13 +127,43 @@ class Engine:
         """Raise if the engine has died, so that Serve replaces this replica."""
         await self._engine.check_health()
 
+    async def _watch(self, timeout_s: float) -> None:
+        """End this process when its engine has died or hangs.
+
+        Serve would take three failed health checks for it, and send requests here for so long. Of a process
+        that is gone it knows at once, and so does everyone who waits for an answer. What the engine started
+        ends with this process, even what is stopped.
+        """
+        watchdog = Watchdog(timeout_s, WATCH_S)
+        while True:
+            await asyncio.sleep(WATCH_S)
+            engine = self._engine
+            if engine.died:
+                logger.error("vLLM's engine has died; this replica ends, and Serve starts another")
+                await asyncio.sleep(LAST_WORDS_S)
+            elif watchdog.look(busy=engine.busy, steps=engine.steps):
+                logger.error(
+                    "vLLM's engine has work and made no step for %.0f s (engine_hang_timeout_s); this "
+                    "replica ends, and Serve starts another",
+                    timeout_s,
+                )
+            else:
+                continue
+            os._exit(1)
+
     async def __del__(self) -> None:
+        if watching := getattr(self, "_watching", None):
+            watching.cancel()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
 
+    def _failure(self) -> RequestError | None:
+        """Return what its requests are told if the engine has died, whatever vLLM's application says."""
+        return engine_failed() if self._engine.died else None
+
     async def _answer_generate(self, relayed: RelayRequest) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
-        response = await self._generate(request, relayed.terms)
+        response = await self._generate(request, relayed.terms_now())
         return response.model_dump_json(exclude_unset=True).encode()
 
     async def _generate(self, request: GenerateRequest, terms: Terms) -> GenerateResponse:

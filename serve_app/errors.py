@@ -81,3 +81,9 @@ def _rebuild(
     status: int, type: ErrorType, message: str, param: str | None, retry_after_s: float | None
 ) -> RequestError:
     return RequestError(status, type, message, param=param, retry_after_s=retry_after_s)
+
+
+def engine_failed() -> RequestError:
+    """Return what a client is told whose Engine died with its request."""
+    message = "The engine that had this request failed. Try again."
+    return RequestError(503, "service_unavailable", message, retry_after_s=1.0)

@@ -90,12 +90,12 @@ class FunctionEngine:
 
     async def _answer_process(self, relayed: RelayRequest) -> bytes:
         request = parse_process(relayed.body, max_records=self._max_records)
-        return _json(await self._process(request, relayed.terms))
+        return _json(await self._process(request, relayed.terms_now()))
 
     async def _answer_embeddings(self, relayed: RelayRequest) -> bytes:
         request = parse_embedding(relayed.body, max_texts=self._max_records)
         outcomes = await run_records(
-            self._batcher, request.input, relayed.terms, field="input", partial=False
+            self._batcher, request.input, relayed.terms_now(), field="input", partial=False
         )
         tickets = [outcome for outcome in outcomes if isinstance(outcome, Ticket)]
         vectors = [ticket.result() for ticket in tickets]

@@ -159,9 +159,13 @@ class Ingress:
         terms = caller.terms(given, fields) if caller else terms_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
         query = request.scope["query_string"]
-        messages = relay.remote(RelayRequest(request.method, path, query, headers, body, terms))
-        assert isinstance(messages, DeploymentResponseGenerator)
-        return Relayed(messages)
+
+        def ask(request: RelayRequest) -> DeploymentResponseGenerator[bytes]:
+            messages = relay.remote(request)
+            assert isinstance(messages, DeploymentResponseGenerator)
+            return messages
+
+        return Relayed(ask, RelayRequest(request.method, path, query, headers, body, terms))
 
     async def _body(self, request: Request) -> bytes:
         limit = self._settings.ingress.max_body_bytes

@@ -20,9 +20,11 @@ from ray.serve.schema import ServeDeploySchema
 
 from serve_app import exposure
 from serve_app.access import Access
+from serve_app.health import engine_name
 from serve_app.processes import adopt_orphans, end_descendants
 from serve_app.protocol import JSON
 from serve_app.settings import parse
+from serve_app.tuning import parse_tuning
 
 IMPORT_PATH = "serve_app.app:build"
 DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
@@ -116,9 +118,16 @@ def read_config(path: Path) -> ServeDeploySchema:
                 f"{unknown[0]}: unknown key; allowed: {', '.join(ServeDeploySchema.model_fields)}"
             )
         for app in config.applications:
-            if app.import_path == IMPORT_PATH and (access := parse(app.args).access):
+            if app.import_path != IMPORT_PATH:
+                continue
+            settings = parse(app.args)
+            if settings.access:
                 there = os.environ | (app.runtime_env or {}).get("env_vars", {})
-                Access(access, environment=there)
+                Access(settings.access, environment=there)
+            languages = {engine_name(model.id) for model in settings.models if model.kind == "llm"}
+            for deployment in app.deployments:
+                if deployment.name in languages and isinstance(deployment.user_config, dict):
+                    parse_tuning(deployment.user_config)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -9,12 +9,18 @@ Sections = Mapping[tuple[str, ...], type[BaseModel]]
 """The model of each section, by the names on the way to it; behind "models" comes a model's kind."""
 
 
-def explain(error: ValidationError, sections: Sections) -> str:
-    """Return one line per mistake: its path, the value and what is allowed."""
+def explain(error: ValidationError, sections: Sections, root: str = "args") -> str:
+    """Return one line per mistake: its path, the value and what is allowed.
+
+    Args:
+        error: What pydantic found.
+        sections: The sections of what was checked.
+        root: Its name in the config.
+    """
     lines = []
     for item in error.errors():
         place = item["loc"]
-        path = _path(place)
+        path = _path(place, root)
         match item["type"]:
             case "extra_forbidden":
                 section = sections[tuple(part for part in place[:-1] if isinstance(part, str))]
@@ -29,11 +35,12 @@ def explain(error: ValidationError, sections: Sections) -> str:
             case _:
                 lines.append(f"{path}: {item['msg']}, not {item['input']!r}")
     count = f"{len(lines)} mistake{'s' if len(lines) > 1 else ''}"
-    return f"the config's args have {count}:\n  " + "\n  ".join(lines)
+    verb = "have" if root.endswith("s") else "has"
+    return f"the config's {root} {verb} {count}:\n  " + "\n  ".join(lines)
 
 
-def _path(place: Place) -> str:
-    path = "args"
+def _path(place: Place, root: str) -> str:
+    path = root
     for at, part in enumerate(place):
         if isinstance(part, int):
             path += f"[{part}]"

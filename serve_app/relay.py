@@ -8,12 +8,14 @@ body; every later one is a piece of the body.
 import asyncio
 import json
 import struct
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.errors import RequestError
+from serve_app.errors import RequestError, engine_failed
 from serve_app.terms import USUAL, Terms
+from serve_app.trail import LOST, Resume, Trail
 
 Message = MutableMapping[str, Any]
 ASGIApp = Callable[
@@ -34,7 +36,14 @@ _PREFIX = struct.Struct(">I?")
 
 @dataclass(slots=True, frozen=True)
 class RelayRequest:
-    """An HTTP request as it crosses the handle; `terms` are those that its head and body state."""
+    """An HTTP request as it crosses the handle.
+
+    Attributes:
+        terms: Those that its head and body state.
+        arrived_at: When the client sent it, in seconds since the epoch: the clock of all machines.
+        resumes: It goes on with a stream that broke elsewhere.
+        token_ids: The tokens that the stream had brought, as the bytes of an `array`.
+    """
 
     method: str
     path: str
@@ -42,14 +51,35 @@ class RelayRequest:
     headers: list[Header]
     body: bytes
     terms: Terms = USUAL
+    arrived_at: float = field(default_factory=time.time)
+    resumes: bool = False
+    token_ids: bytes = b""
+
+    def terms_now(self) -> Terms:
+        """Return the terms on which it waits from now on.
+
+        What it has waited already counts: for a replica to come, or in one that has died since. A stream
+        that goes on has started in time.
+        """
+        terms = self.terms
+        if terms.queue_timeout_s is None:
+            return terms
+        waited = max(0.0, time.time() - self.arrived_at)
+        return terms._replace(queue_timeout_s=None if self.resumes else terms.queue_timeout_s - waited)
 
 
 @dataclass(slots=True, frozen=True)
 class Head:
-    """The status line and headers of an answer."""
+    """The status line and headers of an answer.
+
+    Attributes:
+        resume: How the answer, a stream, could go on elsewhere. Unless that is not at all, each piece of
+            its body is one that `Trail.frame` made.
+    """
 
     status: int
     headers: list[Header]
+    resume: Resume = ""
 
     @property
     def is_event_stream(self) -> bool:
@@ -67,7 +97,7 @@ class Head:
             whole: It is all of the body.
         """
         text = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self.headers]
-        head = json.dumps([self.status, text]).encode()
+        head = json.dumps([self.status, text, self.resume]).encode()
         return _PREFIX.pack(len(head), whole) + head + body
 
     @classmethod
@@ -75,9 +105,9 @@ class Head:
         """Split the first message into the head, the first piece of the body, and whether that is all."""
         length, whole = _PREFIX.unpack_from(message)
         end = _PREFIX.size + length
-        status, text = json.loads(message[_PREFIX.size : end])
+        status, text, resume = json.loads(message[_PREFIX.size : end])
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in text]
-        return cls(status, headers), message[end:], whole
+        return cls(status, headers, resume), message[end:], whole
 
 
 def pack_error(error: RequestError) -> bytes:
@@ -85,6 +115,11 @@ def pack_error(error: RequestError) -> bytes:
     headers = [(b"content-type", b"application/json")]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
     return Head(error.status, headers).pack(json.dumps(error.body()).encode(), whole=True)
+
+
+def error_event(error: RequestError) -> bytes:
+    """Return an error as the event that ends a stream."""
+    return f"data: {json.dumps(error.body())}\n\n".encode()
 
 
 @dataclass(slots=True)
@@ -128,6 +163,7 @@ async def run_app(
     request: RelayRequest,
     *,
     refusal: Callable[[], RequestError | None] = lambda: None,
+    trail: Trail | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages.
 
@@ -139,6 +175,8 @@ async def run_app(
         refusal: Asked before the head leaves. An error that it returns becomes the answer, in place
             of what the application made of it: by then an application that streams may have
             committed itself to status 200.
+        trail: What is needed for a stream to go on elsewhere. Once its engine is lost, what the
+            application still sends is dropped.
     """
     outbox = _Outbox()
     left = asyncio.Event()
@@ -182,12 +220,24 @@ async def run_app(
             # The application ended without an answer: its own error comes out of the task.
             await task
             raise RuntimeError("the application sent no answer")
-        yield outbox.head.pack(outbox.take(), whole=outbox.ended)
+        head = outbox.head
+        if trail is None or outbox.ended or not head.is_event_stream:
+            trail = None
+            yield head.pack(outbox.take(), whole=outbox.ended)
+        elif not trail.resume:
+            yield head.pack(outbox.take())
+        else:
+            yield replace(head, resume=trail.resume).pack(trail.frame(outbox.take()))
         while outbox.pieces or not outbox.ended:
             if not outbox.ended and not outbox.pieces and not task.done():
                 await outbox.readable.wait()
+            if trail is not None and trail.lost():
+                # To the application it is an error like others: it says so and ends in good order.
+                yield LOST if trail.resume else error_event(engine_failed())
+                return
             if outbox.pieces:
-                yield outbox.take()
+                body = outbox.take()
+                yield trail.frame(body) if trail is not None and trail.resume else body
             elif task.done() and not outbox.ended:
                 await task
                 raise RuntimeError("the application broke off its answer")

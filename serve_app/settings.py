@@ -123,6 +123,10 @@ class LLMSettings(Strict):
         engine: vLLM's settings.
         batcher: Admission to each replica.
         sampling: Defaults for `/generate` where a request leaves a field out.
+        engine_hang_timeout_s: Seconds that an engine with work may go without a step before its replica is
+            replaced. It has to be above the longest step, with what a kernel takes to compile on its first
+            use. With `disable_log_stats` a step shows only when it brings a token: then above the longest
+            prompt's time to first token.
     """
 
     id: ModelId
@@ -131,6 +135,7 @@ class LLMSettings(Strict):
     engine: EngineSettings = EngineSettings()
     batcher: BatcherSettings = BatcherSettings()
     sampling: SamplingFields = SamplingFields()
+    engine_hang_timeout_s: Seconds = 60.0
 
     @property
     def path(self) -> str:

@@ -5,11 +5,12 @@ The imports are those of vLLM 0.32; they move between minor versions.
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -34,6 +35,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from batcher import BatcherError, ContinuousBatcher, Slot
@@ -44,12 +46,17 @@ from serve_app.pace import Pace
 from serve_app.protocol import JSON, SamplingFields
 from serve_app.relay import ASGIApp
 from serve_app.settings import BatcherSettings, EngineSettings, LLMSettings, SettingsError
+from serve_app.trail import Resume, Trail
+from serve_app.tuning import BatcherTuning
 
 HOT = {"/v1/chat/completions", "/v1/completions"}
 """Routes that are called most."""
 
 UNUSED: tuple[object, ...] = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
 """Middleware of vLLM's application."""
+
+GREEDY = 1e-5
+"""Below this temperature vLLM draws nothing and takes the likeliest token."""
 
 DEFAULT_MAX_TOKENS = 512
 """Output tokens of a `/generate` prompt where neither the request nor the config says."""
@@ -80,13 +87,20 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         reserved = n * self._blocks(length)
         # Nobody changes them any more; a deep copy costs a fifth of all that vLLM does to a short prompt.
         sampling_params.skip_clone = True
-        results = super().generate(prompt, sampling_params, request_id, **options)
+        request = admission.current.get()
+        if request is not None and request.token_ids:
+            results = self._go_on(prompt, sampling_params, request_id, request.token_ids, **options)
+        else:
+            results = super().generate(prompt, sampling_params, request_id, **options)
         async with (
             _Gate(self.batcher, reserved, n * self._blocks(most) - reserved) as slot,
             aclosing(results),
         ):
             if sampling_params.output_kind is RequestOutputKind.DELTA:
-                async for result in self._stream(results, sampling_params, slot, request_id):
+                trail = None if request is None else request.trail
+                if trail is not None:
+                    trail.resume = _resume(prompt, sampling_params)
+                async for result in self._stream(results, sampling_params, slot, request_id, trail):
                     yield result
                 return
             async for result in results:
@@ -99,18 +113,23 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         params: SamplingParams,
         slot: Slot,
         request_id: str,
+        trail: Trail | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         pace = self.pace
         pace.streams += 1
         # Who asks for an interval gets it.
         ours = params.stream_interval is None
         interval = params.stream_interval = params.stream_interval or pace.tokens_per_piece()
+        if trail is not None and trail.resume != "tokens":
+            trail = None
         tokens = 0
         try:
             async for result in results:
                 before = tokens
                 for output in result.outputs:
                     tokens += len(output.token_ids)
+                    if trail is not None:
+                        trail.add(output.token_ids)
                 pace.count(tokens - before)
                 slot.report(tokens)
                 yield result
@@ -131,6 +150,57 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 if state.stream_interval == 1:
                     state.sent_tokens_offset = state.detokenizer.num_output_tokens()
                 state.stream_interval = max(2, tokens)
+
+    async def _go_on(
+        self, prompt: Any, params: SamplingParams, request_id: str, token_ids: list[int], **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Generate what follows `token_ids`, and tell it as though these came with the first token."""
+        tokenizer = self.get_tokenizer()
+        rest = params.clone()
+        processor = self.input_processor
+        rest.update_from_generation_config(
+            processor.generation_config_fields, processor.renderer.get_eos_token_id()
+        )
+        if (
+            params.stop
+            or len(token_ids) >= (params.max_tokens or self.model_config.max_model_len)
+            or (token_ids[-1] in rest.all_stop_token_ids and not params.ignore_eos)
+        ):
+            # It may have been the last: then it ends again where it ended.
+            token_ids = token_ids[:-1]
+        prompt_ids = prompt["prompt_token_ids"]
+        told = IncrementalDetokenizer.from_new_request(
+            tokenizer,
+            SimpleNamespace(
+                request_id=request_id,
+                prompt_token_ids=prompt_ids,
+                prompt_embeds=None,
+                sampling_params=params,
+            ),
+        )
+        told.update(token_ids, False)
+        if rest.max_tokens is not None:
+            rest.max_tokens -= len(token_ids)
+        rest.min_tokens = max(0, params.min_tokens - len(token_ids))
+        # The text is that of all tokens, and so is what stops it.
+        rest.detokenize = False
+        rest.stop = []
+        rest.output_text_buffer_length = 0
+        longer = {**prompt, "prompt_token_ids": prompt_ids + token_ids}
+        results = super().generate(longer, rest, request_id, **options)
+        async with aclosing(results):
+            async for result in results:
+                (output,) = result.outputs
+                stop = told.update(output.token_ids, output.finish_reason == "stop")
+                if stop is not None:
+                    output.finish_reason, output.stop_reason, result.finished = "stop", stop, True
+                output.text = told.get_next_output_text(output.finish_reason is not None, True)
+                output.token_ids = [*token_ids, *output.token_ids]
+                token_ids = []
+                result.prompt_token_ids = prompt_ids
+                yield result
+                if stop is not None:
+                    return
 
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
@@ -174,6 +244,33 @@ class _Gate:
 
     async def __aexit__(self, *exc: Any) -> None:
         await self._slot.__aexit__(*exc)
+
+
+def _resume(prompt: Any, params: SamplingParams) -> Resume:
+    """Return how a stream could go on in another engine.
+
+    What was drawn freely goes on with other draws, as likely as those that it would have had. What was
+    drawn with a seed can only be drawn again from its start: where the generator stood isn't known.
+    """
+    if params.n != 1:
+        return ""
+    greedy = params.temperature < GREEDY
+    stateless = (
+        isinstance(prompt, dict)
+        and prompt.get("type") == "token"
+        and params.logprobs is None
+        and params.prompt_logprobs is None
+        and params.structured_outputs is None
+        and params.thinking_token_budget is None
+        and params.repetition_detection is None
+        # They look at what was generated, and it becomes part of the prompt.
+        and not params.presence_penalty
+        and not params.frequency_penalty
+        and not params.bad_words
+    )
+    if stateless and (greedy or params.seed is None):
+        return "tokens"
+    return "again" if greedy or params.seed is not None else ""
 
 
 def _prompt_length(prompt: Any, limit: int) -> int:
@@ -224,7 +321,8 @@ class VLLMEngine:
             engine_args, usage_context=UsageContext.OPENAI_API_SERVER
         )
         self.llm.pace = Pace()
-        self.batcher = self.llm.batcher = _batcher(settings.batcher, self.llm)
+        self._limits = _limits(settings.batcher, self.llm)
+        self.batcher = self.llm.batcher = _batcher(settings.batcher, self._limits)
         self.max_model_len: int = self.llm.model_config.max_model_len
         self._sampling: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
@@ -234,6 +332,40 @@ class VLLMEngine:
         self._tokenizer = self.llm.get_tokenizer()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._ids = itertools.count()
+        self.steps = 0
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Count what comes out of the engine: with vLLM's statistics on, something does after each step."""
+        core = self.llm.engine_core
+        get_output = core.get_output_async
+
+        async def counted() -> Any:
+            outputs = await get_output()
+            self.steps += 1
+            return outputs
+
+        core.get_output_async = counted
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine is gone, so that nothing more will come out of it."""
+        return bool(self.llm.errored)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine itself has work, apart from what still has to be sent."""
+        return bool(self.llm.output_processor.has_unfinished_requests())
+
+    def tune(self, tuning: BatcherTuning) -> None:
+        """Change what the gate lets through, while requests run; a field left out is as it was at first."""
+        self.batcher.set_capacity(
+            tuning.capacity_tokens or self._limits.capacity,
+            max_running=tuning.max_running or self._limits.max_running,
+        )
+        self.batcher.set_tenant_weights(
+            self._limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
+        )
 
     async def start(self) -> ASGIApp:
         """Open the gate and return vLLM's application."""
@@ -382,17 +514,34 @@ def _vllm_args(settings: LLMSettings) -> Any:
     return args
 
 
-def _batcher(settings: BatcherSettings, llm: AsyncLLM) -> ContinuousBatcher:
+@dataclass(slots=True, frozen=True)
+class _Limits:
+    """What the gate lets through, as the config has it or else vLLM."""
+
+    capacity: int
+    max_running: int
+    tenant_weights: Mapping[str, float]
+
+
+def _limits(settings: BatcherSettings, llm: AsyncLLM) -> _Limits:
     cache = llm.vllm_config.cache_config
     # vLLM keeps one block for itself.
     capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    return _Limits(
+        settings.capacity_tokens or max(capacity, cache.block_size),
+        settings.max_running or llm.vllm_config.scheduler_config.max_num_seqs,
+        settings.tenant_weights,
+    )
+
+
+def _batcher(settings: BatcherSettings, limits: _Limits) -> ContinuousBatcher:
     return ContinuousBatcher(
-        capacity=settings.capacity_tokens or max(capacity, cache.block_size),
-        max_running=settings.max_running or llm.vllm_config.scheduler_config.max_num_seqs,
+        capacity=limits.capacity,
+        max_running=limits.max_running,
         max_queue_size=settings.max_queue_size,
         max_queue_cost=settings.max_queue_tokens,
         policy=settings.policy,
         oversize="alone",
         priority_aging_s=settings.priority_aging_s,
-        tenant_weights=settings.tenant_weights,
+        tenant_weights=limits.tenant_weights,
     )

@@ -129,6 +129,19 @@ def test_a_service_that_is_open_to_the_network_is_warned_of(tmp_path: Path, take
     assert command.said.startswith("WARNING: this service listens on 0.0.0.0 and asks for no API key.")
 
 
+def test_the_part_of_the_config_that_running_engines_take_in_is_checked_too(tmp_path: Path) -> None:
+    content = config()
+    content["applications"][0]["deployments"] = [
+        {"name": "Engine:demo", "user_config": {"batcher": {"x": 1}}}
+    ]
+    assert "user_config.batcher.x: unknown key; allowed here: capacity_tokens" in problem(
+        write(tmp_path, content)
+    )
+    # What a function does with its own is its own affair.
+    content["applications"][0]["deployments"][0]["name"] = "Engine:other"
+    read_config(write(tmp_path, content))
+
+
 def test_another_application_s_args_are_not_ours_to_check(tmp_path: Path) -> None:
     content = config()
     other = {"name": "o", "route_prefix": "/o", "import_path": "o:build", "args": {"x": 1}}

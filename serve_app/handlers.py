@@ -1,0 +1,27 @@
+"""Keeps Ray Serve's log when a library sets up logging for itself."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import MemoryHandler
+
+
+@contextmanager
+def kept_handlers(name: str = "ray.serve") -> Iterator[None]:
+    """Give a logger's buffered handlers their targets back when the block ends.
+
+    vLLM calls `logging.config.dictConfig` when it is imported, which closes every handler of the process. One
+    that buffers has lost its target then: the replica's log ends there, and a Serve controller that starts
+    anew asks in vain where that log is, and replaces the replica.
+
+    Args:
+        name: The logger.
+    """
+    handlers = [one for one in logging.getLogger(name).handlers if isinstance(one, MemoryHandler)]
+    targets = [one.target for one in handlers]
+    try:
+        yield
+    finally:
+        for handler, target in zip(handlers, targets, strict=True):
+            # A file that was closed opens again for the next record.
+            handler.setTarget(target)
