@@ -216,6 +216,7 @@ class ContinuousBatcher(Lifecycle):
             max_running=None if self._max_running == sys.maxsize else self._max_running,
             occupancy=self._recorder.occupancy(now),
             outside=self._intake.outside,
+            outside_cost=self._intake.outside_cost,
             output_tokens=self._recorder.output_tokens,
             background_running=0 if background is None else background.running,
             background_window=None if background is None else background.window.records,

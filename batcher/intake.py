@@ -94,6 +94,12 @@ class Intake(Generic[EntryT]):
         return len(first.entries) + len(last.entries)
 
     @property
+    def outside_cost(self) -> int:
+        """What they cost."""
+        first, last = self._lines
+        return first.cost + last.cost
+
+    @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The loop on which the batcher was started."""
         if self._loop is None:

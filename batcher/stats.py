@@ -131,6 +131,7 @@ class ContinuousStats(Stats):
     """A snapshot of a `ContinuousBatcher`.
 
     Attributes:
+        outside_cost: Cost of what callers bring that wait for room in the queue.
         capacity: Cost that may run at once.
         max_running: Records that may run at once; None: no bound.
         occupancy: Mean share of the capacity in use since the start.
@@ -141,6 +142,7 @@ class ContinuousStats(Stats):
             keep; None: there are no goals.
     """
 
+    outside_cost: int = 0
     capacity: int = 0
     max_running: int | None = None
     occupancy: float = 0.0
