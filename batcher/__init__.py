@@ -13,6 +13,7 @@ from batcher.costs import (
 from batcher.dynamic import DynamicBatcher
 from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
 from batcher.forming import Former
+from batcher.goals import Goals
 from batcher.lanes import Queued
 from batcher.profiles import PROFILES, profile
 from batcher.queue import Entry, RequestQueue
@@ -36,6 +37,7 @@ __all__ = [
     "Entry",
     "Expired",
     "Former",
+    "Goals",
     "InferenceFn",
     "OutputEstimator",
     "Oversize",

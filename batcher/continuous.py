@@ -8,8 +8,10 @@ from types import EllipsisType, TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 from batcher import checks
+from batcher.background import BACKGROUND, Background
 from batcher.costs import OutputEstimator, whole_cost
 from batcher.errors import BatcherError, Oversize
+from batcher.goals import Goals
 from batcher.intake import UNKNOWN_WAIT_S, Intake, State
 from batcher.lanes import Queued
 from batcher.lifecycle import Lifecycle
@@ -44,6 +46,7 @@ class Slot(Queued):
         "_wait",
         "cost",
         "deadline",
+        "first_at",
         "max_tokens",
         "output_tokens",
         "priority",
@@ -75,6 +78,7 @@ class Slot(Queued):
         self.output_tokens = 0
         self.submitted_at = 0.0
         self.started_at = 0.0
+        self.first_at = 0.0
         self.waited_s = 0.0
         self._batcher = batcher
         self._wait = wait
@@ -98,6 +102,10 @@ class Slot(Queued):
     def release(self) -> None:
         """Give the place back before the block ends; more than once does no harm."""
         self._batcher._leave(self, None)
+
+    def first_token(self) -> None:
+        """Tell that the first token is there, for goals to be held against."""
+        self._batcher._first_token(self)
 
     def report(self, output_tokens: int) -> None:
         """Tell how many tokens the record has produced so far.
@@ -140,6 +148,10 @@ class ContinuousBatcher(Lifecycle):
         priority_aging_s: Seconds after which a class that waits passes the one a level above, for one
             record; None: never.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        goals: What the foreground is to get, that is the classes before `background`. The others then
+            run as many as that allows, and leave room for it; see `Background`. It takes `step` and
+            `Slot.first_token` to know. None: all classes share the window.
+        background: The priority from which on records are background, where there are goals.
         clock: Returns the time in seconds; deadlines are on it.
 
     Raises:
@@ -157,6 +169,8 @@ class ContinuousBatcher(Lifecycle):
         oversize: OversizePolicy = "reject",
         priority_aging_s: float | None = 10.0,
         tenant_weights: Mapping[str, float] | None = None,
+        goals: Goals | None = None,
+        background: int = BACKGROUND,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checks.whole("max_queue_size", max_queue_size, 1)
@@ -168,16 +182,19 @@ class ContinuousBatcher(Lifecycle):
         self._learns = policy == "max_utilization"
         self._alone = oversize == "alone"
         self._outputs = OutputEstimator()
+        self._background = None if goals is None else Background(goals, background, clock)
         self._queue: RequestQueue[Slot] = RequestQueue(
             clock=clock,
             max_size=max_queue_size,
             max_cost=max_queue_cost,
             priority_aging_s=priority_aging_s,
             tenant_weights=tenant_weights,
+            background=None if goals is None else background,
         )
         self._recorder = WindowRecorder()
         self._intake = Intake(self, self._queue, self._recorder, clock)
         self._rate = ServiceRate()
+        self._background_rate = ServiceRate()
         self._capacity = self._max_running = 1
         self._running = 0
         self._running_cost = 0
@@ -188,6 +205,7 @@ class ContinuousBatcher(Lifecycle):
     def stats(self) -> ContinuousStats:
         """A snapshot, true at this moment."""
         now = self._clock()
+        background = self._background
         return ContinuousStats(
             **self._recorder.common(now),  # type: ignore[arg-type]
             queue_depth=self._queue.size,
@@ -198,7 +216,11 @@ class ContinuousBatcher(Lifecycle):
             max_running=None if self._max_running == sys.maxsize else self._max_running,
             occupancy=self._recorder.occupancy(now),
             outside=self._intake.outside,
+            outside_cost=self._intake.outside_cost,
             output_tokens=self._recorder.output_tokens,
+            background_running=0 if background is None else background.running,
+            background_window=None if background is None else background.window.records,
+            expected_ttft_s=None if background is None else background.window.expected_ttft_s(),
         )
 
     def slot(
@@ -327,6 +349,12 @@ class ContinuousBatcher(Lifecycle):
         """
         self._queue.set_tenant_weights(weights)
 
+    def step(self, seconds: float) -> None:
+        """Take in how long a step of the engine took, for goals to be held; without goals it does nothing."""
+        background = self._background
+        if background is not None and background.step(seconds) and self._queue.size:
+            self._advance()
+
     def estimate_wait(self, cost: int, priority: int = 0) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 
@@ -338,14 +366,21 @@ class ContinuousBatcher(Lifecycle):
         """
         free = self._capacity - self._running_cost
         places = self._max_running - self._running
+        running, running_cost, rate = self._running, self._running_cost, self._rate
+        background = self._background
+        if background is not None and priority >= background.priority:
+            most, most_cost = background.places(self._capacity, self._max_running)
+            running, running_cost, rate = background.running, background.cost, self._background_rate
+            places, free = min(places, most - running), min(free, most_cost - running_cost)
         records, ahead = self._queue.ahead(priority)
-        if not records and not self._intake.outside and cost <= free and places > 0:
+        outside, outside_cost = self._intake.ahead(priority)
+        if not records and not outside and cost <= free and places > 0:
             return 0.0
-        wait = self._rate.time_to_serve(
-            records + self._intake.outside + 1 - max(places, 0),
-            ahead + self._intake.outside_cost + cost - max(free, 0),
-            self._running,
-            self._running_cost,
+        wait = rate.time_to_serve(
+            records + outside + 1 - max(places, 0),
+            ahead + outside_cost + cost - max(free, 0),
+            running,
+            running_cost,
         )
         return UNKNOWN_WAIT_S if wait is None else wait
 
@@ -368,16 +403,32 @@ class ContinuousBatcher(Lifecycle):
         if slot.deadline is not None:
             intake.check_deadline(slot)
         now = slot.submitted_at = self._clock()
-        if self._queue.size or intake.outside or not self._fits(slot.cost):
+        if self._behind(slot) or not self._fits(slot.cost):
             return False
         self._recorder.submitted += 1
         self._begin(slot, now)
         return True
 
+    def _behind(self, slot: Slot) -> bool:
+        """Return whether others go before a slot that comes now, or it is held back for them."""
+        if not self._queue.size and not self._intake.outside:
+            return self._held_back(slot)
+        background = self._background
+        if background is None or slot.priority >= background.priority:
+            return True
+        before = background.priority - 1
+        return bool(self._queue.ahead(before)[0] or self._intake.ahead(before)[0])
+
+    def _held_back(self, slot: Slot) -> bool:
+        background = self._background
+        if background is None or slot.priority < background.priority:
+            return False
+        return not background.admits(slot.cost, self._capacity, self._max_running)
+
     async def _find_room(self, slot: Slot) -> None:
         """Put a slot into the queue, waiting for room if it may."""
         slot._granted = self._intake.loop.create_future()
-        if slot._wait and self._intake.full(slot.cost):
+        if slot._wait and self._intake.full(slot):
             await self._intake.enter_when_room(slot)
         else:
             self._intake.enter(slot)
@@ -417,6 +468,9 @@ class ContinuousBatcher(Lifecycle):
         self._running += 1
         self._running_cost += slot.cost
         self._recorder.fill(self._running_cost / self._capacity, now)
+        if (background := self._background) is not None:
+            prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
+            background.begin(slot.priority >= background.priority, slot.cost, prompt)
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out, wherever it is; one that has left already is left alone."""
@@ -447,6 +501,13 @@ class ContinuousBatcher(Lifecycle):
         else:
             recorder.failed += 1
         self._rate.learn(slot.cost, run)
+        if (background := self._background) is not None:
+            behind = slot.priority >= background.priority
+            background.end(behind, slot.cost, run)
+            if behind:
+                self._background_rate.learn(slot.cost, run)
+            elif slot.first_at and slot.output_tokens > 1:
+                background.window.answered((now - slot.first_at) / (slot.output_tokens - 1))
         if slot.output_tokens and slot.prompt_tokens is not None:
             recorder.output_tokens += slot.output_tokens
             if error is None and self._learns:
@@ -462,8 +523,18 @@ class ContinuousBatcher(Lifecycle):
         expected = self._outputs.expect(slot.max_tokens, slot.output_tokens)
         cost = slot.prompt_tokens + max(expected, slot.output_tokens)
         self._running_cost += cost - slot.cost
+        if (background := self._background) is not None:
+            background.grow(slot.priority >= background.priority, cost - slot.cost)
         slot.cost = cost
         self._recorder.fill(self._running_cost / self._capacity, self._clock())
+
+    def _first_token(self, slot: Slot) -> None:
+        background = self._background
+        if background is None or slot.first_at:
+            return
+        slot.first_at = self._clock()
+        if slot.priority < background.priority:
+            background.window.first_token(slot.first_at - slot.submitted_at, background.running)
 
     def _advance(self) -> None:
         """Start what can start, and let others in where that made room."""
@@ -471,7 +542,7 @@ class ContinuousBatcher(Lifecycle):
         queue = self._queue
         if intake.outside:
             intake.admit()
-        while (slot := queue.head()) is not None:
+        while (slot := self._next()) is not None:
             assert slot._granted is not None
             if slot._granted.done():
                 # Its task was cancelled and has not run since.
@@ -488,6 +559,13 @@ class ContinuousBatcher(Lifecycle):
                 intake.admit()
         intake.expire()
         intake.check_emptied()
+
+    def _next(self) -> Slot | None:
+        """Return the slot whose turn it is; where the background is held back, that of the others."""
+        slot = self._queue.head()
+        if slot is None or self._background is None or not self._held_back(slot):
+            return slot
+        return self._queue.head(before=self._background.priority)
 
     def _fail(self, slot: Slot, error: BatcherError) -> None:
         slot._refusal = error

@@ -235,7 +235,7 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         """
         ticket = self._ticket(record, estimated_cost, priority, tenant, deadline)
         intake = self._intake
-        if intake.full(ticket.cost):
+        if intake.full(ticket):
             await intake.enter_when_room(ticket)
         else:
             intake.put(ticket)
@@ -356,8 +356,9 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
             priority: Its class; what waits in lower classes doesn't count.
         """
         records, ahead = self._queue.ahead(priority)
-        records += self._intake.outside
-        ahead += self._intake.outside_cost
+        outside, outside_cost = self._intake.ahead(priority)
+        records += outside
+        ahead += outside_cost
         if len(self._runs) < self._concurrency and not records:
             return 0.0
         batch_s = self._company.batch_s

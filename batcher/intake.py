@@ -74,15 +74,15 @@ class Intake(Generic[EntryT]):
         clock: Callable[[], float],
     ) -> None:
         self.state = State.STOPPED
-        self.outside_cost = 0
         self._owner = owner
         self._name = type(owner).__name__
         self._queue = queue
         self._recorder = recorder
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The entries that wait for room, first come first in. Not bounded: each is a suspended caller.
-        self._outside: OrderedDict[asyncio.Future[None], EntryT] = OrderedDict()
+        # The entries that wait for room, first come first in; the background stands in a line of its own,
+        # behind. Not bounded: each is a suspended caller.
+        self._lines: tuple[_Line[EntryT], _Line[EntryT]] = (_Line(), _Line())
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
         self._emptied: asyncio.Future[None] | None = None
@@ -90,7 +90,14 @@ class Intake(Generic[EntryT]):
     @property
     def outside(self) -> int:
         """How many wait for room."""
-        return len(self._outside)
+        first, last = self._lines
+        return len(first.entries) + len(last.entries)
+
+    @property
+    def outside_cost(self) -> int:
+        """What they cost."""
+        first, last = self._lines
+        return first.cost + last.cost
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -122,11 +129,20 @@ class Intake(Generic[EntryT]):
             self._recorder.rejected += 1
             raise Expired("the deadline passed before the record was submitted")
 
-    def full(self, cost: int) -> tuple[str, int] | None:
-        """Return the bound that keeps a new entry of `cost` out, or None: nobody passes those who wait."""
-        bound = self._queue.full(cost)
-        if bound is None and self._outside:
-            return self._queue.full(next(iter(self._outside.values())).cost)
+    def ahead(self, priority: int) -> tuple[int, int]:
+        """Return how many wait for room before or with a class, and their cost together."""
+        first, last = self._lines
+        if priority < self._queue.background:
+            return len(first.entries), first.cost
+        return len(first.entries) + len(last.entries), first.cost + last.cost
+
+    def full(self, entry: EntryT) -> tuple[str, int] | None:
+        """Return the bound that keeps a new entry out, or None: nobody passes those who wait in its line."""
+        queue = self._queue
+        bound = queue.full(entry.cost, entry.priority)
+        if bound is None and (waiting := self._line(entry).entries):
+            first = next(iter(waiting.values()))
+            return queue.full(first.cost, first.priority)
         return bound
 
     def enter(self, entry: EntryT) -> None:
@@ -135,7 +151,7 @@ class Intake(Generic[EntryT]):
         Raises:
             QueueFull: There is no room, or others wait for it already.
         """
-        bound = self.full(entry.cost)
+        bound = self.full(entry)
         if bound is not None:
             self._recorder.rejected += 1
             raise QueueFull(*bound, retry_after_s=self._owner.estimate_wait(entry.cost, entry.priority))
@@ -159,12 +175,11 @@ class Intake(Generic[EntryT]):
         alarm = None
         if entry.deadline is not None:
             alarm = self.loop.call_later(entry.deadline - self._clock(), self._give_up, room)
-        self._outside[room] = entry
-        self.outside_cost += entry.cost
+        self._line(entry).add(room, entry)
         try:
             await room
         except BaseException:
-            if self._leave_outside(room):
+            if self._line(entry).drop(room):
                 # Whoever stood behind may fit where this one did not.
                 self._owner._advance()
             elif not room.cancelled() and room.exception() is None:
@@ -176,14 +191,15 @@ class Intake(Generic[EntryT]):
 
     def admit(self) -> None:
         """Let those in who wait outside, as far as there is room now."""
-        while self._outside:
-            room, entry = next(iter(self._outside.items()))
-            if self._queue.full(entry.cost):
-                return
-            self._leave_outside(room)
-            if not room.done():
-                self.put(entry)
-                room.set_result(None)
+        for line in self._lines:
+            while line.entries:
+                room, entry = next(iter(line.entries.items()))
+                if self._queue.full(entry.cost, entry.priority):
+                    break
+                line.drop(room)
+                if not room.done():
+                    self.put(entry)
+                    room.set_result(None)
 
     def expire(self) -> None:
         """End every entry whose deadline has passed."""
@@ -225,18 +241,19 @@ class Intake(Generic[EntryT]):
     def check_emptied(self) -> None:
         """Let `close` go on if everything is gone."""
         emptied = self._emptied
-        if emptied is None or emptied.done() or self._outside or self._queue.size:
+        if emptied is None or emptied.done() or self.outside or self._queue.size:
             return
         if self._owner._idle():
             emptied.set_result(None)
 
     def _refuse_all(self) -> None:
         closed = f"{self._name} was stopped before the record could start"
-        for room in list(self._outside):
-            self._leave_outside(room)
-            if not room.done():
-                self._recorder.rejected += 1
-                room.set_exception(Closed(closed))
+        for line in self._lines:
+            for room in list(line.entries):
+                line.drop(room)
+                if not room.done():
+                    self._recorder.rejected += 1
+                    room.set_exception(Closed(closed))
         for entry in self._queue.clear():
             self._recorder.failed += 1
             self._owner._fail(entry, Closed(closed))
@@ -265,9 +282,27 @@ class Intake(Generic[EntryT]):
             self._recorder.rejected += 1
             room.set_exception(Expired("the deadline passed before there was room in the queue"))
 
-    def _leave_outside(self, room: asyncio.Future[None]) -> bool:
-        entry = self._outside.pop(room, None)
+    def _line(self, entry: EntryT) -> "_Line[EntryT]":
+        return self._lines[entry.priority >= self._queue.background]
+
+
+class _Line(Generic[EntryT]):
+    """Entries that wait for room, in order."""
+
+    __slots__ = ("cost", "entries")
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[asyncio.Future[None], EntryT] = OrderedDict()
+        self.cost = 0
+
+    def add(self, room: asyncio.Future[None], entry: EntryT) -> None:
+        self.entries[room] = entry
+        self.cost += entry.cost
+
+    def drop(self, room: asyncio.Future[None]) -> bool:
+        """Take an entry out; return whether it was there."""
+        entry = self.entries.pop(room, None)
         if entry is None:
             return False
-        self.outside_cost -= entry.cost
+        self.cost -= entry.cost
         return True

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -9,6 +10,9 @@ from typing import Any, Generic, TypeVar
 from batcher import checks
 from batcher.errors import QueueFull
 from batcher.lanes import Lane, PriorityClass, Queued
+
+BACKGROUND_SHARE = 0.9
+"""Share of the bounds that the background may fill."""
 
 
 class Entry(Queued):
@@ -67,6 +71,8 @@ class RequestQueue(Generic[EntryT]):
         max_cost: Most cost that may wait; an empty queue takes any one record. None: no bound.
         priority_aging_s: Seconds, see above; None: a low class waits until all above it is done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        background: The priority from which on a record finds the queue full at nine tenths of its
+            bounds, so that there is room for the others; None: all are alike.
 
     Raises:
         ValueError: An argument is out of range.
@@ -80,6 +86,7 @@ class RequestQueue(Generic[EntryT]):
         max_cost: int | None = None,
         priority_aging_s: float | None = 10.0,
         tenant_weights: Mapping[str, float] | None = None,
+        background: int | None = None,
     ) -> None:
         checks.function("clock", clock)
         if max_size is not None:
@@ -94,6 +101,7 @@ class RequestQueue(Generic[EntryT]):
         self._max_cost = max_cost
         self._aging = priority_aging_s
         self._weights = dict(tenant_weights or {})
+        self.background: float = math.inf if background is None else background
         self.size = 0
         self.cost = 0
         self._classes: dict[int, PriorityClass] = {}
@@ -117,11 +125,17 @@ class RequestQueue(Generic[EntryT]):
         groups = [group for group in self._classes.values() if group.priority <= priority]
         return sum(group.live for group in groups), sum(group.cost for group in groups)
 
-    def full(self, cost: int) -> tuple[str, int] | None:
-        """Return the name and value of the bound that keeps a record of `cost` out; None: there is room."""
-        if self._max_size is not None and self.size >= self._max_size:
+    def full(self, cost: int, priority: int = 0) -> tuple[str, int] | None:
+        """Return the name and value of the bound that keeps a record out; None: there is room.
+
+        Args:
+            cost: What it costs.
+            priority: Its class.
+        """
+        share = 1.0 if priority < self.background else BACKGROUND_SHARE
+        if self._max_size is not None and self.size >= share * self._max_size:
             return "max_queue_size", self._max_size
-        if self._max_cost is not None and self.size and self.cost + cost > self._max_cost:
+        if self._max_cost is not None and self.size and self.cost + cost > share * self._max_cost:
             return "max_queue_cost", self._max_cost
         return None
 
@@ -146,7 +160,7 @@ class RequestQueue(Generic[EntryT]):
         Raises:
             QueueFull: There is no room for it.
         """
-        bound = self.full(entry.cost)
+        bound = self.full(entry.cost, entry.priority)
         if bound is not None:
             raise QueueFull(*bound, retry_after_s=0.0)
         self.put(entry)
@@ -189,11 +203,15 @@ class RequestQueue(Generic[EntryT]):
             self._timed += 1
             heapq.heappush(self._deadlines, (entry.deadline, next(self._sequence), entry))
 
-    def head(self) -> EntryT | None:
-        """Return the entry whose turn it is, without taking it; expired ones are passed over."""
+    def head(self, before: int | None = None) -> EntryT | None:
+        """Return the entry whose turn it is, without taking it; expired ones are passed over.
+
+        Args:
+            before: Only of the classes before this priority; None: of all.
+        """
         if self._deadlines:
             self._sweep()
-        lane = self._next_lane()
+        lane = self._next_lane() if before is None else self._next_lane_before(before)
         if lane is None:
             return None
         head: EntryT = lane.entries[0]
@@ -303,6 +321,11 @@ class RequestQueue(Generic[EntryT]):
             else:
                 return group.first()
         return None
+
+    def _next_lane_before(self, priority: int) -> Lane | None:
+        """Return the lane whose first entry is next among the classes before a priority."""
+        groups = [group for group in self._classes.values() if group.live and group.priority < priority]
+        return min(groups, key=lambda group: (group.key, group.priority)).first() if groups else None
 
     def _serve(self, entry: EntryT, lane: Lane, now: float) -> None:
         """Charge a tenant for an entry and take it out."""

@@ -131,16 +131,25 @@ class ContinuousStats(Stats):
     """A snapshot of a `ContinuousBatcher`.
 
     Attributes:
+        outside_cost: Cost of what callers bring that wait for room in the queue.
         capacity: Cost that may run at once.
         max_running: Records that may run at once; None: no bound.
         occupancy: Mean share of the capacity in use since the start.
         output_tokens: Tokens that were reported as produced.
+        background_running: Records that run of those that nobody waits for; 0 where there are no goals.
+        background_window: How many of them may run now; None: there are no goals.
+        expected_ttft_s: Seconds to the first token that 99 of 100 requests of the others are expected to
+            keep; None: there are no goals.
     """
 
+    outside_cost: int = 0
     capacity: int = 0
     max_running: int | None = None
     occupancy: float = 0.0
     output_tokens: int = 0
+    background_running: int = 0
+    background_window: int | None = None
+    expected_ttft_s: float | None = None
 
     def _lines(self) -> list[tuple[str, str]]:
         bound = "" if self.max_running is None else f", at most {self.max_running:,} records"

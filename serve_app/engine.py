@@ -24,6 +24,7 @@ from serve_app.protocol import (
 )
 from serve_app.relay import RelayRequest, run_app
 from serve_app.replica import DRAIN_S, answer, replica_stats
+from serve_app.scaling import autoscaling_stats
 from serve_app.settings import LLMSettings
 from serve_app.terms import Terms
 from serve_app.trail import Trail, to_ids
@@ -122,6 +123,10 @@ class Engine:
     async def stats(self) -> JSON:
         """Return the batcher's statistics and the engine's limits."""
         return replica_stats(self._engine.batcher.stats, max_model_len=self._engine.max_model_len)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what this replica holds, in tokens; Serve asks for it under this name."""
+        return autoscaling_stats(self._engine.batcher.stats)
 
     async def check_health(self) -> None:
         """Raise if the engine has died, so that Serve replaces this replica."""

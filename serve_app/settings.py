@@ -65,6 +65,7 @@ class EngineSettings(Strict):
     max_num_batched_tokens: Positive | None = None
     enable_chunked_prefill: Flag | None = None
     long_prefill_token_threshold: NotNegative | None = None
+    scheduling_policy: Literal["fcfs", "priority"] | None = None
     enable_prefix_caching: Flag | None = None
     enforce_eager: Flag | None = None
     distributed_executor_backend: str | None = None
@@ -88,6 +89,18 @@ class EngineSettings(Strict):
         return self
 
 
+class GoalSettings(Strict):
+    """What 99 of 100 requests are to get that are not `flex`; see `batcher.Goals`.
+
+    Attributes:
+        ttft_p99_s: Seconds from the gate of the replica to the first token.
+        tpot_p99_s: Seconds per token after the first.
+    """
+
+    ttft_p99_s: Seconds
+    tpot_p99_s: Seconds | None = None
+
+
 class BatcherSettings(Strict):
     """How requests are admitted to one Engine replica.
 
@@ -100,8 +113,11 @@ class BatcherSettings(Strict):
         max_queue_size: Requests that may wait; the next one is answered 429.
         max_queue_tokens: Tokens that may wait; by default no bound beside `max_queue_size`.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        goals: What requests are to get that are not `flex`: `flex` then runs beside them as far as that
+            allows. vLLM schedules by class too, unless `engine.scheduling_policy` says otherwise. Without
+            goals a class goes before the next one, and that is all.
         priority_aging_s: Seconds after which a class that waits passes the one a level above, for one
-            request; null: never.
+            request; null: never. By default 10, with goals never.
     """
 
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
@@ -110,7 +126,14 @@ class BatcherSettings(Strict):
     max_queue_size: Positive = 5_000
     max_queue_tokens: Positive | None = None
     tenant_weights: Weights = {}
+    goals: GoalSettings | None = None
     priority_aging_s: Seconds | None = 10.0
+
+    @property
+    def aging_s(self) -> float | None:
+        """What `priority_aging_s` comes to: it goes against goals, unless it is set on purpose."""
+        left_out = "priority_aging_s" not in self.model_fields_set
+        return None if self.goals and left_out else self.priority_aging_s
 
 
 class LLMSettings(Strict):
@@ -306,6 +329,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("models", "llm"): LLMSettings,
     ("models", "llm", "engine"): EngineSettings,
     ("models", "llm", "batcher"): BatcherSettings,
+    ("models", "llm", "batcher", "goals"): GoalSettings,
     ("models", "llm", "sampling"): SamplingFields,
     ("models", "function"): FunctionSettings,
     ("models", "function", "batcher"): FunctionBatcherSettings,

@@ -5,6 +5,7 @@ The imports are those of vLLM 0.32; they move between minor versions.
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -37,8 +38,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
 
-from batcher import BatcherError, ContinuousBatcher, Slot
+from batcher import BatcherError, ContinuousBatcher, Goals, Slot
 from serve_app import admission
 from serve_app.admission import Admission
 from serve_app.errors import RequestError
@@ -75,6 +77,8 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
 
     batcher: ContinuousBatcher
     pace: Pace
+    by_class: bool
+    """Whether vLLM schedules by priority."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -85,6 +89,9 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         most = limit if output is None else min(length + output, limit)
         n = sampling_params.n
         reserved = n * self._blocks(length)
+        if self.by_class:
+            # The gate's class, whatever the body says: what a client may ask for is decided before.
+            options["priority"] = (admission.current.get() or Admission()).terms.priority
         # Nobody changes them any more; a deep copy costs a fifth of all that vLLM does to a short prompt.
         sampling_params.skip_clone = True
         request = admission.current.get()
@@ -130,6 +137,8 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                     tokens += len(output.token_ids)
                     if trail is not None:
                         trail.add(output.token_ids)
+                if not before:
+                    slot.first_token()
                 pace.count(tokens - before)
                 slot.report(tokens)
                 yield result
@@ -215,6 +224,29 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         """Return the tokens of the KV blocks that `tokens` take up."""
         block: int = self.vllm_config.cache_config.block_size
         return -(-tokens // block) * block
+
+
+class _Steps(StatLoggerBase):  # type: ignore[misc]
+    """Tells the batcher how long the engine's steps take, as they come out of it."""
+
+    batcher: ContinuousBatcher | None = None
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self._last = 0.0
+        self._busy = False
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is None or self.batcher is None:
+            return
+        now = time.monotonic()
+        if self._busy:
+            # Not here: an error in a logger would end vLLM's client for good.
+            asyncio.get_running_loop().call_soon(self.batcher.step, now - self._last)
+        self._last = now
+        self._busy = scheduler_stats.num_running_reqs > 0
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
 
 
 class _Gate:
@@ -317,12 +349,16 @@ class VLLMEngine:
     def __init__(self, settings: LLMSettings) -> None:
         self._args = _vllm_args(settings)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
+        steps = _Steps()
         self.llm: GatedLLM = GatedLLM.from_engine_args(
-            engine_args, usage_context=UsageContext.OPENAI_API_SERVER
+            engine_args,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            stat_loggers=[lambda *_: steps] if settings.batcher.goals else None,
         )
         self.llm.pace = Pace()
+        self.llm.by_class = self._args.scheduling_policy == "priority"
         self._limits = _limits(settings.batcher, self.llm)
-        self.batcher = self.llm.batcher = _batcher(settings.batcher, self._limits)
+        self.batcher = self.llm.batcher = steps.batcher = _batcher(settings.batcher, self._limits)
         self.max_model_len: int = self.llm.model_config.max_model_len
         self._sampling: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
@@ -509,6 +545,8 @@ def _vllm_args(settings: LLMSettings) -> Any:
             where = "engine" if name in EngineSettings.model_fields else "engine.extra"
             raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
         setattr(args, name, value)
+    if settings.batcher.goals and settings.engine.scheduling_policy is None:
+        args.scheduling_policy = "priority"
     args.model = settings.path
     args.served_model_name = [settings.id]
     return args
@@ -542,6 +580,7 @@ def _batcher(settings: BatcherSettings, limits: _Limits) -> ContinuousBatcher:
         max_queue_cost=settings.max_queue_tokens,
         policy=settings.policy,
         oversize="alone",
-        priority_aging_s=settings.priority_aging_s,
+        priority_aging_s=settings.aging_s,
         tenant_weights=limits.tenant_weights,
+        goals=Goals(**settings.goals.model_dump()) if settings.goals else None,
     )

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batcher import BatcherError, Closed, ContinuousBatcher, DynamicBatcher, Expired, QueueFull
+from batcher import BatcherError, Closed, ContinuousBatcher, DynamicBatcher, Expired, Goals, QueueFull
 from tests.batcher.virtual import VirtualLoop
 
 T = TypeVar("T")
@@ -241,6 +241,7 @@ class ContinuousMachine(Machine):
     """The same for the slots of a ContinuousBatcher, and changes of its capacity."""
 
     QUEUE: ClassVar[int] = 6
+    GOALS: ClassVar[Goals | None] = None
     batcher: ContinuousBatcher
 
     def __init__(self) -> None:
@@ -253,6 +254,7 @@ class ContinuousMachine(Machine):
             max_queue_size=self.QUEUE,
             oversize="alone",
             priority_aging_s=3.0,
+            goals=self.GOALS,
             clock=self.loop.time,
         )
         self.tasks: list[asyncio.Task[None]] = []
@@ -269,6 +271,7 @@ class ContinuousMachine(Machine):
                 assert fits
                 assert self.max_running is None or len(self.inside) < self.max_running
                 self.inside[outcome] = cost
+                slot.first_token()
                 try:
                     await outcome
                 finally:
@@ -341,7 +344,32 @@ class ContinuousMachine(Machine):
         assert self.tasks == []
 
 
+class GoalsMachine(ContinuousMachine):
+    """The same with goals for all classes but the lowest, and steps of an engine."""
+
+    GOALS: ClassVar[Goals | None] = Goals(ttft_p99_s=0.5, tpot_p99_s=0.1)
+
+    @precondition(lambda self: self.inside)
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.1, 5.0]), count=st.integers(1, 20))
+    def step(self, seconds: float, count: int) -> None:
+        async def work() -> None:
+            for _ in range(count):
+                self.batcher.step(seconds)
+                await asyncio.sleep(0.02)
+
+        self.run(work())
+
+    @invariant()
+    def the_background_is_counted(self) -> None:
+        stats = self.batcher.stats
+        assert 0 <= stats.background_running <= stats.running
+        assert stats.background_window is not None
+        assert stats.background_window >= 1
+
+
 DynamicMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 ContinuousMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+GoalsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestDynamicMachine = DynamicMachine.TestCase
 TestContinuousMachine = ContinuousMachine.TestCase
+TestGoalsMachine = GoalsMachine.TestCase

@@ -20,6 +20,7 @@ from serve_app.settings import (
     EngineSettings,
     FunctionBatcherSettings,
     FunctionSettings,
+    GoalSettings,
     IngressSettings,
     LLMSettings,
     Settings,
@@ -35,7 +36,11 @@ FULL: JSON = {
             "id": "demo",
             "source": "saturate://demo",
             "engine": {"max_model_len": 2048, "extra": {"block_size": 32}},
-            "batcher": {"policy": "max_utilization", "capacity_tokens": 1000},
+            "batcher": {
+                "policy": "max_utilization",
+                "capacity_tokens": 1000,
+                "goals": {"ttft_p99_s": 0.3},
+            },
             "sampling": {"temperature": 0, "stop": ["x"]},
         },
         {"id": "org/Other-1.5_b", "source": "org/other", "kind": "llm"},
@@ -178,6 +183,16 @@ def test_weights_and_ageing_of_both_kinds() -> None:
     assert BatcherSettings().priority_aging_s == 10.0
 
 
+def test_goals_switch_ageing_off_unless_it_is_asked_for() -> None:
+    goals = {"ttft_p99_s": 0.3, "tpot_p99_s": 0.05}
+    batcher = only(one(batcher={"goals": goals})).batcher
+    assert batcher.goals is not None
+    assert batcher.goals.model_dump() == goals
+    assert batcher.aging_s is None
+    assert only(one(batcher={"goals": goals, "priority_aging_s": 10.0})).batcher.aging_s == 10.0
+    assert BatcherSettings().aging_s == 10.0
+
+
 # What is refused
 
 
@@ -213,6 +228,7 @@ SECTIONS: list[tuple[str, list[str | int], list[str]]] = [
     ("args.models[2].batcher", ["models", 2, "batcher"], list(FunctionBatcherSettings.model_fields)),
     ("args.models[0].engine", ["models", 0, "engine"], list(EngineSettings.model_fields)),
     ("args.models[0].batcher", ["models", 0, "batcher"], list(BatcherSettings.model_fields)),
+    ("args.models[0].batcher.goals", ["models", 0, "batcher", "goals"], list(GoalSettings.model_fields)),
     ("args.models[0].sampling", ["models", 0, "sampling"], list(SamplingFields.model_fields)),
 ]
 

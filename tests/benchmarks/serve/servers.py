@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,12 +23,13 @@ Start = Callable[[Model, Path], AbstractContextManager[Server]]
 
 
 @contextmanager
-def saturate(model: Model, folder: Path) -> Iterator[Server]:
-    """Run this project's configs/local.yaml, with another model in it."""
+def saturate(model: Model, folder: Path, batcher: Mapping[str, Any] | None = None) -> Iterator[Server]:
+    """Run this project's configs/local.yaml, with another model in it, and more settings of the batcher."""
     content = config()
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
     served |= {"source": str(model.folder), "engine": dict(model.engine)}
+    served["batcher"] |= batcher or {}
     for deployment in content["applications"][0]["deployments"]:
         if model.gpus and deployment["name"].startswith("Engine:"):
             deployment["ray_actor_options"]["num_gpus"] = model.gpus

