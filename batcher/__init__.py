@@ -14,6 +14,7 @@ from batcher.dynamic import DynamicBatcher
 from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
 from batcher.forming import Former
 from batcher.lanes import Queued
+from batcher.observations import BatchObservation, Observation, Observations
 from batcher.profiles import PROFILES, profile
 from batcher.queue import Entry, RequestQueue
 from batcher.stats import BatchStats, ContinuousStats, Stats
@@ -25,6 +26,7 @@ __all__ = [
     "PROFILES",
     "Aborted",
     "BadResults",
+    "BatchObservation",
     "BatchStats",
     "BatcherError",
     "Closed",
@@ -37,6 +39,8 @@ __all__ = [
     "Expired",
     "Former",
     "InferenceFn",
+    "Observation",
+    "Observations",
     "OutputEstimator",
     "Oversize",
     "ProcessFn",

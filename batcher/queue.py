@@ -117,6 +117,12 @@ class RequestQueue(Generic[EntryT]):
         groups = [group for group in self._classes.values() if group.priority <= priority]
         return sum(group.live for group in groups), sum(group.cost for group in groups)
 
+    def classes(self) -> dict[int, tuple[int, int]]:
+        """Return how many records wait, and their cost, by priority; classes where none waits are left out."""
+        return {
+            group.priority: (group.live, group.cost) for group in self._classes.values() if group.live
+        }
+
     def full(self, cost: int) -> tuple[str, int] | None:
         """Return the name and value of the bound that keeps a record of `cost` out; None: there is room."""
         if self._max_size is not None and self.size >= self._max_size:
