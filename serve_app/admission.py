@@ -1,10 +1,11 @@
 """How one request asks the gate for admission, and what the gate said."""
 
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batcher import BatcherError, Expired, Oversize, QueueFull
 from serve_app.errors import RequestError
+from serve_app.receipts import Receipt
 from serve_app.terms import USUAL, Terms
 
 
@@ -20,12 +21,14 @@ class Admission:
         deadline: When it must have started, on the clock of `time.monotonic`.
         wait: Wait for room when the queue is full, instead of being refused.
         refusal: The gate's reason, once it has refused.
+        receipt: What the request has taken.
     """
 
     terms: Terms = USUAL
     deadline: float | None = None
     wait: bool = False
     refusal: RequestError | None = None
+    receipt: Receipt = field(default_factory=Receipt)
 
 
 current: ContextVar[Admission | None] = ContextVar("admission", default=None)

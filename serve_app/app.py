@@ -9,11 +9,13 @@ from serve_app.engine import Engine
 from serve_app.function_engine import FunctionEngine
 from serve_app.health import engine_name
 from serve_app.ingress import Ingress
-from serve_app.settings import FunctionSettings, ModelSettings, parse
+from serve_app.settings import FunctionSettings, ModelSettings, Settings, parse
 
 UNBOUNDED = 100_000
 """The batcher bounds what waits, by tokens and with an answer that says when to come back; Serve's own
 limit on ongoing requests is set where it can't cut in before."""
+
+QUIET = {"enable_access_log": False}
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -26,19 +28,21 @@ def build(args: dict[str, Any]) -> Application:
         SettingsError: The args are wrong.
     """
     settings = parse(args)
-    ingress = serve.deployment(max_ongoing_requests=UNBOUNDED)(serve.ingress()(Ingress))
-    engines = {model.id: _engine(model, settings.ingress.max_prompts) for model in settings.models}
+    # The Ingress writes its own line per request; see `TelemetrySettings`.
+    ingress = serve.deployment(max_ongoing_requests=UNBOUNDED, logging_config=QUIET)(serve.ingress()(Ingress))
+    engines = {model.id: _engine(model, settings) for model in settings.models}
     return ingress.bind(settings, engines)
 
 
-def _engine(model: ModelSettings, max_records: int) -> Application:
+def _engine(model: ModelSettings, settings: Settings) -> Application:
     kind: type[Any] = FunctionEngine if isinstance(model, FunctionSettings) else Engine
     deployment = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
         graceful_shutdown_timeout_s=40,
         health_check_period_s=5,
         health_check_timeout_s=30,
-        # The Ingress' log has a line per request already.
-        logging_config={"enable_access_log": False},
+        logging_config=QUIET,
     )(kind)
-    return deployment.options(name=engine_name(model.id)).bind(model, max_records)
+    return deployment.options(name=engine_name(model.id)).bind(
+        model, settings.ingress.max_prompts, settings.telemetry
+    )

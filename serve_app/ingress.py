@@ -25,6 +25,7 @@ from serve_app.relay import RelayRequest
 from serve_app.relayed import Relayed, error_response
 from serve_app.routing import GENERATE, PROCESS, Routing, card
 from serve_app.settings import Settings
+from serve_app.telemetry.ingress import IngressTelemetry
 from serve_app.terms import ServiceTier, TermFields, terms_of
 
 logger = logging.getLogger("ray.serve")
@@ -60,7 +61,9 @@ class Ingress:
             )
             for model, handle in self._engines.items()
         }
-        self._health = Health(serve.get_replica_context().app_name, list(self._engines))
+        context = serve.get_replica_context()
+        self._health = Health(context.app_name, list(self._engines))
+        self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._started = int(time.time())
         let_others_finish()
 
@@ -81,6 +84,8 @@ class Ingress:
                 *(Route(path, self._openai, methods=["POST"]) for path in MOVED.values()),
             ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
+            middleware=[self._telemetry.middleware],
+            lifespan=self._telemetry.lifespan,
         )
 
     async def _index(self, request: Request) -> Response:
@@ -138,9 +143,11 @@ class Ingress:
     def _relay(
         self, model: str | None, request: Request, body: bytes, path: str, fields: TermFields
     ) -> Relayed:
-        relay = self._relays[self._routing.choose(model, path)]
+        chosen = self._routing.choose(model, path)
+        relay = self._relays[chosen]
         terms = terms_of(request.scope["headers"], fields)
         headers = [(k, v) for k, v in request.scope["headers"] if k not in HOP_BY_HOP]
+        headers = self._telemetry.assign(request.scope, chosen, terms, headers)
         query = request.scope["query_string"]
         messages = relay.remote(RelayRequest(request.method, path, query, headers, body, terms))
         assert isinstance(messages, DeploymentResponseGenerator)

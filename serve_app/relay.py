@@ -128,6 +128,7 @@ async def run_app(
     request: RelayRequest,
     *,
     refusal: Callable[[], RequestError | None] = lambda: None,
+    closing: Callable[[], bytes] = lambda: b"",
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages.
 
@@ -139,6 +140,7 @@ async def run_app(
         refusal: Asked before the head leaves. An error that it returns becomes the answer, in place
             of what the application made of it: by then an application that streams may have
             committed itself to status 200.
+        closing: Asked when the application has sent all; what it returns goes behind the last piece.
     """
     outbox = _Outbox()
     left = asyncio.Event()
@@ -182,11 +184,16 @@ async def run_app(
             # The application ended without an answer: its own error comes out of the task.
             await task
             raise RuntimeError("the application sent no answer")
-        yield outbox.head.pack(outbox.take(), whole=outbox.ended)
-        while outbox.pieces or not outbox.ended:
+        closed = outbox.ended
+        yield outbox.head.pack(outbox.take() + (closing() if closed else b""), whole=closed)
+        while not closed:
             if not outbox.ended and not outbox.pieces and not task.done():
                 await outbox.readable.wait()
-            if outbox.pieces:
+            if outbox.ended:
+                closed = True
+                if last := outbox.take() + closing():
+                    yield last
+            elif outbox.pieces:
                 yield outbox.take()
             elif task.done() and not outbox.ended:
                 await task

@@ -47,7 +47,9 @@ async def work(record: object) -> object:
     return record
 
 
-@pytest.mark.parametrize(("error", "outcome"), [(ValueError, "failed"), (asyncio.CancelledError, "cancelled")])
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(ValueError, "failed"), (asyncio.CancelledError, "cancelled")]
+)
 async def test_a_slot_says_how_it_ended(error: type[BaseException], outcome: str) -> None:
     async with ContinuousBatcher(capacity=100) as batcher:
         observed = batcher.observe()
