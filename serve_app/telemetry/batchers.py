@@ -76,6 +76,8 @@ class BatcherMetrics:
 
     def _window(self, stats: ContinuousStats) -> None:
         self._meters.record(catalogue.CAPACITY, stats.capacity, self._model)
+        if stats.max_running is not None:
+            self._meters.record(catalogue.RUNNING_LIMIT, stats.max_running, self._model)
         elapsed = stats.busy_time_s + stats.idle_time_s
         self._meters.count(catalogue.BUDGET_USED, stats.occupancy * elapsed, self._model)
 

@@ -86,6 +86,7 @@ WAIT_ESTIMATE = Metric(
     "Seconds that a record of the default tier would wait if it came now",
 )
 RUNNING_RECORDS = Metric("saturate_running_records", "gauge", "Records that run")
+RUNNING_LIMIT = Metric("saturate_running_limit_records", "gauge", "Records that may run at once")
 RUNNING_COST = Metric("saturate_running_cost", "gauge", "Cost that runs: the tokens of KV budget in use")
 CAPACITY = Metric("saturate_capacity_cost", "gauge", "Cost that may run at once: the KV budget in tokens")
 BUSY = Metric("saturate_busy_seconds_total", "counter", "Seconds in which at least one record ran")
@@ -154,7 +155,7 @@ BATCHER = (
     TENANT_COST,
     TENANT_WAIT,
 )
-LLM = (CAPACITY, BUDGET_USED, PROMPT_TOKENS, OUTPUT_TOKENS)
+LLM = (CAPACITY, RUNNING_LIMIT, BUDGET_USED, PROMPT_TOKENS, OUTPUT_TOKENS)
 FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
 
 ENGINE = (
