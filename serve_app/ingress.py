@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from serve_app.errors import ErrorType, RequestError
 from serve_app.health import Health
-from serve_app.page import page
+from serve_app.page import STATS_PAGE, page, wants_page
 from serve_app.precedence import let_others_finish
 from serve_app.protocol import JSON, parse_generate, parse_process
 from serve_app.relay import RelayRequest
@@ -77,6 +77,7 @@ class Ingress:
                 Route("/", self._index),
                 Route("/health", self._report_health),
                 Route("/stats", self._stats),
+                Route("/stats.html", self._stats),
                 Route(PROCESS, self._process, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
@@ -101,6 +102,8 @@ class Ingress:
         return JSONResponse(health.body(), status_code=200 if health.ready else 503)
 
     async def _stats(self, request: Request) -> Response:
+        if wants_page(request):
+            return HTMLResponse(STATS_PAGE)
         reports = await asyncio.gather(*(self._replica_stats(model) for model in self._engines))
         return JSONResponse({"models": dict(zip(self._engines, reports, strict=True))})
 
