@@ -25,6 +25,7 @@ class Service:
 
     Attributes:
         url: Where it listens.
+        folder: Where its config is.
         env: What a program needs in its environment to find the same Ray.
         ready_s: Seconds from the start of the launcher to its word that the service is ready.
         output: What the launcher has printed.
@@ -42,6 +43,7 @@ class Service:
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"
+        self.folder = folder
         self.env = (
             os.environ
             | own
