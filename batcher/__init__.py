@@ -15,6 +15,7 @@ from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, O
 from batcher.forming import Former
 from batcher.goals import Goals
 from batcher.lanes import Queued
+from batcher.observations import BatchObservation, Observation, Observations
 from batcher.profiles import PROFILES, profile
 from batcher.queue import Entry, RequestQueue
 from batcher.stats import BatchStats, ContinuousStats, Stats
@@ -26,6 +27,7 @@ __all__ = [
     "PROFILES",
     "Aborted",
     "BadResults",
+    "BatchObservation",
     "BatchStats",
     "BatcherError",
     "Closed",
@@ -39,6 +41,8 @@ __all__ = [
     "Former",
     "Goals",
     "InferenceFn",
+    "Observation",
+    "Observations",
     "OutputEstimator",
     "Oversize",
     "ProcessFn",

@@ -15,6 +15,7 @@ from batcher.goals import Goals
 from batcher.intake import UNKNOWN_WAIT_S, Intake, State
 from batcher.lanes import Queued
 from batcher.lifecycle import Lifecycle
+from batcher.observations import Observation, Outcome
 from batcher.queue import RequestQueue
 from batcher.rates import ServiceRate
 from batcher.stats import ContinuousStats, WindowRecorder
@@ -191,7 +192,7 @@ class ContinuousBatcher(Lifecycle):
             tenant_weights=tenant_weights,
             background=None if goals is None else background,
         )
-        self._recorder = WindowRecorder()
+        self._recorder: WindowRecorder = WindowRecorder()
         self._intake = Intake(self, self._queue, self._recorder, clock)
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
@@ -210,6 +211,7 @@ class ContinuousBatcher(Lifecycle):
             **self._recorder.common(now),  # type: ignore[arg-type]
             queue_depth=self._queue.size,
             queue_cost=self._queue.cost,
+            queue_classes=self._queue.classes(),
             running=self._running,
             running_cost=self._running_cost,
             capacity=self._capacity,
@@ -492,14 +494,22 @@ class ContinuousBatcher(Lifecycle):
         recorder.run_s += run
         recorder.waits.append(slot.waited_s)
         recorder.runs.append(run)
+        outcome: Outcome = "failed"
         if error is None:
+            outcome = "completed"
             recorder.completed += 1
             recorder.completed_cost += slot.cost
             recorder.latency_s += slot.waited_s + run
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            outcome = "cancelled"
             recorder.cancelled += 1
         else:
             recorder.failed += 1
+        if recorder.observations is not None:
+            used = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens + slot.output_tokens
+            recorder.observations.records.append(
+                Observation(slot.tenant, slot.priority, used, slot.waited_s, run, outcome)
+            )
         self._rate.learn(slot.cost, run)
         if (background := self._background) is not None:
             behind = slot.priority >= background.priority

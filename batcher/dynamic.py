@@ -160,7 +160,7 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
             priority_aging_s=priority_aging_s,
             tenant_weights=tenant_weights,
         )
-        self._recorder = BatchRecorder()
+        self._recorder: BatchRecorder = BatchRecorder()
         self._processor: Processor[ResultT] = Processor(
             self._call, on_error == "split", self._recorder, clock
         )
@@ -183,15 +183,21 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         formed = [ticket for batch in self._formed for ticket in batch if not ticket.done()]
         running = [ticket for run in self._runs for ticket in run.batch if not ticket.done()]
         batches = recorder.batches or 1
+        classes = self._queue.classes()
+        for ticket in formed:
+            records, cost = classes.get(ticket.priority, (0, 0))
+            classes[ticket.priority] = (records + 1, cost + ticket.cost)
         return BatchStats(
             **recorder.common(self._clock()),  # type: ignore[arg-type]
             queue_depth=self._queue.size + len(formed),
             queue_cost=self._queue.cost + sum(ticket.cost for ticket in formed),
+            queue_classes=classes,
             outside=self._intake.outside,
             running=len(running),
             running_cost=sum(ticket.cost for ticket in running),
             total_batches=recorder.batches,
             total_batch_cost=recorder.batch_cost,
+            total_padded_cost=recorder.padded_cost,
             avg_batch_size=recorder.batch_records / batches,
             avg_batch_cost=recorder.batch_cost / batches,
             padding_ratio=1 - recorder.batch_cost / recorder.padded_cost if recorder.padded_cost else 0.0,

@@ -4,12 +4,15 @@ import asyncio
 from typing import Any, Self
 
 from batcher.intake import Intake, State
+from batcher.observations import Observations
+from batcher.stats import Recorder
 
 
 class Lifecycle:
     """The outside of a batcher's life; `async with` starts and stops it."""
 
     _intake: Intake[Any]
+    _recorder: Recorder
 
     @property
     def is_running(self) -> bool:
@@ -24,6 +27,15 @@ class Lifecycle:
             RuntimeError: It has not been started.
         """
         return self._intake.loop
+
+    def observe(self, limit: int = 65_536) -> Observations:
+        """Keep from now on what each record took, and return where it is kept.
+
+        Args:
+            limit: Records that are kept until they are taken; beyond it the oldest give way.
+        """
+        self._recorder.observations = Observations(limit)
+        return self._recorder.observations
 
     async def start(self) -> None:
         """Let records in.

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 from batcher.calls import ProcessCall
 from batcher.errors import Aborted, BadResults, Expired, fit, separate
 from batcher.intake import LATE
+from batcher.observations import BatchObservation, Observation, Outcome
 from batcher.stats import BatchRecorder
 from batcher.tickets import Ticket
 
@@ -68,7 +69,7 @@ class Processor(Generic[ResultT]):
                     continue
                 if not parts:
                     leave()
-                self._count_records(part, started)
+                self._count_records(part, started, None if failure else results)
                 if failure is None:
                     self._resolve(part, results)
                 else:
@@ -103,8 +104,12 @@ class Processor(Generic[ResultT]):
         recorder.batch_records += len(part)
         recorder.batch_cost += sum(costs)
         recorder.padded_cost += max(costs) * len(part)
+        if recorder.observations is not None:
+            recorder.observations.batches.append(BatchObservation(len(part), sum(costs)))
 
-    def _count_records(self, part: list[Ticket[ResultT]], started: float) -> None:
+    def _count_records(
+        self, part: list[Ticket[ResultT]], started: float, results: Sequence[ResultT] | None
+    ) -> None:
         recorder = self._recorder
         waits = [started - ticket.submitted_at for ticket in part]
         run = self._clock() - started
@@ -113,6 +118,16 @@ class Processor(Generic[ResultT]):
         recorder.latency_s += sum(waits) + run * len(part)
         recorder.waits += waits
         recorder.runs += [run] * len(part)
+        if (observations := recorder.observations) is not None:
+            for index, (ticket, wait) in enumerate(zip(part, waits, strict=True)):
+                outcome: Outcome = "completed"
+                if ticket.cancelled():
+                    outcome = "cancelled"
+                elif results is None or isinstance(results[index], BaseException):
+                    outcome = "failed"
+                observations.records.append(
+                    Observation(ticket.tenant, ticket.priority, ticket.cost, wait, run, outcome)
+                )
 
     def _resolve(self, part: list[Ticket[ResultT]], results: Sequence[ResultT]) -> None:
         completed = cost = 0

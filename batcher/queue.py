@@ -125,6 +125,10 @@ class RequestQueue(Generic[EntryT]):
         groups = [group for group in self._classes.values() if group.priority <= priority]
         return sum(group.live for group in groups), sum(group.cost for group in groups)
 
+    def classes(self) -> dict[int, tuple[int, int]]:
+        """Return how many records wait, and their cost, by priority, of the classes where any does."""
+        return {group.priority: (group.live, group.cost) for group in self._classes.values() if group.live}
+
     def full(self, cost: int, priority: int = 0) -> tuple[str, int] | None:
         """Return the name and value of the bound that keeps a record out; None: there is room.
 

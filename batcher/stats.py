@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from batcher.observations import Observations
 
 RECENT = 512
 """Records over which percentiles are taken."""
@@ -24,6 +26,7 @@ class Stats:
         total_rejected: Records that never got in: the queue was full, the record too large or too late.
         queue_depth: Records that wait.
         queue_cost: Their cost.
+        queue_classes: Records that wait, and their cost, by priority.
         outside: Callers that wait for room in the queue.
         running: Records that run.
         running_cost: Their cost.
@@ -50,6 +53,7 @@ class Stats:
     total_rejected: int = 0
     queue_depth: int = 0
     queue_cost: int = 0
+    queue_classes: dict[int, tuple[int, int]] = field(default_factory=dict)
     outside: int = 0
     running: int = 0
     running_cost: int = 0
@@ -103,14 +107,15 @@ class BatchStats(Stats):
     Attributes:
         total_batches: Batches that were given to `process_fn`; the parts of a batch that was split count.
         total_batch_cost: Their cost.
+        total_padded_cost: Their cost, were each padded: its longest record times their number.
         avg_batch_size: Mean number of records in a batch.
         avg_batch_cost: Mean cost of a batch.
-        padding_ratio: Share, 0 to 1, of a padded batch (longest record times their number) that is
-            padding, were all batches padded.
+        padding_ratio: Share, 0 to 1, of the padded cost that is padding.
     """
 
     total_batches: int = 0
     total_batch_cost: int = 0
+    total_padded_cost: int = 0
     avg_batch_size: float = 0.0
     avg_batch_cost: float = 0.0
     padding_ratio: float = 0.0
@@ -200,6 +205,7 @@ class Recorder:
         "expired",
         "failed",
         "latency_s",
+        "observations",
         "ran",
         "rejected",
         "run_s",
@@ -221,6 +227,7 @@ class Recorder:
         self.latency_s = 0.0
         self.waits: deque[float] = deque(maxlen=RECENT)
         self.runs: deque[float] = deque(maxlen=RECENT)
+        self.observations: Observations | None = None
         self._busy = False
         self._busy_s = 0.0
         self._idle_s = 0.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from batcher import BatcherError, Expired, Oversize, QueueFull
 from serve_app.errors import RequestError
+from serve_app.receipts import Receipt
 from serve_app.terms import USUAL, Terms
 from serve_app.trail import Trail
 
@@ -23,6 +24,7 @@ class Admission:
         refusal: The gate's reason, once it has refused.
         trail: What is needed to carry on its answer elsewhere, if that is a stream.
         token_ids: The tokens that its answer, a stream, has brought elsewhere already.
+        receipt: What the request has taken.
     """
 
     terms: Terms = USUAL
@@ -31,6 +33,7 @@ class Admission:
     refusal: RequestError | None = None
     trail: Trail | None = None
     token_ids: list[int] = field(default_factory=list)
+    receipt: Receipt = field(default_factory=Receipt)
 
 
 current: ContextVar[Admission | None] = ContextVar("admission", default=None)

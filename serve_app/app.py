@@ -10,7 +10,7 @@ from serve_app.engine import Engine
 from serve_app.function_engine import FunctionEngine
 from serve_app.health import engine_name
 from serve_app.ingress import Ingress
-from serve_app.settings import FunctionSettings, ModelSettings, parse
+from serve_app.settings import FunctionSettings, ModelSettings, Settings, parse
 
 UNBOUNDED = 100_000
 """The batcher bounds what waits, by tokens and with an answer that says when to come back; Serve's own
@@ -22,6 +22,7 @@ HEALTH_CHECK_PERIOD_S = 1
 GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
 """What a replica that stops may take to finish its answers: as long as HAProxy lets them run. So one setting
 says how long a stream may be. A replica that has nothing left to answer doesn't take it."""
+QUIET = {"enable_access_log": False}
 
 
 def build(args: dict[str, Any]) -> Application:
@@ -40,12 +41,14 @@ def build(args: dict[str, Any]) -> Application:
         # It does little at a time, so one that is silent for three checks hangs.
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=GRACE_S,
+        # It writes its own line per request; see `TelemetrySettings`.
+        logging_config=QUIET,
     )(serve.ingress()(Ingress))
-    engines = {model.id: _engine(model, settings.ingress.max_prompts) for model in settings.models}
+    engines = {model.id: _engine(model, settings) for model in settings.models}
     return ingress.bind(settings, engines)
 
 
-def _engine(model: ModelSettings, max_records: int) -> Application:
+def _engine(model: ModelSettings, settings: Settings) -> Application:
     kind: type[Any] = FunctionEngine if isinstance(model, FunctionSettings) else Engine
     deployment = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
@@ -53,7 +56,8 @@ def _engine(model: ModelSettings, max_records: int) -> Application:
         # A burst may keep a replica from answering for a while.
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=GRACE_S,
-        # The Ingress' log has a line per request already.
-        logging_config={"enable_access_log": False},
+        logging_config=QUIET,
     )(kind)
-    return deployment.options(name=engine_name(model.id)).bind(model, max_records)
+    return deployment.options(name=engine_name(model.id)).bind(
+        model, settings.ingress.max_prompts, settings.telemetry
+    )

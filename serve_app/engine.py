@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from serve_app import admission
@@ -22,10 +22,14 @@ from serve_app.protocol import (
     Usage,
     parse_generate,
 )
+from serve_app.receipts import Receipt
 from serve_app.relay import RelayRequest, run_app
 from serve_app.replica import DRAIN_S, answer, replica_stats
 from serve_app.scaling import autoscaling_stats
-from serve_app.settings import LLMSettings
+from serve_app.settings import SILENT, LLMSettings, TelemetrySettings
+from serve_app.telemetry.catalogue import OUTPUT_TOKENS, PROMPT_TOKENS
+from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.telemetry.meters import Meters
 from serve_app.terms import Terms
 from serve_app.trail import Trail, to_ids
 from serve_app.tuning import parse_tuning
@@ -52,21 +56,24 @@ class Engine:
     Args:
         settings: The model.
         max_prompts: Most prompts that one call may carry.
+        telemetry: What to tell of itself.
     """
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, settings: LLMSettings, max_prompts: int
+        self, settings: LLMSettings, max_prompts: int, telemetry: TelemetrySettings = SILENT
     ) -> None:
         # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
         with kept_handlers():
             from serve_app.vllm_engine import VLLMEngine
 
         tie_children()
+        self._id = settings.id
         self._max_prompts = max_prompts
-        self._engine = VLLMEngine(settings)
+        self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
         self._app = await self._engine.start()
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
         # The engine's own processes run by now, and don't.
         let_others_finish()
 
@@ -95,30 +102,39 @@ class Engine:
         """
         if not isinstance(request, GenerateRequest):
             request = parse_generate(request, max_prompts=self._max_prompts)
-        response = await self._generate(request, request.terms())
+        response = await self._generate(request, request.terms(), Receipt())
         return response.model_dump(exclude_unset=True)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
-        if request.path == "/generate":
-            yield await answer(self._answer_generate(request))
-            return
+        began = time.monotonic()
         terms = request.terms_now()
         trail = Trail(lambda: self._engine.died) if request.path in RESUMABLE else None
         verdict = Admission(
             terms,
-            terms.deadline(time.monotonic()),
+            terms.deadline(began),
             wait=request.resumes,
             trail=trail,
             token_ids=to_ids(request.token_ids),
         )
-        admission.current.set(verdict)
-        messages = run_app(
-            self._app, request, refusal=lambda: verdict.refusal or self._failure(), trail=trail
-        )
-        async with aclosing(messages):
-            async for message in messages:
-                yield message
+        receipt = verdict.receipt
+        try:
+            if request.path == "/generate":
+                yield await answer(self._answer_generate(request, receipt)) + receipt.pack()
+                return
+            admission.current.set(verdict)
+            messages = run_app(
+                self._app,
+                request,
+                refusal=lambda: verdict.refusal or self._failure(),
+                trail=trail,
+                closing=receipt.pack,
+            )
+            async with aclosing(messages):
+                async for message in messages:
+                    yield message
+        finally:
+            self._telemetry.answered(request.headers, began, receipt)
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics and the engine's limits."""
@@ -161,17 +177,29 @@ class Engine:
             watching.cancel()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
+        if telemetry := getattr(self, "_telemetry", None):
+            telemetry.stop()
 
     def _failure(self) -> RequestError | None:
         """Return what its requests are told if the engine has died, whatever vLLM's application says."""
         return engine_failed() if self._engine.died else None
 
-    async def _answer_generate(self, relayed: RelayRequest) -> bytes:
+    def _token_metrics(self, meters: Meters) -> Callable[[], None]:
+        engine, model = self._engine, self._id
+
+        def report() -> None:
+            meters.count(PROMPT_TOKENS, engine.llm.prompt_tokens, model)
+            meters.count(OUTPUT_TOKENS, engine.batcher.stats.output_tokens, model)
+            engine.report_metrics()
+
+        return report
+
+    async def _answer_generate(self, relayed: RelayRequest, receipt: Receipt) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
-        response = await self._generate(request, relayed.terms_now())
+        response = await self._generate(request, relayed.terms_now(), receipt)
         return response.model_dump_json(exclude_unset=True).encode()
 
-    async def _generate(self, request: GenerateRequest, terms: Terms) -> GenerateResponse:
+    async def _generate(self, request: GenerateRequest, terms: Terms, receipt: Receipt) -> GenerateResponse:
         deadline = terms.deadline(time.monotonic())
         sampling = self._engine.sampling(request)
         field = "prompts" if request.messages is None else "messages"
@@ -187,7 +215,7 @@ class Engine:
         async def complete(index: int, token_ids: list[int] | RequestError) -> None:
             # The first prompt is refused when the queue is full, and its call with it; once it has a
             # place, the others wait for theirs. So a list longer than the queue can still be served.
-            admission.current.set(Admission(terms, deadline, wait=index > 0))
+            admission.current.set(Admission(terms, deadline, wait=index > 0, receipt=receipt))
             try:
                 if isinstance(token_ids, RequestError):
                     raise token_ids

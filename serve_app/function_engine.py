@@ -11,10 +11,12 @@ from batcher import DynamicBatcher, Ticket
 from serve_app.errors import RequestError
 from serve_app.openai_embeddings import embedding_response, parse_embedding
 from serve_app.protocol import JSON, ProcessRequest, parse_process
+from serve_app.receipts import Receipt
 from serve_app.records import run_records
 from serve_app.relay import RelayRequest
 from serve_app.replica import DRAIN_S, answer, replica_stats
-from serve_app.settings import FunctionSettings, SettingsError
+from serve_app.settings import SILENT, FunctionSettings, SettingsError, TelemetrySettings
+from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.terms import Terms
 
 
@@ -28,6 +30,7 @@ class FunctionEngine:
     Args:
         settings: The model.
         max_records: Most records that one call may carry.
+        telemetry: What to tell of itself.
 
     Raises:
         SettingsError: There is no such class, it doesn't take the options, or it has no `process`.
@@ -35,7 +38,7 @@ class FunctionEngine:
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, settings: FunctionSettings, max_records: int
+        self, settings: FunctionSettings, max_records: int, telemetry: TelemetrySettings = SILENT
     ) -> None:
         self._id = settings.id
         self._max_records = max_records
@@ -46,6 +49,7 @@ class FunctionEngine:
             **settings.batcher.arguments(),
         )
         await self._batcher.start()
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._batcher)
 
     async def process(self, request: ProcessRequest | JSON) -> JSON:
         """Process a list of records.
@@ -66,8 +70,10 @@ class FunctionEngine:
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
+        receipt = Receipt()
         embeds = request.path == "/v1/embeddings"
-        yield await answer(self._answer_embeddings(request) if embeds else self._answer_process(request))
+        body = self._answer_embeddings(request, receipt) if embeds else self._answer_process(request)
+        yield await answer(body) + receipt.pack()
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics."""
@@ -87,19 +93,22 @@ class FunctionEngine:
     async def __del__(self) -> None:
         if batcher := getattr(self, "_batcher", None):
             await batcher.stop(timeout=DRAIN_S)
+        if telemetry := getattr(self, "_telemetry", None):
+            telemetry.stop()
 
     async def _answer_process(self, relayed: RelayRequest) -> bytes:
         request = parse_process(relayed.body, max_records=self._max_records)
         return _json(await self._process(request, relayed.terms_now()))
 
-    async def _answer_embeddings(self, relayed: RelayRequest) -> bytes:
+    async def _answer_embeddings(self, relayed: RelayRequest, receipt: Receipt) -> bytes:
         request = parse_embedding(relayed.body, max_texts=self._max_records)
         outcomes = await run_records(
             self._batcher, request.input, relayed.terms_now(), field="input", partial=False
         )
         tickets = [outcome for outcome in outcomes if isinstance(outcome, Ticket)]
         vectors = [ticket.result() for ticket in tickets]
-        return _json(embedding_response(request, self._id, vectors, sum(ticket.cost for ticket in tickets)))
+        receipt.prompt_tokens = sum(ticket.cost for ticket in tickets)
+        return _json(embedding_response(request, self._id, vectors, receipt.prompt_tokens))
 
     async def _process(self, request: ProcessRequest, terms: Terms) -> JSON:
         outcomes = await run_records(

@@ -22,13 +22,14 @@ from serve_app.access import Access, Gate
 from serve_app.bounds import Asked, check_tokens
 from serve_app.errors import ErrorType, RequestError
 from serve_app.health import Health
-from serve_app.page import page
+from serve_app.page import STATS_PAGE, page, wants_page
 from serve_app.precedence import let_others_finish
 from serve_app.protocol import JSON, parse_generate, parse_process
 from serve_app.relay import RelayRequest
 from serve_app.relayed import Relayed, error_response
 from serve_app.routing import GENERATE, OPENAI, PROCESS, Routing, card
 from serve_app.settings import Settings
+from serve_app.telemetry.ingress import IngressTelemetry
 from serve_app.terms import ServiceTier, TermFields, terms_of
 
 logger = logging.getLogger("ray.serve")
@@ -66,7 +67,9 @@ class Ingress:
             )
             for model, handle in self._engines.items()
         }
-        self._health = Health(serve.get_replica_context().app_name, list(self._engines))
+        context = serve.get_replica_context()
+        self._health = Health(context.app_name, list(self._engines))
+        self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._started = int(time.time())
         self._access = Access(settings.access) if settings.access else None
         if self._access:
@@ -86,14 +89,20 @@ class Ingress:
                 Route("/", self._index),
                 Route("/health", self._report_health),
                 Route("/stats", self._stats),
+                Route("/stats.html", self._stats),
                 Route(PROCESS, self._process, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
             ],
-            middleware=[Middleware(Gate, self._access)] if self._access else [],
+            # Who is turned away at the gate is counted too.
+            middleware=[
+                self._telemetry.middleware,
+                *([Middleware(Gate, self._access)] if self._access else []),
+            ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
+            lifespan=self._telemetry.lifespan,
         )
 
     async def _index(self, request: Request) -> Response:
@@ -109,6 +118,8 @@ class Ingress:
         return JSONResponse(health.body(), status_code=200 if health.ready else 503)
 
     async def _stats(self, request: Request) -> Response:
+        if wants_page(request):
+            return HTMLResponse(STATS_PAGE)
         reports = await asyncio.gather(*(self._replica_stats(model) for model in self._engines))
         return JSONResponse({"models": dict(zip(self._engines, reports, strict=True))})
 
@@ -153,11 +164,13 @@ class Ingress:
     def _relay(
         self, model: str | None, request: Request, body: bytes, path: str, fields: TermFields
     ) -> Relayed:
-        relay = self._relays[self._routing.choose(model, path)]
+        chosen = self._routing.choose(model, path)
+        relay = self._relays[chosen]
         caller = request.scope.get("caller")
         given = request.scope["headers"]
         terms = caller.terms(given, fields) if caller else terms_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
+        headers = self._telemetry.assign(request.scope, chosen, terms, headers)
         query = request.scope["query_string"]
 
         def ask(request: RelayRequest) -> DeploymentResponseGenerator[bytes]:

@@ -23,6 +23,7 @@ from serve_app.access import Access
 from serve_app.health import engine_name
 from serve_app.processes import adopt_orphans, end_descendants
 from serve_app.protocol import JSON
+from serve_app.request_lines import RequestLines
 from serve_app.settings import parse
 from serve_app.tuning import parse_tuning
 
@@ -59,15 +60,25 @@ def main() -> None:
     parser.add_argument(
         "--verbose", action="store_true", help="show what Ray, Serve and vLLM log, not only progress"
     )
+    parser.add_argument(
+        "--log-format",
+        choices=["json", "text"],
+        help="print a line per request, for programs or for people; over telemetry.request_log in the config",
+    )
     options = parser.parse_args()
     try:
-        sys.exit(launch(options.config, verbose=options.verbose))
+        sys.exit(launch(options.config, verbose=options.verbose, log_format=options.log_format))
     except LaunchError as error:
         sys.exit(f"error: {error}")
 
 
-def launch(path: Path, *, verbose: bool) -> int:
+def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
     """Serve a config until SIGINT or SIGTERM comes, and return the exit code.
+
+    Args:
+        path: The config.
+        verbose: Show what Ray, Serve and vLLM log.
+        log_format: Print a line per request, as "json" or as "text"; None: print none.
 
     Raises:
         LaunchError: The config is wrong, its port is taken, or the application can't start.
@@ -81,7 +92,15 @@ def launch(path: Path, *, verbose: bool) -> int:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    with tempfile.NamedTemporaryFile(prefix="saturate-", suffix=".log", delete=False) as log:
+    lines = RequestLines(_print) if log_format else None
+    with (
+        tempfile.NamedTemporaryFile(prefix="saturate-", suffix=".log", delete=False) as log,
+        tempfile.NamedTemporaryFile("w", prefix="saturate-", suffix=".yaml") as changed,
+    ):
+        if log_format:
+            changed.write(with_request_log(path.read_text(), log_format))
+            changed.flush()
+            path = Path(changed.name)
         progress = Progress(None if verbose else Path(log.name))
         dashboard = Dashboard(port)
         serve = _start(path, None if verbose else log)
@@ -89,6 +108,8 @@ def launch(path: Path, *, verbose: bool) -> int:
             url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
             if wait_ready(serve, url, dashboard, progress, stop):
                 progress.end(f"Ready: {url}  (Ctrl-C stops it)")
+                if lines:
+                    lines.start()
             while serve.poll() is None and not stop.wait(0.2):
                 pass
             if not stop.is_set():
@@ -101,6 +122,8 @@ def launch(path: Path, *, verbose: bool) -> int:
             raise
         finally:
             _stop(serve, dashboard)
+            if lines:
+                lines.stop()
 
 
 def read_config(path: Path) -> ServeDeploySchema:
@@ -137,6 +160,20 @@ def read_config(path: Path) -> ServeDeploySchema:
 
 def _asks_for_keys(config: ServeDeploySchema) -> bool:
     return all(app.import_path == IMPORT_PATH and app.args.get("access") for app in config.applications)
+
+
+def with_request_log(text: str, log_format: str) -> str:
+    """Return a config with another `telemetry.request_log` in our applications."""
+    config = yaml.safe_load(text)
+    for app in config["applications"]:
+        if app["import_path"] == IMPORT_PATH:
+            app["args"]["telemetry"] = (app["args"].get("telemetry") or {}) | {"request_log": log_format}
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line)
+    sys.stdout.flush()
 
 
 class Progress:

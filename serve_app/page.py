@@ -1,8 +1,14 @@
-"""The page at `/`: what runs here and how to call it."""
+"""The pages for people: at `/` what runs here and how to call it, at `/stats.html` how it is doing."""
 
 from html import escape
+from pathlib import Path
+
+from starlette.requests import Request
 
 from serve_app.settings import FunctionSettings, ModelSettings, Settings
+
+STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
+"""Shows what `/stats` says, as it changes. It needs nothing but the service."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -28,7 +34,7 @@ td, th {{ text-align: left; padding: .2rem 1.5rem .2rem 0; }}
 <tr><td><code>/v1/…</code></td><td>the OpenAI API, as vLLM has it, and embeddings</td></tr>
 <tr><td><a href="v1/models"><code>GET /v1/models</code></a></td><td>the models</td></tr>
 <tr><td><a href="health"><code>GET /health</code></a></td><td>200 once a model can answer</td></tr>
-<tr><td><a href="stats"><code>GET /stats</code></a></td><td>the batcher of every replica, as JSON</td></tr>
+<tr><td><a href="stats"><code>GET /stats</code></a></td><td>each replica's batcher: JSON, or live</td></tr>
 </table>
 </html>
 """
@@ -74,3 +80,10 @@ def _example(model: ModelSettings) -> str:
     if not isinstance(model, FunctionSettings):
         return _LLM
     return f"{_FUNCTION}\n{_EMBEDDINGS}" if model.embeddings else _FUNCTION
+
+
+def wants_page(request: Request) -> bool:
+    """Return whether who asks for `/stats` is a browser that shows what it gets."""
+    if request.url.path.endswith(".html"):
+        return True
+    return "text/html" in request.headers.get("accept", "") and request.query_params.get("format") != "json"

@@ -164,6 +164,7 @@ async def run_app(
     *,
     refusal: Callable[[], RequestError | None] = lambda: None,
     trail: Trail | None = None,
+    closing: Callable[[], bytes] = lambda: b"",
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages.
 
@@ -177,6 +178,7 @@ async def run_app(
             committed itself to status 200.
         trail: What is needed for a stream to go on elsewhere. Once its engine is lost, what the
             application still sends is dropped.
+        closing: Asked when the application has sent all; what it returns goes behind the last piece.
     """
     outbox = _Outbox()
     left = asyncio.Event()
@@ -221,23 +223,29 @@ async def run_app(
             await task
             raise RuntimeError("the application sent no answer")
         head = outbox.head
-        if trail is None or outbox.ended or not head.is_event_stream:
+        if outbox.ended:
+            yield head.pack(outbox.take() + closing(), whole=True)
+            return
+        if trail is None or not head.is_event_stream:
             trail = None
-            yield head.pack(outbox.take(), whole=outbox.ended)
+            yield head.pack(outbox.take())
         elif not trail.resume:
             yield head.pack(outbox.take())
         else:
             yield replace(head, resume=trail.resume).pack(trail.frame(outbox.take()))
-        while outbox.pieces or not outbox.ended:
+        closed = False
+        while not closed:
             if not outbox.ended and not outbox.pieces and not task.done():
                 await outbox.readable.wait()
             if trail is not None and trail.lost():
                 # To the application it is an error like others: it says so and ends in good order.
                 yield LOST if trail.resume else error_event(engine_failed())
                 return
-            if outbox.pieces:
-                body = outbox.take()
-                yield trail.frame(body) if trail is not None and trail.resume else body
+            if outbox.pieces or outbox.ended:
+                closed = outbox.ended
+                body = outbox.take() + (closing() if closed else b"")
+                if body:
+                    yield trail.frame(body) if trail is not None and trail.resume else body
             elif task.done() and not outbox.ended:
                 await task
                 raise RuntimeError("the application broke off its answer")

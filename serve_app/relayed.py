@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.errors import RequestError, engine_failed
+from serve_app.receipts import cut
 from serve_app.relay import Head, RelayRequest, error_event, read_head
 from serve_app.resumption import Sent, Splice, UnresumableError
 from serve_app.retries import TRIES, back_off, is_lost
@@ -107,11 +108,14 @@ class Relayed(Response):
             try:
                 while True:
                     token_ids, body = unframe(piece)
+                    body, receipt = cut(body)
                     if splice is not None:
                         body = splice.rest(body)
                     sent.add(token_ids, body)
-                    if body:
-                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                    if body or receipt:
+                        await send(
+                            {"type": "http.response.body", "body": body + receipt, "more_body": True}
+                        )
                     piece = await anext(messages)
             except StopAsyncIteration:
                 return

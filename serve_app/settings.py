@@ -291,6 +291,49 @@ class AccessSettings(Strict):
         return self
 
 
+def _endpoint(url: str) -> str:
+    if not re.fullmatch(r"(https?|file)://\S+", url):
+        raise ValueError(f"must begin with http://, https:// or file://, not {url!r}")
+    return url
+
+
+class TraceSettings(Strict):
+    """Where OpenTelemetry spans go.
+
+    Attributes:
+        endpoint: Where a collector takes OTLP over HTTP, such as http://collector:4318/v1/traces; or
+            file:///DIRECTORY, where each process writes a file of JSON lines.
+        sample_ratio: Share of the requests that bring no trace context of their own; with one, its sender
+            has decided.
+    """
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)]
+    sample_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = 1.0
+
+
+class TelemetrySettings(Strict):
+    """What the service tells of itself.
+
+    Attributes:
+        metrics: Our metrics, on Ray's Prometheus endpoint.
+        engine_metrics: vLLM's beside them.
+        tenants: Tenants that have a series of their own; the others share one.
+        request_log: Each Ingress replica writes a line per request to a file beside Serve's logs: as "json",
+            as "text", or null: not at all. Never what was asked or answered.
+        traces: Where spans go; null: nowhere.
+    """
+
+    metrics: Flag = True
+    engine_metrics: Flag = True
+    tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = 20
+    request_log: Literal["json", "text"] | None = "json"
+    traces: TraceSettings | None = None
+
+
+SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)
+"""For a replica outside of Serve."""
+
+
 class Settings(Strict):
     """All that `args` may hold.
 
@@ -298,11 +341,13 @@ class Settings(Strict):
         models: The models to serve. A second one is one more entry.
         ingress: Limits of the HTTP side.
         access: Who gets in; left out: everybody.
+        telemetry: What the service tells of itself.
     """
 
     models: Annotated[list[ModelSettings], Field(min_length=1)]
     ingress: IngressSettings = IngressSettings()
     access: AccessSettings | None = None
+    telemetry: TelemetrySettings = TelemetrySettings()
 
     @model_validator(mode="after")
     def _ids_differ(self) -> "Settings":
@@ -335,4 +380,6 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("models", "function", "batcher"): FunctionBatcherSettings,
     ("ingress",): IngressSettings,
     ("access",): AccessSettings,
+    ("telemetry",): TelemetrySettings,
+    ("telemetry", "traces"): TraceSettings,
 }

@@ -1,4 +1,4 @@
-"""A vLLM engine behind a token batcher. The only file that imports vllm.
+"""A vLLM engine behind a token batcher. Only this file and vllm_metrics.py import vllm.
 
 The imports are those of vLLM 0.32; they move between minor versions.
 """
@@ -46,10 +46,12 @@ from serve_app.admission import Admission
 from serve_app.errors import RequestError
 from serve_app.pace import Pace
 from serve_app.protocol import JSON, SamplingFields
+from serve_app.receipts import Part
 from serve_app.relay import ASGIApp
 from serve_app.settings import BatcherSettings, EngineSettings, LLMSettings, SettingsError
 from serve_app.trail import Resume, Trail
 from serve_app.tuning import BatcherTuning
+from serve_app.vllm_metrics import EngineMetrics
 
 HOT = {"/v1/chat/completions", "/v1/completions"}
 """Routes that are called most."""
@@ -79,6 +81,8 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     pace: Pace
     by_class: bool
     """Whether vLLM schedules by priority."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts that it has begun."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -100,9 +104,10 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         else:
             results = super().generate(prompt, sampling_params, request_id, **options)
         async with (
-            _Gate(self.batcher, reserved, n * self._blocks(most) - reserved) as slot,
+            _Gate(self.batcher, reserved, n * self._blocks(most) - reserved, length) as slot,
             aclosing(results),
         ):
+            self.prompt_tokens += length
             if sampling_params.output_kind is RequestOutputKind.DELTA:
                 trail = None if request is None else request.trail
                 if trail is not None:
@@ -216,7 +221,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         length = _prompt_length(prompt, self.model_config.max_model_len)
         results = super().encode(prompt, pooling_params, request_id, **options)
-        async with _Gate(self.batcher, self._blocks(length), 0), aclosing(results):
+        async with _Gate(self.batcher, self._blocks(length), 0, length), aclosing(results):
             async for result in results:
                 yield result
 
@@ -252,9 +257,10 @@ class _Steps(StatLoggerBase):  # type: ignore[misc]
 class _Gate:
     """A slot of the batcher that tells the request's `Admission` when it is refused."""
 
-    __slots__ = ("_admission", "_slot")
+    __slots__ = ("_admission", "_length", "_slot")
 
-    def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int) -> None:
+    def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int) -> None:
+        self._length = length
         self._admission = request = admission.current.get() or Admission()
         if request.terms.weight is not None:
             batcher.weigh(request.terms.tenant, request.terms.weight)
@@ -275,7 +281,11 @@ class _Gate:
             raise RefusedError(self._admission.refusal) from None
 
     async def __aexit__(self, *exc: Any) -> None:
-        await self._slot.__aexit__(*exc)
+        slot = self._slot
+        await slot.__aexit__(*exc)
+        self._admission.receipt.add(
+            Part(slot.submitted_at, slot.started_at, time.monotonic(), self._length, slot.output_tokens)
+        )
 
 
 def _resume(prompt: Any, params: SamplingParams) -> Resume:
@@ -341,19 +351,23 @@ class VLLMEngine:
 
     Args:
         settings: The model.
+        metrics: Whether vLLM's own metrics go to Ray's endpoint.
 
     Raises:
         SettingsError: vLLM has no such option.
     """
 
-    def __init__(self, settings: LLMSettings) -> None:
+    def __init__(self, settings: LLMSettings, *, metrics: bool = False) -> None:
         self._args = _vllm_args(settings)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         steps = _Steps()
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
             usage_context=UsageContext.OPENAI_API_SERVER,
-            stat_loggers=[lambda *_: steps] if settings.batcher.goals else None,
+            stat_loggers=[
+                *([lambda *_: steps] if settings.batcher.goals else []),
+                *([EngineMetrics] if metrics else []),
+            ],
         )
         self.llm.pace = Pace()
         self.llm.by_class = self._args.scheduling_policy == "priority"
@@ -512,6 +526,12 @@ class VLLMEngine:
             f"context of {limit} tokens; lower max_tokens to {limit - length} or less"
         )
         raise RequestError(400, "invalid_request_error", message)
+
+    def report_metrics(self) -> None:
+        """Report what vLLM has counted since the last call."""
+        for each in self.llm.logger_manager.stat_loggers if self.llm.logger_manager else ():
+            if isinstance(each, EngineMetrics):
+                each.flush()
 
     async def check_health(self) -> None:
         """Raise if the engine has died."""

@@ -26,7 +26,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     app["args"]["models"].append(MINILM)
     # The demo model and the ingress have reserved what two cores have.
     app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})
-    service = Service(config, tmp_path_factory.mktemp("service"))
+    folder = tmp_path_factory.mktemp("service")
+    # Only requests whose sender wants it leave spans.
+    traces = {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}
+    app["args"]["telemetry"] = {"traces": traces}
+    service = Service(config, folder)
     yield service
     service.stop()
 

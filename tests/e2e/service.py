@@ -28,6 +28,7 @@ class Service:
 
     Attributes:
         url: Where it listens.
+        folder: Where its config is.
         env: What a program needs in its environment to find the same Ray.
         ready_s: Seconds from the start of the launcher to its word that the service is ready.
         output: What the launcher has printed.
@@ -45,7 +46,16 @@ class Service:
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"
-        self.env = os.environ | own | {"RAY_USAGE_STATS_ENABLED": "0"}
+        self.folder = folder
+        self.env = (
+            os.environ
+            | own
+            | {
+                "RAY_USAGE_STATS_ENABLED": "0",
+                # Seconds count in a test; Ray's own pace is 10 s.
+                "RAY_metrics_report_interval_ms": "1000",
+            }
+        )
         self._mark = uuid.uuid4().hex
         started = time.monotonic()
         self.process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """All checks of a set of rendered documents."""
 
-from tests.k8s import agreement, safety, schemas
+from tests.k8s import agreement, monitoring, safety, schemas
 from tests.k8s.rendering import Document
 
 
@@ -12,4 +12,8 @@ def problems(documents: list[Document]) -> list[str]:
         for problem in schemas.problems(document)
     ]
     # What isn't well formed can't be compared.
-    return found or [*agreement.problems(documents), *safety.problems(documents)]
+    return found or [
+        *agreement.problems(documents),
+        *safety.problems(documents),
+        *monitoring.problems(documents),
+    ]

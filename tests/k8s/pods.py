@@ -63,7 +63,7 @@ class Pod:
 def pods(documents: list[Document]) -> Iterator[Pod]:
     """Yield the pods of all documents."""
     for document in documents:
-        kind, spec = document["kind"], document["spec"]
+        kind, spec = document["kind"], document.get("spec", {})
         where = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec"}.get(kind)
         if where is None:
             if "template" in spec:

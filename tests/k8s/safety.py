@@ -25,7 +25,10 @@ ROOTS = [
 CLIENT_PORTS = {8000}
 """What pods other than ours may reach..."""
 OPERATOR_PORTS = {8000, 8265}
-"""...and what KubeRay may."""
+"""...what KubeRay may..."""
+SCRAPER_PORTS = {8080, 44217, 44227}
+"""...and what Prometheus may."""
+SCRAPER = {"namespaceSelector": {"matchLabels": {"saturate/metrics": "true"}}}
 SELF = {"app.kubernetes.io/part-of": "saturate"}
 OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
 KUBERAYS = {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
@@ -139,8 +142,11 @@ def _open_ports(spec: dict[str, Any]) -> Iterator[str]:
         labels = [peer.get("podSelector", {}).get("matchLabels") for peer in peers]
         if peers and all(label == SELF for label in labels):
             continue
-        operator = bool(peers) and all(label == OPERATOR for label in labels)
-        allowed = OPERATOR_PORTS if operator else CLIENT_PORTS
+        allowed = CLIENT_PORTS
+        if peers and all(label == OPERATOR for label in labels):
+            allowed = OPERATOR_PORTS
+        elif peers and all(peer == SCRAPER for peer in peers):
+            allowed = SCRAPER_PORTS
         ports = {port["port"] for port in rule.get("ports", [])}
         if not ports or not ports <= allowed:
             yield f"spec.ingress[{index}].ports: {sorted(ports)}, but only {sorted(allowed)} may be open"

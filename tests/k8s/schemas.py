@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.settings import SettingsError, parse
+from tests.k8s import monitoring
 from tests.k8s.rendering import REPOSITORY, Document
 
 KUBERNETES = "1.34"
@@ -48,10 +49,11 @@ def crd(kind: str, version: str) -> dict[str, Any]:
 def problems(document: Document) -> Iterator[str]:
     """Yield what is wrong with a document, each with its path."""
     group, _, version = document["apiVersion"].partition("/")
-    if group == "ray.io":
+    if group in {"ray.io", "monitoring.coreos.com"}:
         metadata = {name: value for name, value in document["metadata"].items() if name != "name"}
         yield from unknown(metadata, {"labels", "annotations", "namespace"}, "metadata")
-        yield from structural(crd(document["kind"], version), document, "")
+        schema = crd(document["kind"], version) if group == "ray.io" else monitoring.schema(document)
+        yield from structural(schema, document, "")
     else:
         try:
             kubernetes_validate.validate(document, KUBERNETES, strict=True)

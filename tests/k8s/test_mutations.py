@@ -24,6 +24,7 @@ FREE = {
     "limits",
     "nodeSelector",
     "clusterSelector",
+    "data",
 }
 """Maps whose keys are anybody's."""
 
@@ -35,7 +36,7 @@ CONTAINER = f"{POD}.containers[0]"
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> list[Document]:
     """The overlay with a GPU, and every option."""
-    options = ["redis", "incremental-upgrade", "batch-group", "api-keys", "ingress"]
+    options = ["redis", "incremental-upgrade", "batch-group", "api-keys", "ingress", "observability"]
     return render(
         with_components(K8S / "overlays" / "qwen2.5-7b-l4", options, tmp_path_factory.mktemp("full"))
     )
@@ -105,7 +106,7 @@ def test_a_misspelt_key_is_found_wherever_it_is(
     documents = [*full, *(document for found in jobs.values() for document in found)]
     tried = 0
     for document in documents:
-        config = document["spec"].pop("serveConfigV2", None)
+        config = document.get("spec", {}).pop("serveConfigV2", None)
         for path in keys(document):
             # A name with a slash is a label.
             if path in IDENTITY or "/" in str(path[-1]):
@@ -184,6 +185,14 @@ WRONG: list[tuple[str, str, object]] = [
     ("Ingress", "spec.rules[0].http.paths[0].backend.service.name", "saturate"),
     ("RayService", "spec.rayClusterConfig.gcsFaultToleranceOptions.redisAddress", "redis:6379"),
     ("RayService", "spec.rayClusterConfig.gcsFaultToleranceOptions.backend", "reddis"),
+    ("RayService", "spec.rayClusterConfig.headGroupSpec.template.spec.containers[0].ports", []),
+    ("PrometheusRule", "spec.groups[1].rules[0].for", "2 minutes"),
+    ("PrometheusRule", "spec.groups[1].rules[0].labels.severity", 1),
+    ("PrometheusRule", "apiVersion", "monitoring.coreos.com/v2"),
+    ("PodMonitor/saturate-head", "spec.podMetricsEndpoints[1].port", "autoscaler-metrics"),
+    ("PodMonitor/saturate-workers", "spec.podMetricsEndpoints[0].port", "as-metrics"),
+    ("PodMonitor/saturate-workers", "spec.podMetricsEndpoints[0].interval", "10 s"),
+    ("NetworkPolicy/saturate-metrics", "spec.ingress[0].ports[0].port", 8265),
 ]
 
 
@@ -191,7 +200,8 @@ WRONG: list[tuple[str, str, object]] = [
 def test_a_wrong_value_is_named_with_its_path(
     full: list[Document], kind: str, path: str, value: object
 ) -> None:
-    found = checks.problems(changed(full, kind, path, value))
+    kind, _, name = kind.partition("/")
+    found = checks.problems(changed(full, kind, path, value, name or "saturate"))
     # The field, or one of the two that hold it: a port is missed in its list, a variable in its container.
     places = [schemas.joined(steps(path)[:end]) for end in (None, -1, -2)]
     assert any(f"{place}:" in problem for place in places for problem in found), found

@@ -10,7 +10,7 @@ from ray.serve._private.build_app import BuiltApplication, build_app
 from serve_app.app import build
 from serve_app.engine import Engine
 from serve_app.function_engine import FunctionEngine
-from serve_app.settings import LLMSettings, SettingsError
+from serve_app.settings import LLMSettings, SettingsError, TelemetrySettings
 
 DEMO = {"id": "demo", "source": "saturate://demo"}
 OTHER = {"id": "org/other", "source": "org/other", "engine": {"max_num_seqs": 8}}
@@ -34,8 +34,12 @@ def test_one_engine_per_model_behind_an_ingress() -> None:
 def test_each_engine_gets_its_own_model_and_the_limit_of_prompts() -> None:
     app = built(DEMO, OTHER, ingress={"max_prompts": 7})
     arguments: dict[str, Any] = {deployment.name: deployment.init_args for deployment in app.deployments}
-    assert arguments["Engine:demo"] == (LLMSettings(id="demo", source="saturate://demo"), 7)
-    model, _ = arguments["Engine:org/other"]
+    assert arguments["Engine:demo"] == (
+        LLMSettings(id="demo", source="saturate://demo"),
+        7,
+        TelemetrySettings(),
+    )
+    model, *_ = arguments["Engine:org/other"]
     assert (model.id, model.engine.max_num_seqs) == ("org/other", 8)
 
 
@@ -45,7 +49,7 @@ def test_a_function_is_a_deployment_of_its_own_class() -> None:
     assert classes["Engine:demo"] is Engine
     assert classes["Engine:rank"] is FunctionEngine
     arguments: dict[str, Any] = {deployment.name: deployment.init_args for deployment in app.deployments}
-    settings, most = arguments["Engine:rank"]
+    settings, most, _ = arguments["Engine:rank"]
     assert (settings.id, settings.target, most) == ("rank", "no.such.module:Class", 7)
 
 

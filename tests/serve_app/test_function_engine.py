@@ -11,6 +11,7 @@ from ray import serve
 
 from serve_app.errors import RequestError
 from serve_app.function_engine import FunctionEngine
+from serve_app.receipts import MARK, split
 from serve_app.relay import Head, RelayRequest
 from serve_app.settings import FunctionSettings, SettingsError, parse
 from serve_app.terms import Terms
@@ -98,6 +99,8 @@ async def relay(
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = RelayRequest("POST", path, b"", [], text, terms or Terms())
     (message,) = [message async for message in engine.relay(request)]
+    if message.endswith(MARK):
+        message, _ = split(message)
     head, answer, _ = Head.unpack(message)
     return head.status, json.loads(answer), dict(head.headers)
 

@@ -121,7 +121,8 @@ def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelHealth]:
     async def read(self: Health) -> Report:
         return Report(models)
 
-    monkeypatch.setattr(serve, "get_replica_context", lambda: SimpleNamespace(app_name="llm"))
+    context = SimpleNamespace(app_name="llm", replica_tag="one")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(Health, "read", read)
     # This process has tests to run yet.
     monkeypatch.setattr("serve_app.ingress.let_others_finish", lambda: None)

@@ -53,7 +53,7 @@ def context(
     )
 
 
-def holding(tokens: int = 0, sequences: int = 0, **more: int) -> ContinuousStats:
+def holding(tokens: int = 0, sequences: int = 0, **more: Any) -> ContinuousStats:
     return ContinuousStats(capacity=1000, max_running=10, running_cost=tokens, running=sequences, **more)
 
 

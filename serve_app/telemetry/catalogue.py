@@ -1,0 +1,187 @@
+"""Every metric of the service: its name, what it counts, its labels. The docs have their table from here."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
+RECORDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+COST = (1.0, 16.0, 64.0, 256.0, 1_024.0, 4_096.0, 16_384.0, 65_536.0, 262_144.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: As the code has it; Ray puts `ray_` before it.
+        kind: A counter rises, a gauge is what is now, a histogram counts what fell into each bucket.
+        help: What it is, in a sentence.
+        labels: Beside `application`, `deployment` and `replica`, which Serve adds.
+        buckets: The upper bounds of a histogram's buckets.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ("model",)
+    buckets: tuple[float, ...] = ()
+
+    @property
+    def exported(self) -> str:
+        """The name in Prometheus."""
+        return f"ray_{self.name}"
+
+
+# What the Ingress sees: what users feel.
+REQUESTS = Metric(
+    "saturate_requests_total",
+    "counter",
+    "Requests that ended, by what became of them",
+    ("model", "outcome", "code"),
+)
+IN_PROGRESS = Metric("saturate_requests_in_progress", "gauge", "Requests that are being answered", ())
+REQUEST_SECONDS = Metric(
+    "saturate_request_seconds",
+    "histogram",
+    "Seconds from a request's arrival to the end of its answer, of those that were answered",
+    ("model", "stream"),
+    SECONDS,
+)
+FIRST_TOKEN = Metric(
+    "saturate_time_to_first_token_seconds",
+    "histogram",
+    "Seconds from a request's arrival to the first piece of its stream",
+    ("model",),
+    SECONDS,
+)
+PER_TOKEN = Metric(
+    "saturate_time_per_output_token_seconds",
+    "histogram",
+    "Seconds per token of a stream after its first piece",
+    ("model",),
+    TOKEN_SECONDS,
+)
+PATH_SECONDS = Metric(
+    "saturate_path_seconds",
+    "histogram",
+    "Seconds of an answered request that were spent neither waiting in the batcher nor in the engine",
+    ("model",),
+    SECONDS,
+)
+
+# What a model's batcher knows.
+QUEUE_RECORDS = Metric(
+    "saturate_queue_records", "gauge", "Records that wait, by service tier", ("model", "tier")
+)
+QUEUE_COST = Metric(
+    "saturate_queue_cost", "gauge", "Cost of what waits: tokens, for an LLM", ("model", "tier")
+)
+QUEUE_OUTSIDE = Metric("saturate_queue_outside", "gauge", "Callers that wait for room in the queue")
+WAIT_ESTIMATE = Metric(
+    "saturate_wait_estimate_seconds",
+    "gauge",
+    "Seconds that a record of the default tier would wait if it came now",
+)
+RUNNING_RECORDS = Metric("saturate_running_records", "gauge", "Records that run")
+RUNNING_LIMIT = Metric("saturate_running_limit_records", "gauge", "Records that may run at once")
+RUNNING_COST = Metric("saturate_running_cost", "gauge", "Cost that runs: the tokens of KV budget in use")
+CAPACITY = Metric("saturate_capacity_cost", "gauge", "Cost that may run at once: the KV budget in tokens")
+BUSY = Metric("saturate_busy_seconds_total", "counter", "Seconds in which at least one record ran")
+BUDGET_USED = Metric(
+    "saturate_budget_used_seconds_total",
+    "counter",
+    "Seconds weighted with the share of the budget in use; its rate is the mean share",
+)
+RECORDS_ENDED = Metric(
+    "saturate_records_total",
+    "counter",
+    "Records by outcome: completed, failed, cancelled, expired, rejected",
+    ("model", "outcome"),
+)
+WAIT_SECONDS = Metric(
+    "saturate_record_wait_seconds",
+    "histogram",
+    "Seconds from submission to start, by service tier",
+    ("model", "tier"),
+    SECONDS,
+)
+RUN_SECONDS = Metric(
+    "saturate_record_run_seconds", "histogram", "Seconds from start to end", ("model",), SECONDS
+)
+PROMPT_TOKENS = Metric("saturate_prompt_tokens_total", "counter", "Tokens in: prompts that an engine took")
+OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, reported when a record ends")
+BATCH_RECORDS = Metric(
+    "saturate_batch_records", "histogram", "Records in a batch of a function", ("model",), RECORDS
+)
+BATCH_COST = Metric("saturate_batch_cost", "histogram", "Cost of a batch of a function", ("model",), COST)
+BATCHED_COST = Metric("saturate_batched_cost_total", "counter", "Cost of all batches of a function")
+PADDED_COST = Metric(
+    "saturate_padded_cost_total",
+    "counter",
+    "The same, were each batch padded to its longest record: what is above the other is padding",
+)
+TENANT_RECORDS = Metric(
+    "saturate_tenant_records_total", "counter", "Records that ran, by tenant", ("model", "tenant")
+)
+TENANT_COST = Metric(
+    "saturate_tenant_cost_total",
+    "counter",
+    "Cost that a tenant was served: prompt and output tokens, for an LLM",
+    ("model", "tenant"),
+)
+TENANT_WAIT = Metric(
+    "saturate_tenant_wait_seconds_total",
+    "counter",
+    "Seconds that a tenant's records waited, together",
+    ("model", "tenant"),
+)
+
+INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
+BATCHER = (
+    QUEUE_RECORDS,
+    QUEUE_COST,
+    QUEUE_OUTSIDE,
+    WAIT_ESTIMATE,
+    RUNNING_RECORDS,
+    RUNNING_COST,
+    BUSY,
+    RECORDS_ENDED,
+    WAIT_SECONDS,
+    RUN_SECONDS,
+    TENANT_RECORDS,
+    TENANT_COST,
+    TENANT_WAIT,
+)
+LLM = (CAPACITY, RUNNING_LIMIT, BUDGET_USED, PROMPT_TOKENS, OUTPUT_TOKENS)
+FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
+
+ENGINE = (
+    ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
+    ("vllm_num_requests_waiting", "gauge", "Sequences that vLLM has and does not run"),
+    ("vllm_kv_cache_usage_perc", "gauge", "Share of the KV cache in use, 0 to 1"),
+    ("vllm_generation_tokens_total", "counter", "Tokens produced, as they are produced"),
+    ("vllm_prompt_tokens_total", "counter", "Tokens of prompts"),
+    ("vllm_num_preemptions_total", "counter", "Sequences that were thrown out and computed again"),
+    ("vllm_prefix_cache_queries_total", "counter", "Tokens that were looked up in the prefix cache"),
+    ("vllm_prefix_cache_hits_total", "counter", "Tokens that were found there"),
+    ("vllm_time_to_first_token_seconds", "histogram", "Seconds from the engine's intake to the first token"),
+    ("vllm_request_time_per_output_token_seconds", "histogram", "Mean seconds per token of a request"),
+    ("vllm_e2e_request_latency_seconds", "histogram", "Seconds from the engine's intake to the last token"),
+)
+"""Those of vLLM that the dashboard and the alerts use; it has more."""
+
+ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION)
+
+
+def table() -> str:
+    """Return all metrics as a Markdown table."""
+    rows = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    for metric in ALL:
+        labels = ", ".join(f"`{label}`" for label in metric.labels) or "none"
+        rows.append(f"| `{metric.exported}` | {metric.kind} | {labels} | {metric.help} |")
+    for name, kind, help in ENGINE:
+        rows.append(f"| `ray_{name}` | {kind} | `model_name`, `engine` | vLLM: {help} |")
+    return "\n".join(rows)

@@ -1,0 +1,156 @@
+"""OpenTelemetry spans of a request: in the Ingress, in the queue, in the engine."""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from serve_app.receipts import Part, Receipt
+from serve_app.settings import SettingsError, TraceSettings
+from serve_app.telemetry.accounts import QUIET, Account
+
+Headers = list[tuple[bytes, bytes]]
+
+W3C = TraceContextTextMapPropagator()
+CONTEXT = (b"traceparent", b"tracestate")
+
+
+class Tracing:
+    """Makes the spans of one process.
+
+    Args:
+        settings: Where they go, and how many.
+        exporter: Takes them instead of what the settings name.
+
+    Raises:
+        SettingsError: A package is missing that sends them, or the folder can't be written to.
+    """
+
+    def __init__(self, settings: TraceSettings, exporter: SpanExporter | None = None) -> None:
+        self._provider = TracerProvider(
+            # Who sends a context has decided; for the others the ratio does.
+            sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
+            resource=Resource.create({"service.name": "saturate"}),
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(settings.endpoint)))
+        self._tracer = self._provider.get_tracer("saturate")
+
+    def begin(self, account: Account) -> None:
+        """Begin the span of a request that has come in: a child of its sender's, if it names one."""
+        scope = account.scope
+        if scope["path"] in QUIET:
+            return
+        account.trace = self._tracer.start_span(
+            f"{scope['method']} {scope['path'][:200]}",
+            context=W3C.extract(_text(scope["headers"])),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": scope["method"], "url.path": scope["path"][:200]},
+        )
+
+    def end(self, ended: list[Account]) -> None:
+        """End the spans of requests that have ended."""
+        offset = _offset_ns()
+        for account in ended:
+            span: Span | None = account.trace
+            if span is None:
+                continue
+            if span.is_recording():
+                span.set_attribute("http.response.status_code", account.status)
+                span.set_attribute("saturate.outcome", account.outcome)
+                if account.model:
+                    span.set_attribute("gen_ai.request.model", account.model)
+                    span.set_attribute("saturate.tenant", account.tenant)
+                if account.first_at:
+                    span.add_event("first piece", timestamp=_ns(account.first_at, offset))
+                if account.outcome == "failed":
+                    span.set_status(Status(StatusCode.ERROR))
+            span.end(_ns(account.ended_at, offset))
+
+    def engine(self, headers: Headers, model: str, began_at: float, receipt: Receipt) -> None:
+        """Make the spans of a request that an engine has answered: its whole, and each prompt's wait and run.
+
+        Args:
+            headers: The request's, as the Ingress has passed them on.
+            model: The model's id.
+            began_at: When the engine got it, on the clock of `time.monotonic`.
+            receipt: What it took.
+        """
+        offset = _offset_ns()
+        parent = W3C.extract(_text(headers))
+        whole = self._tracer.start_span(
+            "engine",
+            context=parent,
+            start_time=_ns(began_at, offset),
+            attributes={
+                "gen_ai.request.model": model,
+                "gen_ai.usage.input_tokens": receipt.prompt_tokens,
+                "gen_ai.usage.output_tokens": receipt.output_tokens,
+            },
+        )
+        if whole.is_recording():
+            for part in receipt.parts:
+                self._part(whole, part, offset)
+        whole.end()
+
+    def _part(self, whole: Span, part: Part, offset: int) -> None:
+        inside = set_span_in_context(whole)
+        times = [_ns(at, offset) for at in (part.submitted_at, part.started_at, part.ended_at)]
+        self._tracer.start_span("queue", context=inside, start_time=times[0]).end(times[1])
+        tokens = {
+            "gen_ai.usage.input_tokens": part.prompt_tokens,
+            "gen_ai.usage.output_tokens": part.output_tokens,
+        }
+        self._tracer.start_span("generate", context=inside, start_time=times[1], attributes=tokens).end(
+            times[2]
+        )
+
+    def stop(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+def pass_on(account: Account, headers: Headers) -> Headers:
+    """Return the headers that go on to the engine, in the context of the request's own span."""
+    carrier: dict[str, str] = {}
+    W3C.inject(carrier, set_span_in_context(account.trace))
+    kept = [(name, value) for name, value in headers if name not in CONTEXT]
+    return [*kept, *((name.encode(), value.encode("latin-1")) for name, value in carrier.items())]
+
+
+def _text(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode(): value.decode("latin-1") for name, value in headers if name in CONTEXT}
+
+
+def _offset_ns() -> int:
+    return time.time_ns() - time.monotonic_ns()
+
+
+def _ns(at: float, offset: int) -> int:
+    return int(at * 1e9) + offset
+
+
+def _exporter(endpoint: str) -> SpanExporter:
+    where = urlsplit(endpoint)
+    if where.scheme == "file":
+        path = Path(unquote(where.path)) / f"spans-{os.getpid()}.jsonl"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = path.open("a")
+        except OSError as error:
+            raise SettingsError(f"telemetry.traces.endpoint: {path}: {error.strerror}") from None
+        return ConsoleSpanExporter(out=file, formatter=lambda span: f"{span.to_json(indent=None)}\n")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        raise SettingsError(
+            "telemetry.traces: sending spans needs a package: pip install 'saturate[traces]'"
+        ) from None
+    return OTLPSpanExporter(endpoint=endpoint)

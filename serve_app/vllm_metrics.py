@@ -1,0 +1,129 @@
+"""vLLM's own metrics on Ray's endpoint, at the pace of a scrape instead of that of the engine's steps.
+
+With vllm_engine.py the only file that imports vllm. The imports are those of vLLM 0.32.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
+
+logger = logging.getLogger("ray.serve")
+
+PER_REQUEST = (
+    "finished_requests",
+    "max_num_generation_tokens_iter",
+    "n_params_iter",
+    "time_to_first_tokens_iter",
+)
+"""What a step has a list of."""
+
+COUNTS = ("num_generation_tokens", "num_preempted_reqs", "num_corrupted_reqs")
+"""What a step counts."""
+
+OF_ONE_STEP = (
+    "connector_prefix_cache_stats",
+    "spec_decoding_stats",
+    "kv_connector_stats",
+    "ec_connector_stats",
+    "perf_stats",
+)
+"""What the scheduler may say of a step besides, and can't be added up here."""
+
+MAX_PENDING = 10_000
+"""Requests that may have ended before they are reported, whoever calls `flush` or doesn't."""
+
+TOKEN_COUNTS = tuple(field.name for field in dataclasses.fields(PromptTokenStats))
+
+
+class _Ignored:
+    """A histogram that takes no notice."""
+
+    def observe(self, value: float) -> None:
+        pass
+
+
+class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
+    """vLLM's metrics through Ray, many steps at a time.
+
+    vLLM reports some twenty values per step and one per token, and each takes Ray 3 µs. Here a step is only
+    added to those before it, and `flush` reports them together. What has one value per token or per step is
+    left out: the gaps between tokens, of which vLLM's time per token of each request tells much the same,
+    and the tokens of each step.
+
+    An error that left `record` would end the engine; it ends the metrics instead.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
+        super().__init__(vllm_config, engine_indexes)
+        self.histogram_iteration_tokens = dict.fromkeys(engine_indexes or [0], _Ignored())
+        self._schedulers = {index: SchedulerStats() for index in engine_indexes or [0]}
+        self._caches = {index: PrefixCacheStats() for index in self._schedulers}
+        self._iterations: dict[int, IterationStats] = {}
+        self._failed = False
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Take in a step of an engine."""
+        if self._failed:
+            return
+        try:
+            if iteration_stats is not None:
+                self._add_iteration(engine_idx, iteration_stats)
+            if scheduler_stats is not None:
+                self._add_scheduler(engine_idx, scheduler_stats)
+        except Exception:
+            self._fail()
+
+    def flush(self) -> None:
+        """Report what has come since the last call; what is now is reported again."""
+        if self._failed:
+            return
+        try:
+            for index, scheduler in self._schedulers.items():
+                cache, self._caches[index] = self._caches[index], PrefixCacheStats()
+                step = dataclasses.replace(scheduler, prefix_cache_stats=cache)
+                super().record(step, self._iterations.pop(index, None), None, index)
+                # What was counted is not counted again.
+                once = dict.fromkeys(OF_ONE_STEP) | {"kv_cache_eviction_events": []}
+                self._schedulers[index] = dataclasses.replace(scheduler, **once)
+        except Exception:
+            self._fail()
+
+    def _add_scheduler(self, index: int, step: SchedulerStats) -> None:
+        # Other loggers read the step too: it stays as it is.
+        self._schedulers[index] = step
+        cache = self._caches[index]
+        cache.queries += step.prefix_cache_stats.queries
+        cache.hits += step.prefix_cache_stats.hits
+        if step.kv_cache_eviction_events or any(getattr(step, name) for name in OF_ONE_STEP):
+            self.flush()
+
+    def _add_iteration(self, index: int, step: IterationStats) -> None:
+        total = self._iterations.get(index)
+        if total is None:
+            total = self._iterations[index] = IterationStats()
+        for name in PER_REQUEST:
+            if items := getattr(step, name):
+                getattr(total, name).extend(items)
+        for name in COUNTS:
+            setattr(total, name, getattr(total, name) + getattr(step, name))
+        tokens = step.prompt_token_stats
+        if tokens.total:
+            sums = total.prompt_token_stats
+            for name in TOKEN_COUNTS:
+                setattr(sums, name, getattr(sums, name) + getattr(tokens, name))
+        if len(total.finished_requests) >= MAX_PENDING:
+            self.flush()
+
+    def _fail(self) -> None:
+        self._failed = True
+        logger.exception("vLLM's metrics fail, and are left out from now on")

@@ -1,0 +1,188 @@
+"""Prometheus on the live service: every query of the dashboard and every rule finds what it asks for."""
+
+import asyncio
+import math
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.service import Service, free_port
+from tests.k8s.prometheus import PROMETHEUS, needs_prometheus, queries, rules, write_rules
+
+LIMIT_S = 40.0
+"""Seconds until all is there; Ray's processes report every second here, and Prometheus asks every second."""
+
+WINDOW = "15s"
+CLIENTS = 16
+
+NODES = """
+import json, ray
+ray.init(address="auto", logging_level="ERROR")
+nodes = [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes() if n["Alive"]]
+print(json.dumps(nodes))
+"""
+
+EMPTY = {
+    "GPUs: {{ip}} {{GpuIndex}}": "there is no GPU here",
+    "Nodes that are waited for: {{NodeType}}": "the autoscaler's port belongs to the first Ray of a machine",
+    "Preemptions: {{model_name}}": "guaranteed_no_evict preempts nothing",
+    "Prompt tokens found in the prefix cache: {{model_name}}": "a prompt is shorter than a block",
+    "SaturateErrorsFast": "nothing fails",
+    "SaturateErrorsSlow": "nothing fails",
+    "SaturateFirstTokenSlow": "with this load, streams begin in time; a slow machine may say otherwise",
+    "SaturateQueueFull": "the queue has room",
+    "SaturateEngineHung": "the engine works",
+    "SaturateReplicasFlap": "no replica dies",
+    "SaturateIdleWhileWorkWaits": "nothing waits for ten minutes",
+    "SaturateScaleUpBlocked": "every replica is there",
+    "SaturateMetricsMissing": "the metrics are there",
+}
+"""What may stay empty, and why."""
+
+
+class Prometheus:
+    """A Prometheus that scrapes a service.
+
+    Args:
+        targets: Where the metrics are.
+        folder: Where it keeps its data.
+    """
+
+    def __init__(self, targets: list[str], folder: Path) -> None:
+        assert PROMETHEUS
+        config = {
+            "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(write_rules(folder))],
+            "scrape_configs": [{"job_name": "ray", "static_configs": [{"targets": targets}]}],
+        }
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        port = free_port()
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10)
+        self.log = folder / "prometheus.log"
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    PROMETHEUS,
+                    f"--config.file={folder / 'prometheus.yaml'}",
+                    f"--storage.tsdb.path={folder / 'data'}",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                    # A recorded series is one step behind what it is made of.
+                    "--query.lookback-delta=10s",
+                ],
+                stdout=log,
+                stderr=log,
+            )
+
+    def find(self, expr: str) -> list[dict[str, Any]]:
+        """Return the series of an expression that have a value now.
+
+        Raises:
+            AssertionError: Prometheus refuses the expression.
+        """
+        answer = self._http.post("/api/v1/query", data={"query": expr}).json()
+        assert answer["status"] == "success", f"{expr}: {answer}"
+        series: list[dict[str, Any]] = answer["data"]["result"]
+        return [one for one in series if not math.isnan(float(one["value"][1]))]
+
+    def ready(self) -> bool:
+        """Return whether it answers."""
+        try:
+            return self._http.get("/-/ready").status_code == 200
+        except httpx.HTTPError:
+            assert self._process.poll() is None, self.log.read_text()
+            return False
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Return its rules, each with its health."""
+        groups = self._http.get("/api/v1/rules").json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.terminate()
+        self._process.wait(timeout=20)
+        self._http.close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    server = Prometheus(service.run_python(NODES), tmp_path_factory.mktemp("prometheus"))
+    yield server
+    server.stop()
+
+
+async def load(service: Service, enough: asyncio.Event) -> None:
+    """Ask all kinds of things, some of them wrong, until it is enough."""
+    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+
+        async def ask(number: int) -> None:
+            while not enough.is_set():
+                body = {
+                    "model": "demo",
+                    "prompt": f"What is {number}+1?",
+                    "max_tokens": 16,
+                    "ignore_eos": True,
+                    "stream": number % 2 == 0,
+                    "service_tier": ("default", "flex", "priority")[number % 3],
+                }
+                await client.post("/v1/completions", json=body, headers={"x-tenant": f"team-{number % 4}"})
+
+        async def ask_others() -> None:
+            while not enough.is_set():
+                await client.post("/process", json={"model": "minilm", "records": ["a", "a b c", "a b"]})
+                await client.post("/v1/completions", json={"model": "demo", "prompt": "x", "max_tokens": -1})
+                # Too late before it can start: a record that the batcher turns away.
+                headers = {"x-queue-timeout-seconds": "0.000001"}
+                await client.post("/generate", json={"model": "demo", "prompts": ["x"]}, headers=headers)
+
+        await asyncio.gather(*(ask(number) for number in range(CLIENTS)), ask_others())
+
+
+@needs_prometheus
+async def test_every_query_and_every_rule_finds_data_or_is_known_not_to(
+    service: Service, prometheus: Prometheus
+) -> None:
+    asked = dict(queries(WINDOW))
+    asked |= {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
+    assert set(EMPTY) <= set(asked)
+    missing = dict(asked)
+    enough = asyncio.Event()
+    loading = asyncio.ensure_future(load(service, enough))
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while set(missing) - set(EMPTY) and time.monotonic() < deadline:
+            assert not loading.done(), loading.exception()
+            await asyncio.sleep(1)
+            if await asyncio.to_thread(prometheus.ready):
+                for name, expr in list(missing.items()):
+                    if await asyncio.to_thread(prometheus.find, expr):
+                        del missing[name]
+    finally:
+        enough.set()
+        await loading
+    unexpected = {name: asked[name] for name in set(missing) - set(EMPTY)}
+    assert not unexpected, unexpected
+    for rule in prometheus.rules():
+        assert rule["health"] == "ok", rule
+    firing = {rule["name"] for rule in prometheus.rules() if rule.get("state") == "firing"}
+    assert firing <= {"SaturateFirstTokenSlow"}
+
+
+@needs_prometheus
+def test_the_service_and_the_batcher_count_the_same(service: Service, prometheus: Prometheus) -> None:
+    with httpx.Client(base_url=service.url, timeout=30) as client:
+        (replica,) = client.get("/stats").json()["models"]["demo"]["replicas"]
+    completed = replica["batcher"]["total_completed"]
+    deadline = time.monotonic() + LIMIT_S
+    expr = 'sum(ray_saturate_records_total{model="demo", outcome="completed"})'
+    while not (found := prometheus.find(expr)) or float(found[0]["value"][1]) != completed:
+        assert time.monotonic() < deadline, (found, completed)
+        time.sleep(0.5)
+    output = prometheus.find('sum(ray_saturate_output_tokens_total{model="demo"})')
+    assert float(output[0]["value"][1]) == replica["batcher"]["output_tokens"]

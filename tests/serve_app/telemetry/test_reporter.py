@@ -1,0 +1,42 @@
+"""What reports must never end what it reports of."""
+
+import asyncio
+
+import pytest
+
+from serve_app.telemetry.reporter import Reporter
+
+
+def test_a_job_that_fails_is_logged_once_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr("serve_app.telemetry.reporter.logger.exception", logged.append)
+    called: list[str] = []
+
+    def fails() -> None:
+        called.append("fails")
+        raise ValueError("no")
+
+    reporter = Reporter(fails, lambda: called.append("works"))
+    reporter.report()
+    reporter.report()
+    assert called == ["fails", "works"] * 2
+    assert logged == ["telemetry fails; it is tried again, and this is said once"]
+
+
+async def test_it_reports_until_it_is_stopped_and_once_more() -> None:
+    rounds = 0
+    thrice = asyncio.Event()
+
+    def count() -> None:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 3:
+            thrice.set()
+
+    reporter = Reporter(count, interval_s=0.001).start()
+    await asyncio.wait_for(thrice.wait(), 10)
+    reporter.stop()
+    after = rounds
+    reporter.stop()
+    await asyncio.sleep(0.01)
+    assert rounds == after

@@ -1,0 +1,138 @@
+"""Spans: one for the request, under it the engine's, in that the wait and the run of each prompt."""
+
+import json
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from serve_app.receipts import Part, Receipt
+from serve_app.settings import SettingsError, TraceSettings, parse
+from serve_app.telemetry.accounts import Account
+from serve_app.telemetry.tracing import Tracing, pass_on
+from serve_app.terms import Terms
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+SENDER = "b7ad6b7169203331"
+SETTINGS = TraceSettings(endpoint="file:///nowhere")
+
+
+def account(*headers: tuple[bytes, bytes], path: str = "/generate") -> Account:
+    return Account({"method": "POST", "path": path, "headers": list(headers)})
+
+
+def traceparent(sampled: bool) -> tuple[bytes, bytes]:
+    return b"traceparent", f"00-{TRACE}-{SENDER}-0{int(sampled)}".encode()
+
+
+def finished(tracing: Tracing, exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    tracing._provider.force_flush()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def serve(tracing: Tracing, request: Account) -> dict[bytes, bytes]:
+    """Play one request through both ends; return the headers that the engine got."""
+    tracing.begin(request)
+    request.assign("m", Terms(tenant="a"))
+    headers = pass_on(request, [*request.scope["headers"], (b"x", b"y")])
+    receipt = Receipt()
+    start = request.started_at
+    receipt.add(Part(start + 1, start + 3, start + 7, 12, 5))
+    tracing.engine(headers, "m", start + 0.5, receipt)
+    request.complete, request.status, request.receipt = True, 200, receipt
+    request.first_at, request.ended_at = start + 6, start + 8
+    tracing.end([request])
+    return dict(headers)
+
+
+def test_the_spans_of_a_request_are_one_trace_of_its_sender() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SETTINGS, exporter)
+    headers = serve(tracing, account(traceparent(True), (b"tracestate", b"vendor=1")))
+    spans = finished(tracing, exporter)
+    assert set(spans) == {"POST /generate", "engine", "queue", "generate"}
+    whole, engine, queue, run = (spans[name] for name in ("POST /generate", "engine", "queue", "generate"))
+    assert {f"{span.context.trace_id:032x}" for span in spans.values() if span.context} == {TRACE}
+    assert whole.parent is not None
+    assert f"{whole.parent.span_id:016x}" == SENDER
+    assert engine.parent is not None
+    assert whole.context is not None
+    assert engine.parent.span_id == whole.context.span_id
+    assert engine.context is not None
+    for part in (queue, run):
+        assert part.parent is not None
+        assert part.parent.span_id == engine.context.span_id
+    assert headers[b"traceparent"].startswith(b"00-" + TRACE.encode())
+    assert headers[b"tracestate"] == b"vendor=1"
+    assert headers[b"x"] == b"y"
+    assert lasts(queue) == pytest.approx(2.0, abs=1e-3)
+    assert lasts(run) == pytest.approx(4.0, abs=1e-3)
+    assert lasts(whole) == pytest.approx(8.0, abs=0.5)
+    assert run.attributes == {"gen_ai.usage.input_tokens": 12, "gen_ai.usage.output_tokens": 5}
+    assert whole.attributes is not None
+    assert whole.attributes["saturate.outcome"] == "ok"
+
+
+def lasts(span: ReadableSpan) -> float:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+def test_a_sender_that_does_not_sample_is_heeded_and_its_trace_passed_on() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SETTINGS, exporter)
+    headers = serve(tracing, account(traceparent(False)))
+    assert finished(tracing, exporter) == {}
+    assert headers[b"traceparent"].startswith(b"00-" + TRACE.encode())
+    assert headers[b"traceparent"].endswith(b"-00")
+
+
+def test_a_ratio_of_nothing_samples_nothing_but_what_a_sender_wants() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(TraceSettings(endpoint="file:///nowhere", sample_ratio=0.0), exporter)
+    serve(tracing, account())
+    assert finished(tracing, exporter) == {}
+    serve(tracing, account(traceparent(True)))
+    assert len(finished(tracing, exporter)) == 4
+
+
+def test_a_probe_has_no_span() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SETTINGS, exporter)
+    probe = account(path="/health")
+    tracing.begin(probe)
+    tracing.end([probe])
+    assert finished(tracing, exporter) == {}
+
+
+def test_spans_go_to_a_file(tmp_path: Path) -> None:
+    tracing = Tracing(TraceSettings(endpoint=f"file://{tmp_path}/spans"))
+    serve(tracing, account())
+    tracing.stop()
+    (file,) = (tmp_path / "spans").iterdir()
+    names = [json.loads(line)["name"] for line in file.read_text().splitlines()]
+    assert sorted(names) == ["POST /generate", "engine", "generate", "queue"]
+
+
+def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SettingsError, match=r"telemetry.traces.endpoint: .*spans-\d+.jsonl"):
+        Tracing(TraceSettings(endpoint=f"file://{tmp_path}/file/below"))
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "said"),
+    [
+        ({"traces": {"endpoint": "collector:4318"}}, "telemetry.traces.endpoint: must begin with http://"),
+        ({"traces": {"endpoint": "http://c", "ratio": 1}}, "telemetry.traces.ratio: unknown key"),
+        ({"traces": {}}, "telemetry.traces.endpoint: required"),
+        ({"request_log": "xml"}, "telemetry.request_log"),
+        ({"tenants": -1}, "telemetry.tenants"),
+        ({"metric": True}, "telemetry.metric: unknown key; allowed here: metrics, engine_metrics"),
+    ],
+)
+def test_a_wrong_setting_is_named(telemetry: object, said: str) -> None:
+    with pytest.raises(SettingsError, match=said.replace(".", r"\.")):
+        parse({"models": [{"id": "m", "source": "saturate://demo"}], "telemetry": telemetry})

@@ -1,0 +1,194 @@
+"""The page of live numbers, in a browser, in front of a service that the test plays."""
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from batcher import BatchStats, ContinuousStats
+from serve_app.page import STATS_PAGE, wants_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+]
+LIMIT_S = 120
+
+LLM = ContinuousStats(
+    total_submitted=5200,
+    total_completed=5000,
+    total_failed=3,
+    total_cancelled=17,
+    total_rejected=41,
+    queue_depth=12,
+    queue_cost=1800,
+    queue_classes={0: (9, 1300), 1: (3, 500)},
+    running=48,
+    running_cost=98_000,
+    capacity=131_072,
+    max_running=64,
+    busy_time_s=300.0,
+    wait_p50_s=0.012,
+    wait_p99_s=1.4,
+    run_p50_s=0.9,
+    run_p99_s=4.2,
+    output_tokens=100_000,
+)
+FUNCTION = BatchStats(
+    total_completed=900, total_batches=100, avg_batch_size=9.0, padding_ratio=0.11, busy_time_s=20.0
+)
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no browser (Debian's package `chromium` is one)"
+)
+
+
+class Played(BaseHTTPRequestHandler):
+    """Serves the page, and statistics that grow whenever they are asked for."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/stats.html"):
+            self._send("text/html", STATS_PAGE)
+        elif self.path == "/stats":
+            Played.asked += 1
+            self._send("application/json", json.dumps(report(Played.asked)))
+        else:
+            self.send_error(404)
+
+    def _send(self, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(200)
+        self.send_header("content-type", f"{kind}; charset=utf-8")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def report(step: int) -> dict[str, Any]:
+    """Return what the service says at the `step`th time."""
+    waves = (step * 7) % 11
+    first = replace(
+        LLM,
+        total_completed=5000 + 40 * step,
+        output_tokens=100_000 + 2_000 * step,
+        running=40 + waves,
+        running_cost=90_000 + 2_000 * waves,
+        busy_time_s=300.0 + 0.9 * step,
+    )
+    second = replace(first, queue_depth=0, queue_classes={}, running=20, running_cost=41_000)
+    return {
+        "models": {
+            "demo": {
+                "replicas": [
+                    {"replica": "wlpttx3i", "batcher": asdict(first)},
+                    {"replica": "a3v9rxga", "batcher": asdict(second)},
+                ]
+            },
+            "minilm": {"replicas": [{"replica": "uo3am0dc", "batcher": asdict(FUNCTION)}]},
+            "asleep": {"replicas": []},
+            "<b>odd": {"replicas": [], "error": "no <i>answer"},
+        }
+    }
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Played)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/stats.html"
+    server.shutdown()
+    thread.join(timeout=10)
+    server.server_close()
+
+
+def browse(url: str, folder: Path, *flags: str) -> str:
+    """Return what headless Chromium prints, once it has seen some seconds of the page."""
+    assert CHROMIUM
+    done = subprocess.run(
+        # The page's own time passes as fast as it has nothing to do.
+        [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "--virtual-time-budget=8000", *flags, url],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    return done.stdout
+
+
+@needs_chromium
+def test_the_numbers_of_the_service_are_on_the_page(url: str, tmp_path: Path) -> None:
+    Played.asked = 0
+    dom = browse(url, tmp_path / "profile", "--dump-dom")
+    assert Played.asked >= 3
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", dom[: dom.index("<script>")]))
+    assert "live" in text
+    for said in (
+        "demo 2 replicas",
+        "9 default, 3 flex",
+        "wlpttx3i",
+        "1.4 s",
+        "asleep asleep",
+        "9.0 to a batch",
+    ):
+        assert said in text, (said, text)
+    assert "of 262K tokens" in text
+    # What comes from outside is text.
+    assert "<b>odd" not in dom
+    assert "&lt;b&gt;odd" in dom
+    assert len(re.findall(r"<svg", dom)) == 6 + 6
+
+
+@needs_chromium
+@pytest.mark.parametrize("flags", [[], ["--blink-settings=preferredColorScheme=0"]], ids=["light", "dark"])
+def test_it_can_be_looked_at(url: str, tmp_path: Path, flags: list[str]) -> None:
+    picture = tmp_path / "stats.png"
+    browse(url, tmp_path / "profile", f"--screenshot={picture}", "--window-size=1200,1100", *flags)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def test_it_needs_nothing_from_elsewhere() -> None:
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", STATS_PAGE))
+    # A name, not a place: it is never asked.
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert "innerHTML" not in STATS_PAGE
+
+
+@pytest.mark.parametrize(
+    ("path", "accept", "query", "page"),
+    [
+        ("/stats", "*/*", "", False),
+        ("/stats", "application/json", "", False),
+        ("/stats", "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8", "", True),
+        ("/stats", "text/html", "format=json", False),
+        ("/stats.html", "*/*", "", True),
+    ],
+)
+def test_programs_get_json_and_browsers_the_page(path: str, accept: str, query: str, page: bool) -> None:
+    scope = {"type": "http", "path": path, "query_string": query.encode(), "headers": []}
+    scope["headers"] = [(b"accept", accept.encode()), (b"host", b"localhost")]
+    scope |= {"server": ("localhost", 80), "scheme": "http", "root_path": ""}
+    assert wants_page(Request(scope)) is page
