@@ -221,13 +221,14 @@ async def run_app(
             await task
             raise RuntimeError("the application sent no answer")
         head = outbox.head
-        if trail is None or outbox.ended or not head.is_event_stream:
+        if not head.is_event_stream or (outbox.ended and not request.resumes):
+            # What is whole can't break any more; only who joins two streams wants all of it to look alike.
             trail = None
-            yield head.pack(outbox.take(), whole=outbox.ended)
-        elif not trail.resume:
-            yield head.pack(outbox.take())
+        if trail is not None and trail.resume:
+            framed = trail.frame(outbox.take())
+            yield replace(head, resume=trail.resume).pack(framed, whole=outbox.ended)
         else:
-            yield replace(head, resume=trail.resume).pack(trail.frame(outbox.take()))
+            yield head.pack(outbox.take(), whole=outbox.ended)
         while outbox.pieces or not outbox.ended:
             if not outbox.ended and not outbox.pieces and not task.done():
                 await outbox.readable.wait()
