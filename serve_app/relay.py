@@ -223,17 +223,15 @@ async def run_app(
             await task
             raise RuntimeError("the application sent no answer")
         head = outbox.head
-        if outbox.ended:
-            yield head.pack(outbox.take() + closing(), whole=True)
-            return
-        if trail is None or not head.is_event_stream:
+        if not head.is_event_stream or (outbox.ended and not request.resumes):
+            # What is whole can't break any more; only who joins two streams wants all of it to look alike.
             trail = None
-            yield head.pack(outbox.take())
-        elif not trail.resume:
-            yield head.pack(outbox.take())
+        closed = outbox.ended
+        body = outbox.take() + (closing() if closed else b"")
+        if trail is not None and trail.resume:
+            yield replace(head, resume=trail.resume).pack(trail.frame(body), whole=closed)
         else:
-            yield replace(head, resume=trail.resume).pack(trail.frame(outbox.take()))
-        closed = False
+            yield head.pack(body, whole=closed)
         while not closed:
             if not outbox.ended and not outbox.pieces and not task.done():
                 await outbox.readable.wait()

@@ -113,9 +113,7 @@ class Relayed(Response):
                         body = splice.rest(body)
                     sent.add(token_ids, body)
                     if body or receipt:
-                        await send(
-                            {"type": "http.response.body", "body": body + receipt, "more_body": True}
-                        )
+                        await send({"type": "http.response.body", "body": body + receipt, "more_body": True})
                     piece = await anext(messages)
             except StopAsyncIteration:
                 return

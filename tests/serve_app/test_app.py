@@ -1,5 +1,6 @@
 """The application that `serve run` gets from a config's `args`."""
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -70,6 +71,18 @@ def test_serve_s_own_limits_do_not_cut_in_before_the_batcher_s() -> None:
         # The batcher's default queue, and all that may run beside it.
         assert deployment.max_ongoing_requests > 5_000 + 1_024
         assert deployment.max_queued_requests == -1
+
+
+def test_an_answer_may_take_as_long_as_haproxy_lets_it() -> None:
+    script = """
+from serve_app.app import build
+from ray.serve._private.build_app import build_app
+app = build_app(build({"models": [{"id": "demo", "source": "saturate://demo"}]}), name="llm")
+print({d._deployment_config.graceful_shutdown_timeout_s for d in app.deployments})
+"""
+    env = os.environ | {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "777"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
+    assert done.stdout == "{777.0}\n", done.stderr
 
 
 def test_wrong_args_fail_at_once() -> None:

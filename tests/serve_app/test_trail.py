@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -62,6 +62,23 @@ async def test_each_piece_brings_the_tokens_that_came_before_it() -> None:
     assert b"".join(body for _, body in pieces) == b"abc"
     assert [token for ids, _ in pieces for token in to_ids(ids)] == [1, 2, 3]
     assert to_ids(pieces[0][0])[:2] == [1, 2]
+
+
+async def test_the_rest_of_a_stream_looks_the_same_when_it_comes_at_once() -> None:
+    trail = Engine().trail("tokens")
+
+    async def at_once(scope: Message, receive: Any, send: Any) -> None:
+        trail.add([1])
+        await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+        await send({"type": "http.response.body", "body": b"a", "more_body": False})
+
+    for resumes in (False, True):
+        asked = replace(REQUEST, resumes=resumes)
+        (message,) = await received(run_app(at_once, asked, trail=trail))
+        head, piece, whole = Head.unpack(message)
+        assert whole
+        assert head.resume == ("tokens" if resumes else "")
+        assert (unframe(piece)[1] if resumes else piece) == b"a"
 
 
 @pytest.mark.parametrize("trail", [None, Engine().trail("")], ids=["no trail", "not resumable"])
