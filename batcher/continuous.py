@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, TypeVar
 from batcher import checks
 from batcher.background import BACKGROUND, Background
 from batcher.costs import OutputEstimator, whole_cost
-from batcher.errors import BatcherError, Oversize
+from batcher.errors import BatcherError, Expired, Oversize
 from batcher.goals import Goals
 from batcher.intake import UNKNOWN_WAIT_S, Intake, State
 from batcher.lanes import Queued
@@ -22,6 +22,9 @@ from batcher.stats import ContinuousStats, WindowRecorder
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
+
+HOPELESS = 2.0
+"""A wait that is estimated as so many times what a deadline leaves is not begun."""
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 OversizePolicy = Literal["reject", "alone"]
@@ -357,7 +360,7 @@ class ContinuousBatcher(Lifecycle):
         if background is not None and background.step(seconds) and self._queue.size:
             self._advance()
 
-    def estimate_wait(self, cost: int, priority: int = 0) -> float:
+    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 
         What has to be served first is what waits before it, less what is free; see `ServiceRate`.
@@ -365,6 +368,7 @@ class ContinuousBatcher(Lifecycle):
         Args:
             cost: What the record costs.
             priority: Its class; what waits in lower classes doesn't count.
+            tenant: Whose it is; None: it goes behind its whole class.
         """
         free = self._capacity - self._running_cost
         places = self._max_running - self._running
@@ -374,8 +378,8 @@ class ContinuousBatcher(Lifecycle):
             most, most_cost = background.places(self._capacity, self._max_running)
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
-        records, ahead = self._queue.ahead(priority)
-        outside, outside_cost = self._intake.ahead(priority)
+        records, ahead = self._queue.ahead(priority, tenant)
+        outside, outside_cost = self._intake.ahead(priority, tenant)
         if not records and not outside and cost <= free and places > 0:
             return 0.0
         wait = rate.time_to_serve(
@@ -433,8 +437,19 @@ class ContinuousBatcher(Lifecycle):
         if slot._wait and self._intake.full(slot):
             await self._intake.enter_when_room(slot)
         else:
+            if slot.deadline is not None:
+                self._check_hope(slot, slot.deadline)
             self._intake.enter(slot)
             self._advance()
+
+    def _check_hope(self, slot: Slot, deadline: float) -> None:
+        """Refuse a slot that would only wait for its deadline."""
+        if not self._rate.known:
+            return
+        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant)
+        if wait > HOPELESS * (deadline - slot.submitted_at):
+            self._recorder.rejected += 1
+            raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _wait_for_turn(self, slot: Slot) -> None:
         """Wait until a slot that has its place in the queue starts."""

@@ -352,7 +352,7 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         """
         self._queue.weigh(tenant, weight)
 
-    def estimate_wait(self, cost: int, priority: int = 0) -> float:
+    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 
         That is what is left of the batch that runs, and the batches before its own at their mean time.
@@ -360,8 +360,9 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         Args:
             cost: What the record costs.
             priority: Its class; what waits in lower classes doesn't count.
+            tenant: Whose it is; None: it goes behind its whole class.
         """
-        records, ahead = self._queue.ahead(priority)
+        records, ahead = self._queue.ahead(priority, tenant)
         outside, outside_cost = self._intake.ahead(priority)
         records += outside
         ahead += outside_cost

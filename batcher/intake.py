@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from batcher import checks
 from batcher.errors import BatcherError, Closed, Expired, QueueFull
 from batcher.lanes import Queued
+from batcher.promises import Promises
 from batcher.queue import EntryT, RequestQueue
 from batcher.stats import Recorder
 
@@ -52,7 +53,7 @@ class Owner(Protocol[EntryT_contra]):
     def _abort(self) -> list["asyncio.Task[Any]"]:
         """Give up what runs; return the tasks that are still to end."""
 
-    def estimate_wait(self, cost: int, priority: int = 0) -> float:
+    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
         """Return the seconds that a record would wait."""
 
 
@@ -86,12 +87,13 @@ class Intake(Generic[EntryT]):
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
         self._emptied: asyncio.Future[None] | None = None
+        self._promises = Promises()
 
     @property
     def outside(self) -> int:
         """How many wait for room."""
         first, last = self._lines
-        return len(first.entries) + len(last.entries)
+        return first.size + last.size
 
     @property
     def outside_cost(self) -> int:
@@ -129,20 +131,27 @@ class Intake(Generic[EntryT]):
             self._recorder.rejected += 1
             raise Expired("the deadline passed before the record was submitted")
 
-    def ahead(self, priority: int) -> tuple[int, int]:
-        """Return how many wait for room before or with a class, and their cost together."""
+    def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
+        """Return how many wait for room before or with a class, and their cost together.
+
+        Args:
+            priority: The class.
+            tenant: Whose record comes: those of others don't go before it; None: all do.
+        """
+        if tenant is not None:
+            waiting = self._lines[priority >= self._queue.background].tenants.get(tenant)
+            return (len(waiting), sum(entry.cost for entry in waiting.values())) if waiting else (0, 0)
         first, last = self._lines
         if priority < self._queue.background:
-            return len(first.entries), first.cost
-        return len(first.entries) + len(last.entries), first.cost + last.cost
+            return first.size, first.cost
+        return first.size + last.size, first.cost + last.cost
 
     def full(self, entry: EntryT) -> tuple[str, int] | None:
-        """Return the bound that keeps a new entry out, or None: nobody passes those who wait in its line."""
+        """Return the bound that keeps a new entry out, or None; it passes none of its tenant that waits."""
         queue = self._queue
-        bound = queue.full(entry.cost, entry.priority)
-        if bound is None and (waiting := self._line(entry).entries):
-            first = next(iter(waiting.values()))
-            return queue.full(first.cost, first.priority)
+        bound = queue.full(entry)
+        if bound is None and (waiting := self._line(entry).tenants.get(entry.tenant)):
+            return queue.full(next(iter(waiting.values())))
         return bound
 
     def enter(self, entry: EntryT) -> None:
@@ -154,8 +163,13 @@ class Intake(Generic[EntryT]):
         bound = self.full(entry)
         if bound is not None:
             self._recorder.rejected += 1
-            raise QueueFull(*bound, retry_after_s=self._owner.estimate_wait(entry.cost, entry.priority))
+            raise QueueFull(*bound, retry_after_s=self._retry_after(entry))
         self.put(entry)
+
+    def _retry_after(self, entry: EntryT) -> float:
+        wait = self._owner.estimate_wait(entry.cost, entry.priority, entry.tenant)
+        records = self._queue.ahead(entry.priority, entry.tenant)[0] + 1
+        return self._promises.after(self._clock(), entry.priority, wait, wait / records)
 
     def put(self, entry: EntryT) -> None:
         """Let an entry in that there is room for."""
@@ -179,7 +193,7 @@ class Intake(Generic[EntryT]):
         try:
             await room
         except BaseException:
-            if self._line(entry).drop(room):
+            if self._line(entry).drop(room, entry):
                 # Whoever stood behind may fit where this one did not.
                 self._owner._advance()
             elif not room.cancelled() and room.exception() is None:
@@ -192,14 +206,18 @@ class Intake(Generic[EntryT]):
     def admit(self) -> None:
         """Let those in who wait outside, as far as there is room now."""
         for line in self._lines:
-            while line.entries:
-                room, entry = next(iter(line.entries.items()))
-                if self._queue.full(entry.cost, entry.priority):
-                    break
-                line.drop(room)
-                if not room.done():
-                    self.put(entry)
-                    room.set_result(None)
+            entered = True
+            while entered:
+                entered = False
+                for waiting in list(line.tenants.values()):
+                    room, entry = next(iter(waiting.items()))
+                    if self._queue.full(entry):
+                        continue
+                    entered = True
+                    line.drop(room, entry)
+                    if not room.done():
+                        self.put(entry)
+                        room.set_result(None)
 
     def expire(self) -> None:
         """End every entry whose deadline has passed."""
@@ -249,8 +267,8 @@ class Intake(Generic[EntryT]):
     def _refuse_all(self) -> None:
         closed = f"{self._name} was stopped before the record could start"
         for line in self._lines:
-            for room in list(line.entries):
-                line.drop(room)
+            for room, entry in line.all():
+                line.drop(room, entry)
                 if not room.done():
                     self._recorder.rejected += 1
                     room.set_exception(Closed(closed))
@@ -287,22 +305,30 @@ class Intake(Generic[EntryT]):
 
 
 class _Line(Generic[EntryT]):
-    """Entries that wait for room, in order."""
+    """Entries that wait for room: those of a tenant in order, the tenants in turn."""
 
-    __slots__ = ("cost", "entries")
+    __slots__ = ("cost", "size", "tenants")
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[asyncio.Future[None], EntryT] = OrderedDict()
+        self.tenants: dict[str, OrderedDict[asyncio.Future[None], EntryT]] = {}
+        self.size = 0
         self.cost = 0
 
+    def all(self) -> list[tuple[asyncio.Future[None], EntryT]]:
+        return [item for waiting in self.tenants.values() for item in waiting.items()]
+
     def add(self, room: asyncio.Future[None], entry: EntryT) -> None:
-        self.entries[room] = entry
+        self.tenants.setdefault(entry.tenant, OrderedDict())[room] = entry
+        self.size += 1
         self.cost += entry.cost
 
-    def drop(self, room: asyncio.Future[None]) -> bool:
+    def drop(self, room: asyncio.Future[None], entry: EntryT) -> bool:
         """Take an entry out; return whether it was there."""
-        entry = self.entries.pop(room, None)
-        if entry is None:
+        waiting = self.tenants.get(entry.tenant)
+        if waiting is None or waiting.pop(room, None) is None:
             return False
+        if not waiting:
+            del self.tenants[entry.tenant]
+        self.size -= 1
         self.cost -= entry.cost
         return True

@@ -14,6 +14,12 @@ from batcher.lanes import Lane, PriorityClass, Queued
 BACKGROUND_SHARE = 0.9
 """Share of the bounds that the background may fill."""
 
+LIGHT_SHARE = 0.01
+"""Share of what waits that a light tenant has at most: a full queue still takes its records."""
+
+OVERFLOW = 1.1
+"""The bounds for records of light tenants, as a multiple of what they are for others."""
+
 
 class Entry(Queued):
     """A record in the queue.
@@ -58,6 +64,9 @@ class RequestQueue(Generic[EntryT]):
     A class that has waited for its turn `priority_aging_s` longer than the class one level above goes
     first for one record; each further level takes as long again. So no class starves, and a low class
     with a long backlog can't hold up a high one either.
+
+    A full queue still takes records of a tenant of whom next to nothing waits (1% of all), up to a tenth
+    beyond the bounds: a tenant that floods the queue is refused, not its neighbours.
 
     Every operation but a look at many takes amortised O(log n) of the tenants and deadlines that wait.
 
@@ -120,28 +129,51 @@ class RequestQueue(Generic[EntryT]):
             for lane in group.lanes.values():
                 yield from lane.walk()
 
-    def ahead(self, priority: int) -> tuple[int, int]:
-        """Return how many records wait in the classes that go before or with `priority`, and their cost."""
-        groups = [group for group in self._classes.values() if group.priority <= priority]
-        return sum(group.live for group in groups), sum(group.cost for group in groups)
-
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records wait, and their cost, by priority, of the classes where any does."""
         return {group.priority: (group.live, group.cost) for group in self._classes.values() if group.live}
 
-    def full(self, cost: int, priority: int = 0) -> tuple[str, int] | None:
-        """Return the name and value of the bound that keeps a record out; None: there is room.
+    def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
+        """Return how many records go before one that comes now, and their cost together.
 
         Args:
-            cost: What it costs.
-            priority: Its class.
+            priority: Its class: all that waits in those before it goes first.
+            tenant: Whose it is: inside the class the tenants have turns, so each of the others is served
+                once more at most than it has records waiting. None: the whole class goes first.
         """
-        share = 1.0 if priority < self.background else BACKGROUND_SHARE
-        if self._max_size is not None and self.size >= share * self._max_size:
+        records = cost = 0
+        for group in self._classes.values():
+            if group.priority > priority:
+                continue
+            live = group.live
+            if tenant is not None and group.priority == priority and live:
+                lane = group.lanes.get(tenant)
+                own = len(lane.entries) - lane.dead if lane is not None else 0
+                others = sum(1 for other in group.lanes.values() if other.entries and other is not lane)
+                live = min(live, own + others * (own + 1))
+            records += live
+            cost += group.cost * live // group.live if group.live else 0
+        return records, cost
+
+    def full(self, entry: EntryT) -> tuple[str, int] | None:
+        """Return the name and value of the bound that keeps an entry out; None: there is room."""
+        share = 1.0 if entry.priority < self.background else BACKGROUND_SHARE
+        bound = self._bound(entry.cost, share)
+        if bound is None or not self._light(entry.tenant):
+            return bound
+        return self._bound(entry.cost, share * OVERFLOW)
+
+    def _bound(self, cost: int, share: float) -> tuple[str, int] | None:
+        if self._max_size is not None and self.size + 1 > share * self._max_size and self.size:
             return "max_queue_size", self._max_size
         if self._max_cost is not None and self.size and self.cost + cost > share * self._max_cost:
             return "max_queue_cost", self._max_cost
         return None
+
+    def _light(self, tenant: str) -> bool:
+        lanes = [group.lanes.get(tenant) for group in self._classes.values()]
+        waiting = sum(len(lane.entries) - lane.dead for lane in lanes if lane is not None)
+        return waiting <= LIGHT_SHARE * self.size
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
         """Change the tenants' shares from now on; what they were served is not counted anew.
@@ -164,7 +196,7 @@ class RequestQueue(Generic[EntryT]):
         Raises:
             QueueFull: There is no room for it.
         """
-        bound = self.full(entry.cost, entry.priority)
+        bound = self.full(entry)
         if bound is not None:
             raise QueueFull(*bound, retry_after_s=0.0)
         self.put(entry)

@@ -3,6 +3,9 @@
 MEMORY = 1 - 1 / 256
 """Weight that a finished record keeps when the next one finishes."""
 
+ENOUGH = 16
+"""Records to measure first."""
+
 
 class ServiceRate:
     """The rate at which a window of records serves cost, from the time that finished ones spent in it.
@@ -18,6 +21,11 @@ class ServiceRate:
         self._seconds = 0.0
         self._cost = 0.0
         self._cost_seconds = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether enough has been measured to refuse somebody for it."""
+        return self._records > ENOUGH
 
     def learn(self, cost: int, seconds: float) -> None:
         """Take in a record of `cost` that was inside for `seconds`."""

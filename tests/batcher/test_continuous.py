@@ -221,7 +221,66 @@ async def test_a_deadline_ends_the_wait_for_room() -> None:
         check_empty(batcher)
 
 
+@virtual
+async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        for _ in range(20):
+            async with batcher.slot(10):
+                await asyncio.sleep(2.0)
+        holders = Holders(batcher)
+        await holders.enter("a")
+        await holders.enter("b")
+        waits = []
+        for _ in range(100):
+            with pytest.raises(QueueFull) as caught:
+                await batcher.slot(10).__aenter__()
+            waits.append(caught.value.retry_after_s)
+        assert waits[:3] == pytest.approx([4.0, 6.0, 8.0], rel=0.01)
+        # Not for ever: the others may have given up.
+        assert waits[-1] == pytest.approx(60.0)
+        with pytest.raises(QueueFull) as caught:
+            await batcher.slot(10, priority=-1).__aenter__()
+        assert caught.value.retry_after_s < 5.0
+        await holders.leave("a", "b")
+
+
+@virtual
+async def test_an_estimate_knows_that_tenants_have_turns() -> None:
+    async with batcher_of(10) as batcher:
+        for _ in range(20):
+            async with batcher.slot(10):
+                await asyncio.sleep(1.0)
+        holders = Holders(batcher)
+        for number in range(21):
+            await holders.enter(f"heavy {number}", tenant="heavy")
+        assert batcher.estimate_wait(10, tenant="heavy") == pytest.approx(21.0, rel=0.01)
+        assert batcher.estimate_wait(10, tenant="light") == pytest.approx(2.0, rel=0.01)
+        assert batcher.estimate_wait(10, priority=-1, tenant="heavy") == pytest.approx(1.0, rel=0.01)
+        await batcher.stop(drain=False, timeout=0)
+
+
 # Deadlines
+
+
+@virtual
+async def test_who_can_not_start_in_time_is_refused_at_once() -> None:
+    async with batcher_of(10) as batcher:
+        for _ in range(20):
+            async with batcher.slot(10):
+                await asyncio.sleep(1.0)
+        holders = Holders(batcher)
+        for number in range(11):
+            await holders.enter(f"heavy {number}", tenant="heavy")
+        before = now()
+        with pytest.raises(Expired, match=r"could not start for about 11.0 s"):
+            await batcher.slot(10, deadline=now() + 5, tenant="heavy").__aenter__()
+        assert now() == before
+        assert batcher.stats.total_rejected == 1
+        # It may be wrong, so what is near is tried; and another tenant has its own turn.
+        await holders.enter("near", deadline=now() + 6, tenant="heavy")
+        await holders.enter("light", deadline=now() + 5, tenant="light")
+        assert batcher.stats.queue_depth == 12
+        await batcher.stop(drain=False, timeout=0)
 
 
 @virtual

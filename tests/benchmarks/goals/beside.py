@@ -129,9 +129,9 @@ async def send(port: int, traffic: Traffic, seed: int) -> Seen:
 
 
 def steps_ms(answers: Sequence[Answer]) -> float:
-    """Return the engine's median step, in milliseconds: the gap between two tokens of a stream."""
+    """Return the engine's median step, in milliseconds: the gap between two tokens of a stream; 0: none."""
     gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]
-    return percentile(gaps, 0.5)
+    return percentile(gaps, 0.5) if gaps else 0.0
 
 
 def _body(request: Request, extra: dict[str, Any]) -> bytes:
