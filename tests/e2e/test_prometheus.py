@@ -174,6 +174,40 @@ async def test_every_query_and_every_rule_finds_data_or_is_known_not_to(
     assert firing <= {"SaturateFirstTokenSlow"}
 
 
+def value(prometheus: Prometheus, expr: str) -> float:
+    """Return the value of an expression of one series; 0 while there is none."""
+    found = prometheus.find(expr)
+    return float(found[0]["value"][1]) if found else 0.0
+
+
+@needs_prometheus
+def test_every_counter_of_tokens_grows_by_what_was_produced(service: Service, prometheus: Prometheus) -> None:
+    counters = [
+        'sum(ray_saturate_output_tokens_total{model="demo"})',
+        'sum(ray_vllm_generation_tokens_total{model_name="demo"})',
+        'sum(ray_saturate_request_seconds_count{model="demo"}) * 16',
+        'sum(ray_vllm_e2e_request_latency_seconds_count{model_name="demo"}) * 16',
+    ]
+    deadline = time.monotonic() + LIMIT_S
+
+    def settled() -> list[float]:
+        before = None
+        while (now := [value(prometheus, expr) for expr in counters]) != before:
+            assert time.monotonic() < deadline
+            before = now
+            # Longer than it takes from a process by way of Ray's agent into Prometheus.
+            time.sleep(4)
+        return now
+
+    before = settled()
+    body = {"model": "demo", "prompt": "What is 1+1?", "max_tokens": 16, "ignore_eos": True}
+    with httpx.Client(base_url=service.url, timeout=30) as client:
+        for number in range(10):
+            assert client.post("/v1/completions", json=body | {"stream": number % 2 == 0}).is_success
+    grown = [after - then for after, then in zip(settled(), before, strict=True)]
+    assert grown == [160.0] * 4
+
+
 @needs_prometheus
 def test_the_service_and_the_batcher_count_the_same(service: Service, prometheus: Prometheus) -> None:
     with httpx.Client(base_url=service.url, timeout=30) as client:
@@ -181,8 +215,8 @@ def test_the_service_and_the_batcher_count_the_same(service: Service, prometheus
     completed = replica["batcher"]["total_completed"]
     deadline = time.monotonic() + LIMIT_S
     expr = 'sum(ray_saturate_records_total{model="demo", outcome="completed"})'
-    while not (found := prometheus.find(expr)) or float(found[0]["value"][1]) != completed:
-        assert time.monotonic() < deadline, (found, completed)
+    while value(prometheus, expr) != completed:
+        assert time.monotonic() < deadline, (value(prometheus, expr), completed)
         time.sleep(0.5)
-    output = prometheus.find('sum(ray_saturate_output_tokens_total{model="demo"})')
-    assert float(output[0]["value"][1]) == replica["batcher"]["output_tokens"]
+    output = value(prometheus, 'sum(ray_saturate_output_tokens_total{model="demo"})')
+    assert output == replica["batcher"]["output_tokens"]

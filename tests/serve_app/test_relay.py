@@ -189,6 +189,7 @@ async def test_two_requests_do_not_share_their_state() -> None:
     app_yields=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     reader_yields=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     buffer=st.sampled_from([0, 3, 1 << 20]),
+    closing=st.sampled_from([b"", b"a receipt"]),
 )
 def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
     bodies: list[bytes],
@@ -196,12 +197,21 @@ def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
     app_yields: list[int],
     reader_yields: list[int],
     buffer: int,
+    closing: bytes,
 ) -> None:
+    ended = False
+
+    def close() -> bytes:
+        assert ended, "nothing closes an answer that goes on"
+        return closing
+
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         await send(START)
         for i, body in enumerate(bodies):
             await give_way(app_yields, i)
             await send(piece(body))
+        nonlocal ended
+        ended = True
         await send({"type": "http.response.body", "body": last})
 
     async def give_way(yields: list[int], i: int) -> None:
@@ -210,7 +220,7 @@ def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
 
     async def read() -> list[bytes]:
         received = []
-        async for message in run_app(app, REQUEST):
+        async for message in run_app(app, REQUEST, closing=close):
             received.append(message)
             await give_way(reader_yields, len(received))
         return received
@@ -223,7 +233,8 @@ def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
     head, first, whole = Head.unpack(received[0])
     assert not whole or len(received) == 1
     assert head == Head(200, HEADERS)
-    assert b"".join([first, *received[1:]]) == b"".join(bodies) + last
+    assert b"".join([first, *received[1:]]) == b"".join(bodies) + last + closing
+    assert received[-1].endswith(closing)
     assert all(received[1:]), "an empty message carries nothing"
 
 
