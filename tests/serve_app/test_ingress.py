@@ -22,7 +22,7 @@ from serve_app.routing import OPENAI
 from serve_app.settings import parse
 from serve_app.terms import Terms
 
-LIMIT_S = 5.0
+LIMIT_S = 20.0
 PLAIN = Head(200, [(b"content-type", b"application/json"), (b"x-mine", b"1")])
 STREAM = Head(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
 CHAT = "/v1/chat/completions"

@@ -12,7 +12,7 @@ from serve_app.errors import RequestError
 from serve_app.records import BREATH, Outcome, explain, run_records
 from serve_app.terms import USUAL, Terms
 
-LIMIT_S = 5.0
+LIMIT_S = 20.0
 
 
 class Model:

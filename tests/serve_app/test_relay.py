@@ -26,7 +26,7 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 START: Message = {"type": "http.response.start", "status": 200, "headers": HEADERS}
 END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 FULL = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
-LIMIT_S = 2.0
+LIMIT_S = 20.0
 """No wait in these tests comes near it."""
 
 
