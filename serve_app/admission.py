@@ -20,12 +20,14 @@ class Admission:
         deadline: When it must have started, on the clock of `time.monotonic`.
         wait: Wait for room when the queue is full, instead of being refused.
         refusal: The gate's reason, once it has refused.
+        admitted: The gate has let it through to the engine.
     """
 
     terms: Terms = USUAL
     deadline: float | None = None
     wait: bool = False
     refusal: RequestError | None = None
+    admitted: bool = False
 
 
 current: ContextVar[Admission | None] = ContextVar("admission", default=None)

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from serve_app import admission
+from serve_app import admission, fault
 from serve_app.admission import Admission
 from serve_app.errors import RequestError
 from serve_app.lifeline import tie_children
@@ -75,9 +75,17 @@ class Engine:
         verdict = Admission(request.terms, request.terms.deadline(time.monotonic()))
         admission.current.set(verdict)
         messages = run_app(self._app, request, refusal=lambda: verdict.refusal)
+        answered = False
         async with aclosing(messages):
             async for message in messages:
+                if not answered and self._is_unseen(verdict):
+                    message = fault.of_the_request(message)
+                answered = True
                 yield message
+
+    def _is_unseen(self, request: Admission) -> bool:
+        """Return whether a request was answered without the engine, though that is there."""
+        return not request.admitted and request.refusal is None and not self._engine.dead
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics and the engine's limits."""

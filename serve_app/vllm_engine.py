@@ -151,10 +151,12 @@ class _Gate:
 
     async def __aenter__(self) -> Slot:
         try:
-            return await self._slot.__aenter__()
+            slot = await self._slot.__aenter__()
         except BatcherError as error:
             self._admission.refusal = admission.explain(error)
             raise RefusedError(self._admission.refusal) from None
+        self._admission.admitted = True
+        return slot
 
     async def __aexit__(self, *exc: Any) -> None:
         await self._slot.__aexit__(*exc)
@@ -328,6 +330,11 @@ class VLLMEngine:
             f"context of {limit} tokens; lower max_tokens to {limit - length} or less"
         )
         raise RequestError(400, "invalid_request_error", message)
+
+    @property
+    def dead(self) -> bool:
+        """Whether the engine has died."""
+        return bool(self.llm.errored)
 
     async def check_health(self) -> None:
         """Raise if the engine has died."""

@@ -265,9 +265,7 @@ async def test_the_gate_lets_in_who_has_a_key_and_says_who_it_is() -> None:
         assert (await http.get("/", headers={"authorization": f"Bearer {KEY}"})).text == "ada"
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/nothing", "/healthy", "/health/", "/x/health", "/x/health/../stats"]
-)
+@pytest.mark.parametrize("path", ["/", "/nothing", "/healthy", "/health/", "/x/health", "/x/health/../stats"])
 async def test_only_health_is_open(path: str) -> None:
     async with client(made(entry())) as http:
         assert (await http.get("/health")).status_code == 200
