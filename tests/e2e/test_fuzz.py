@@ -26,7 +26,7 @@ from tests.e2e.service import Service
 from tests.e2e.shots import Shot, dump, shots
 from tests.e2e.test_service import wait_until_idle
 
-REQUESTS = int(os.environ.get("SATURATE_FUZZ_REQUESTS", "1500"))
+REQUESTS = int(os.environ.get("SATURATE_FUZZ_REQUESTS", "1000"))
 LONG = "SATURATE_FUZZ_REQUESTS" in os.environ
 VOLLEY = 10
 """Requests that are sent at once."""
