@@ -25,6 +25,7 @@ class Admission:
         trail: What is needed to carry on its answer elsewhere, if that is a stream.
         token_ids: The tokens that its answer, a stream, has brought elsewhere already.
         receipt: What the request has taken.
+        admitted: The gate has let it through to the engine.
     """
 
     terms: Terms = USUAL
@@ -34,6 +35,7 @@ class Admission:
     trail: Trail | None = None
     token_ids: list[int] = field(default_factory=list)
     receipt: Receipt = field(default_factory=Receipt)
+    admitted: bool = False
 
 
 current: ContextVar[Admission | None] = ContextVar("admission", default=None)

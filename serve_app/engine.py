@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from serve_app import admission
+from serve_app import admission, fault
 from serve_app.admission import Admission
 from serve_app.errors import RequestError, engine_failed
 from serve_app.handlers import kept_handlers
@@ -130,11 +130,19 @@ class Engine:
                 trail=trail,
                 closing=receipt.pack,
             )
+            answered = False
             async with aclosing(messages):
                 async for message in messages:
+                    if not answered and self._is_unseen(verdict):
+                        message = fault.of_the_request(message)
+                    answered = True
                     yield message
         finally:
             self._telemetry.answered(request.headers, began, receipt)
+
+    def _is_unseen(self, request: Admission) -> bool:
+        """Return whether a request was answered without the engine, though that is there."""
+        return not request.admitted and request.refusal is None and not self._engine.died
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics and the engine's limits."""

@@ -275,10 +275,12 @@ class _Gate:
 
     async def __aenter__(self) -> Slot:
         try:
-            return await self._slot.__aenter__()
+            slot = await self._slot.__aenter__()
         except BatcherError as error:
             self._admission.refusal = admission.explain(error)
             raise RefusedError(self._admission.refusal) from None
+        self._admission.admitted = True
+        return slot
 
     async def __aexit__(self, *exc: Any) -> None:
         slot = self._slot

@@ -4,14 +4,18 @@ import json
 import random
 import socket
 import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import pytest
 
 from tests.e2e.service import Service
 from tests.e2e.test_service import batcher, wait_until_idle
 
 LIMIT_S = 20.0
+PATIENCE_S = 3.0
+"""Seconds after which half a request is not answered yet."""
+
 BODY = json.dumps({"prompts": ["What is 1+1?"]}).encode()
 STREAM = json.dumps(
     {"model": "demo", "prompt": "once upon", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -34,18 +38,25 @@ def reset(connection: socket.socket) -> None:
 
 
 def send(service: Service, data: bytes) -> bytes:
-    """Send bytes, and nothing after them; return the answer until the other side closes."""
+    """Send bytes; return the answer's head and what came with it, or nothing if there is none for a while."""
     answer = b""
     with connect(service) as connection:
+        # HAProxy takes a closed half of a connection for a client that has left: so it stays open.
+        connection.settimeout(PATIENCE_S)
         try:
             connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            while piece := connection.recv(65536):
+            while b"\r\n\r\n" not in answer and (piece := connection.recv(65536)):
                 answer += piece
         except OSError:
-            # The other side has had enough already.
+            # The other side waits for more, or has had enough already.
             pass
     return answer
+
+
+def send_all(service: Service, data: Sequence[bytes]) -> list[bytes]:
+    """Send each, many at a time."""
+    with ThreadPoolExecutor(50) as pool:
+        return list(pool.map(lambda each: send(service, each), data))
 
 
 def status(answer: bytes) -> int | None:
@@ -101,18 +112,18 @@ MALFORMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
-def test_what_is_malformed_is_refused_or_dropped(service: Service, data: bytes) -> None:
-    answer = send(service, data)
-    code = status(answer)
-    assert code is None or code < 500, answer
+def test_what_is_malformed_is_refused_or_dropped(service: Service) -> None:
+    answers = dict(zip(MALFORMED, send_all(service, list(MALFORMED.values())), strict=True))
+    assert {name: answer for name, answer in answers.items() if (status(answer) or 0) >= 500} == {}
+    # It is no service that says nothing to anybody.
+    assert sum(status(answer) is not None for answer in answers.values()) > len(MALFORMED) / 2
 
 
-@pytest.mark.parametrize("name", ["long path", "long header", "many headers"])
-def test_a_head_over_the_limit_is_a_400(service: Service, name: str) -> None:
-    assert status(send(service, MALFORMED[name])) in (400, None)
-    assert status(send(service, GOOD.replace(b"host: x", b"host: x\r\na: " + b"b" * 20_000))) == 400
-    assert status(send(service, GOOD.replace(b"host: x", b"host: x\r\na: " + b"b" * 10_000))) == 200
+def test_a_head_over_the_limit_is_a_400(service: Service) -> None:
+    def padded(size: int) -> bytes:
+        return GOOD.replace(b"host: x", b"host: x\r\na: " + b"b" * size)
+
+    assert [status(answer) for answer in send_all(service, [padded(10_000), padded(20_000)])] == [200, 400]
 
 
 def test_a_request_is_still_a_request_however_it_is_cut(service: Service) -> None:
@@ -132,6 +143,7 @@ def test_a_request_is_still_a_request_however_it_is_cut(service: Service) -> Non
 
 def test_noise_gets_no_5xx(service: Service, http: httpx.Client) -> None:
     source = random.Random(7)
+    noise = []
     for _ in range(300):
         data = bytearray(GOOD)
         for _ in range(source.randint(1, 8)):
@@ -143,8 +155,9 @@ def test_noise_gets_no_5xx(service: Service, http: httpx.Client) -> None:
                     del data[at : at + source.randint(1, 20)]
                 case _:
                     data[at:at] = source.randbytes(source.randint(1, 20))
-        code = status(answer := send(service, bytes(data)))
-        assert code is None or code < 500, (bytes(data), answer)
+        noise.append(bytes(data))
+    answers = send_all(service, noise)
+    assert [pair for pair in zip(noise, answers, strict=True) if (status(pair[1]) or 0) >= 500] == []
     assert http.get("/health").status_code == 200
 
 
