@@ -153,7 +153,9 @@ class Engine:
         return autoscaling_stats(self._engine.batcher.stats)
 
     async def check_health(self) -> None:
-        """Raise if the engine has died, so that Serve replaces this replica."""
+        """Raise if the engine has died or nobody watches it, so that Serve replaces this replica."""
+        if self._watching.done():
+            self._watching.result()
         await self._engine.check_health()
 
     async def _watch(self, timeout_s: float) -> None:

@@ -1,3 +1,4 @@
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -33,6 +34,28 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service = Service(config, folder)
     yield service
     service.stop()
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of configs/local.yaml with two replicas of each deployment, for tests that run last."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    (app,) = config["applications"]
+    # A step takes milliseconds; so long takes none, on any machine.
+    app["args"]["models"][0]["engine_hang_timeout_s"] = 5.0
+    for deployment in app["deployments"]:
+        # Two engines fit on any machine, if Ray doesn't reckon.
+        deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
+    service = Service(config, tmp_path_factory.mktemp("pair"))
+    try:
+        deadline = time.monotonic() + 120
+        while httpx.get(f"{service.url}/health").json()["models"]["demo"]["replicas"] < 2:
+            assert time.monotonic() < deadline, service.output
+            time.sleep(0.2)
+        yield service
+    finally:
+        service.stop()
+    assert service.processes() == [], "whatever was done to it, nothing is left behind"
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import yaml
+
+from serve_app.launch import DASHBOARDS
 
 ROOT = Path(__file__).parents[2]
 MARK = "SATURATE_TEST_RUN"
@@ -32,9 +35,20 @@ class Service:
         env: What a program needs in its environment to find the same Ray.
         ready_s: Seconds from the start of the launcher to its word that the service is ready.
         output: What the launcher has printed.
+        config: What it was started with.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path, port: int | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], folder: Path, port: int | None = None, ray: str | None = None
+    ) -> None:
+        """Start it.
+
+        Args:
+            config: A Serve config; its ports are set here.
+            folder: Where it is written.
+            port: Where to listen; None: any free port.
+            ray: The address of the Ray to run on; None: one of its own.
+        """
         port = port or free_port()
         config["http_options"]["port"] = port
         own = {
@@ -43,9 +57,10 @@ class Service:
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         }
         config["controller_options"]["runtime_env"]["env_vars"] |= own
-        path = folder / "config.yaml"
+        self._path = path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"
+        self.config = config
         self.folder = folder
         self.env = (
             os.environ
@@ -55,6 +70,7 @@ class Service:
                 # Seconds count in a test; Ray's own pace is 10 s.
                 "RAY_metrics_report_interval_ms": "1000",
             }
+            | ({} if ray is None else {"RAY_ADDRESS": ray})
         )
         self._mark = uuid.uuid4().hex
         started = time.monotonic()
@@ -92,6 +108,25 @@ class Service:
         code = self.process.wait(timeout=120)
         self._reader.join(timeout=10)
         return code
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        """Have it take in another config, as `serve deploy` does; it returns when the change has begun."""
+        self._path.write_text(yaml.safe_dump(config, sort_keys=False))
+        address = self._dashboard().removesuffix("/api/serve/applications/")
+        self.run([str(Path(sys.executable).with_name("serve")), "deploy", str(self._path), "-a", address])
+
+    def status(self) -> dict[str, Any]:
+        """Return what Ray Serve says of the application."""
+        application: dict[str, Any] = httpx.get(self._dashboard(), timeout=30).json()["applications"]["llm"]
+        return application
+
+    def _dashboard(self) -> str:
+        for url in DASHBOARDS:
+            with suppress(httpx.HTTPError, ValueError):
+                options = httpx.get(url, timeout=30).json().get("http_options", {})
+                if options.get("port") == self.config["http_options"]["port"]:
+                    return url
+        raise RuntimeError("no dashboard knows this service")
 
     def run(self, command: Sequence[str], text: str = "") -> str:
         """Run a program that may look for this service's Ray, and return what it printed.
@@ -135,6 +170,10 @@ class Service:
         (session,) = {found[0] for line in lines if (found := re.findall(r"/tmp/ray/session_[\w-]+\d", line))}
         files = [*Path(session, "logs").rglob("*"), *Path(tempfile.gettempdir()).glob("saturate-*.log")]
         return {path: path.read_text(errors="replace") for path in files if path.is_file()}
+
+    def pids(self, word: str) -> list[int]:
+        """Return the ids of the processes of this service whose command line holds a word."""
+        return sorted(pid for pid, command in self._processes().items() if word in command)
 
     def kill(self, word: str = "") -> int:
         """End with SIGKILL the processes of this service whose command line holds a word; return how many."""

@@ -3,38 +3,18 @@
 import asyncio
 import csv
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from tests.e2e.service import ROOT, Service
+from tests.e2e.service import Service
 
 # It takes what two cores have, so it runs when nothing else needs them.
 pytestmark = pytest.mark.last
 
 REQUESTS = 300
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service of configs/local.yaml with two replicas of each deployment."""
-    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    (app,) = config["applications"]
-    for deployment in app["deployments"]:
-        # Two engines fit on any machine, if Ray doesn't reckon.
-        deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
-    service = Service(config, tmp_path_factory.mktemp("pair"))
-    try:
-        deadline = time.monotonic() + 120
-        while httpx.get(f"{service.url}/health").json()["models"]["demo"]["replicas"] < 2:
-            assert time.monotonic() < deadline, service.output
-            time.sleep(0.2)
-        yield service
-    finally:
-        service.stop()
 
 
 def both(read: Callable[[], dict[str, int]]) -> dict[str, int]:

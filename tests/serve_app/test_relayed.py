@@ -265,6 +265,12 @@ async def test_a_stream_with_which_no_other_engine_goes_on_ends_with_an_error(ot
     assert b"[DONE]" not in received.body
 
 
+async def test_a_full_queue_ends_a_stream_too_and_is_not_tried_elsewhere() -> None:
+    engines = Engines([stream(([1], event("a")), then=DEAD), [FULL], WHOLE])
+    assert (await reply(engines)).events[-1]["error"]["code"] == 503
+    assert len(engines.asked) == 2
+
+
 async def test_pauses_are_short_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
 

@@ -1,0 +1,75 @@
+"""Several Ray nodes on this machine, of which one can be lost with all that runs on it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+from tests.e2e.service import free_port
+
+NODE = "SATURATE_TEST_NODE"
+
+
+class Nodes:
+    """A Ray cluster whose nodes are process groups on the loopback interface.
+
+    Args:
+        env: What the nodes have in their environment.
+
+    Attributes:
+        address: Where Ray finds it.
+    """
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self._mark = uuid.uuid4().hex
+        self._env = env | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        self.address = f"127.0.0.1:{free_port()}"
+
+    def start_head(self, resources: dict[str, int]) -> None:
+        """Start the node that has the cluster's state."""
+        port = self.address.rpartition(":")[2]
+        self._start("head", ["--head", f"--port={port}", "--dashboard-host=127.0.0.1"], resources)
+
+    def add(self, name: str, resources: dict[str, int]) -> None:
+        """Add a node."""
+        self._start(name, [f"--address={self.address}"], resources)
+
+    def lose(self, name: str) -> int:
+        """End all processes of a node at once; return how many there were."""
+        count = 0
+        while pids := self.pids(name):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            count += len(pids)
+            time.sleep(0.05)
+        return count
+
+    def pids(self, name: str) -> list[int]:
+        """Return the processes that run on a node and are not zombies."""
+        found = []
+        for process in Path("/proc").iterdir():
+            with suppress(OSError):
+                if f"{NODE}={self._mark}-{name}".encode() in (process / "environ").read_bytes():
+                    found.append(int(process.name))
+        return found
+
+    def _start(self, name: str, arguments: list[str], resources: dict[str, int]) -> None:
+        command = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            *arguments,
+            "--node-ip-address=127.0.0.1",
+            "--num-cpus=4",
+            f"--resources={json.dumps(resources)}",
+            "--object-store-memory=100000000",
+            "--disable-usage-stats",
+        ]
+        env = self._env | {NODE: f"{self._mark}-{name}"}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,75 @@
+"""Ends or stops a process of a service under a steady load, and waits until all is as it was."""
+
+import asyncio
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import httpx
+
+from tests.e2e.load import Load
+from tests.e2e.service import Service
+
+LIMIT_S = 240
+"""Until all is as it was; on an idle machine of two cores it takes a tenth."""
+
+CORE = "EngineCore"
+"""A word of the command line of vLLM's engine."""
+
+
+@dataclass
+class Struck:
+    """A fault, and what came of it.
+
+    Attributes:
+        load: All that was asked meanwhile.
+        recovered_s: Seconds until all was as it was.
+    """
+
+    load: Load
+    recovered_s: float = 0.0
+
+
+async def strike(service: Service, victim: str, number: signal.Signals) -> Struck:
+    """Strike a process under load, and wait until another has taken its place and both Engines are ready.
+
+    Args:
+        service: A service with two Engines.
+        victim: A word of the command line of what is struck.
+        number: The signal that it is sent.
+    """
+    load = Load(service.url)
+    await load.learn()
+    others = set(service.pids(victim))
+    async with load.running():
+        await load.wait_for(10)
+        pid = min(others)
+        # In the middle of streams, of which some are its.
+        os.kill(pid, number)
+        at = time.monotonic()
+        await load.wait_for(20, LIMIT_S)
+    found = Struck(load)
+    # Fewer, so that what starts has something of the machine.
+    async with load.running(streams=1, singles=1, lists=0):
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                if await is_whole(service, victim, pid, len(others)):
+                    break
+                await asyncio.sleep(0.1)
+        found.recovered_s = time.monotonic() - at
+        await load.wait_for(4)
+    return found
+
+
+async def is_whole(service: Service, victim: str, struck: int, count: int) -> bool:
+    """Return whether there are as many as before of what was struck, without it, and of all else."""
+    now = service.pids(victim)
+    if struck in now or len(now) != count or len(service.pids(CORE)) != 2:
+        return False
+    async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+        try:
+            health = (await client.get("/health")).json()
+        except httpx.HTTPError:
+            return False
+    return bool(health.get("models", {}).get("demo", {}).get("replicas") == 2)

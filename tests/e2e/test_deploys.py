@@ -1,0 +1,77 @@
+"""Changes of the config under a steady load: nothing fails."""
+
+import asyncio
+import copy
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.load import Load
+from tests.e2e.service import Service
+
+pytestmark = [pytest.mark.last, pytest.mark.timeout(400)]
+
+LIMIT_S = 180
+JSON = dict[str, Any]
+
+
+def engine(config: JSON) -> JSON:
+    """Return the part of a config that says how the Engine is deployed."""
+    deployments: list[JSON] = config["applications"][0]["deployments"]
+    return next(one for one in deployments if one["name"] == "Engine:demo")
+
+
+async def replicas(service: Service, count: int) -> dict[str, JSON]:
+    """Return what each Engine replica reports, once the change is through and there are so many."""
+    async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+        while True:
+            status = await asyncio.to_thread(service.status)
+            states = {one["status"] for one in status["deployments"].values()}
+            found: list[JSON] = (await client.get("/stats")).json()["models"]["demo"]["replicas"]
+            if status["status"] == "RUNNING" and states == {"HEALTHY"} and len(found) == count:
+                return {one["replica"]: one for one in found}
+            await asyncio.sleep(0.2)
+
+
+async def change(service: Service, config: JSON, count: int) -> tuple[Load, dict[str, JSON]]:
+    """Deploy a config under load; return the load and what the replicas report when it is through."""
+    load = Load(service.url)
+    await load.learn()
+    async with load.running(streams=3, singles=1, lists=1):
+        await load.wait_for(5)
+        await asyncio.to_thread(service.deploy, config)
+        # Until the old state can't pass for the new one.
+        await load.wait_for(5)
+        reports = await replicas(service, count)
+        await load.wait_for(5)
+    print(load.summary(), flush=True)
+    return load, reports
+
+
+async def test_a_change_of_limits_and_weights_restarts_nothing(pair: Service) -> None:
+    before = await replicas(pair, 2)
+    config = copy.deepcopy(pair.config)
+    engine(config)["user_config"] = {"batcher": {"max_running": 8, "tenant_weights": {"a": 2.0}}}
+    load, after = await change(pair, config, 2)
+    assert load.failures() == []
+    assert set(after) == set(before)
+    assert {one["batcher"]["max_running"] for one in after.values()} == {8}
+
+
+async def test_scaling_down_fails_nothing(pair: Service) -> None:
+    config = copy.deepcopy(pair.config)
+    engine(config)["num_replicas"] = 1
+    load, after = await change(pair, config, 1)
+    assert load.failures() == []
+    assert len(after) == 1
+
+
+async def test_a_new_version_of_the_engine_fails_nothing(pair: Service) -> None:
+    before = await replicas(pair, 1)
+    config = copy.deepcopy(pair.config)
+    config["applications"][0]["args"]["models"][0]["engine"]["max_num_seqs"] = 32
+    load, after = await change(pair, config, 2)
+    assert load.failures() == []
+    assert not set(after) & set(before)
+    assert {one["batcher"]["max_running"] for one in after.values()} == {32}

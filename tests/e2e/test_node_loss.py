@@ -1,0 +1,93 @@
+"""The loss of a whole node, in a cluster of three Ray nodes on this machine.
+
+SATURATE_FAULTS=5 loses five of them, one after the other; without it, this is left out.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.load import Load
+from tests.e2e.nodes import Nodes
+from tests.e2e.service import ROOT, Service
+
+TIMES = int(os.environ.get("SATURATE_FAULTS", "0"))
+LIMIT_S = 240
+
+pytestmark = [
+    pytest.mark.last,
+    pytest.mark.timeout((TIMES + 1) * LIMIT_S),
+    pytest.mark.skipif(not TIMES, reason="the long form only: SATURATE_FAULTS=5"),
+]
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes(dict(os.environ))
+    nodes.start_head({"front": 10})
+    for name in ("a", "b"):
+        nodes.add(name, {"engines": 2})
+    yield nodes
+    for name in ("a", "b", "head"):
+        nodes.lose(name)
+
+
+@pytest.fixture
+def cluster(nodes: Nodes, tmp_path: Path) -> Iterator[Service]:
+    """A service with its front on the head and an Engine on each of the other nodes."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    # One HAProxy: three of them can't have the same port of one machine.
+    config["proxy_location"] = "HeadOnly"
+    (app,) = config["applications"]
+    for deployment in app["deployments"]:
+        engine = deployment["name"] != "Ingress"
+        deployment["num_replicas"] = 2
+        deployment["ray_actor_options"] = {"num_cpus": 0, "resources": {"engines" if engine else "front": 1}}
+        if engine:
+            deployment["max_replicas_per_node"] = 1
+    service = Service(config, tmp_path, ray=nodes.address)
+    yield service
+    service.stop()
+
+
+async def count(service: Service) -> int:
+    async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
+        replicas: int = (await client.get("/health")).json()["models"]["demo"]["replicas"]
+        return replicas
+
+
+async def wait_for_replicas(service: Service, wanted: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            if await count(service) == wanted:
+                return
+            await asyncio.sleep(0.2)
+
+
+async def test_who_asks_meanwhile_gets_an_answer(nodes: Nodes, cluster: Service) -> None:
+    await wait_for_replicas(cluster, 2)
+    for number in range(TIMES):
+        victim = "ab"[number % 2]
+        load = Load(cluster.url)
+        await load.learn()
+        async with load.running():
+            await load.wait_for(10)
+            ended = await asyncio.to_thread(nodes.lose, victim)
+            at = time.monotonic()
+            await load.wait_for(20, LIMIT_S)
+            await wait_for_replicas(cluster, 1)
+        noticed = time.monotonic() - at
+        nodes.add(victim, {"engines": 2})
+        await wait_for_replicas(cluster, 2)
+        print(
+            f"loss of node {victim} ({ended} processes): noticed in {noticed:.1f} s, whole in "
+            f"{time.monotonic() - at:.1f} s; {load.summary()}",
+            flush=True,
+        )
+        assert load.failures() == []

@@ -1,0 +1,128 @@
+"""A stream that goes on from tokens it has brought elsewhere, on the real engine: as if it had not broken."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.service import Service
+
+JSON = dict[str, Any]
+
+SCRIPT = """
+import asyncio, json, sys
+import ray
+from ray import serve
+from serve_app.relay import Head, RelayRequest
+from serve_app.resumption import Splice
+from serve_app.trail import to_ids, unframe
+
+ray.init(address="auto", log_to_driver=False)
+handle = serve.get_deployment_handle("Engine:demo", "llm").options(
+    method_name="relay", stream=True, _by_reference=False,
+    request_serialization="pickle", response_serialization="noop",
+)
+HEADERS = [(b"content-type", b"application/json")]
+
+async def ask(path, body, **resumed):
+    messages = aiter(handle.remote(RelayRequest("POST", path, b"", HEADERS, body, **resumed)))
+    head, piece, whole = Head.unpack(await anext(messages))
+    pieces = [piece] + [piece async for piece in messages]
+    if not head.resume:
+        return "", [], b"".join(pieces)
+    ids, bodies = zip(*map(unframe, pieces))
+    return head.resume, ids, list(bodies)
+
+async def main():
+    results = []
+    for case in json.load(sys.stdin):
+        path, body = case["path"], json.dumps(case["body"]).encode()
+        resume, ids, bodies = await ask(path, body)
+        whole = b"".join(bodies) if resume else bodies
+        result = {"resume": resume, "whole": whole.decode(), "spliced": []}
+        results.append(result)
+        if resume:
+            for count in range(1, len(bodies)):
+                kept = b"".join(ids[:count]) if resume == "tokens" else b""
+                sent = b"".join(bodies[:count])
+                if b"[DONE]" in sent:
+                    break
+                _, _, others = await ask(path, body, resumes=True, token_ids=kept)
+                splice = Splice(sent)
+                result["spliced"].append((sent + b"".join(map(splice.rest, others))).decode())
+    print(json.dumps(results))
+
+asyncio.run(main())
+"""
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GREEDY: JSON = {"model": "demo", "stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
+SUM = [{"role": "user", "content": "What is 23+18?"}]
+
+
+def told(stream: str) -> tuple[str, str | None, JSON]:
+    """Return what a stream says: its text, why it ended, and what it used."""
+    *events, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
+    assert done == "[DONE]"
+    read: list[JSON] = [json.loads(event) for event in events]
+    assert len({(event["id"], event["created"]) for event in read}) == 1
+    choices = [choice for event in read for choice in event["choices"]]
+    text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+    reasons = [choice["finish_reason"] for choice in choices if choice.get("finish_reason")]
+    assert len(reasons) == 1
+    usage: JSON = read[-1]["usage"]
+    return text, reasons[0], usage
+
+
+CASES: dict[str, tuple[str, JSON, str]] = {
+    "to the limit": (COMPLETIONS, {"prompt": "once", "max_tokens": 12, "ignore_eos": True}, "tokens"),
+    "to its own end": (CHAT, {"messages": SUM, "max_tokens": 32}, "tokens"),
+    "to a stop string": (
+        COMPLETIONS,
+        {"prompt": "What is 4+3?", "max_tokens": 64, "stop": ["111"]},
+        "tokens",
+    ),
+    "with a shortest length": (
+        COMPLETIONS,
+        {"prompt": "What is 4+3?", "max_tokens": 12, "min_tokens": 8},
+        "tokens",
+    ),
+    "with a repetition penalty": (
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 12, "repetition_penalty": 1.2, "ignore_eos": True},
+        "tokens",
+    ),
+    "with a presence penalty": (
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 12, "presence_penalty": 1, "ignore_eos": True},
+        "again",
+    ),
+    "with a seed": (
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 12, "temperature": 1, "seed": 7, "ignore_eos": True},
+        "again",
+    ),
+    "two texts": (
+        COMPLETIONS,
+        {"prompt": "x", "max_tokens": 4, "n": 2, "temperature": 1, "ignore_eos": True},
+        "",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def results(service: Service) -> dict[str, JSON]:
+    asked = [{"path": path, "body": GREEDY | body} for path, body, _ in CASES.values()]
+    return dict(zip(CASES, service.run_python(SCRIPT, asked), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wherever_a_stream_breaks_it_reads_as_if_it_had_not(name: str, results: dict[str, JSON]) -> None:
+    result = results[name]
+    assert result["resume"] == CASES[name][2]
+    if not result["resume"]:
+        return
+    undisturbed = told(result["whole"])
+    assert len(result["spliced"]) >= 2
+    for spliced in result["spliced"]:
+        assert told(spliced) == undisturbed
