@@ -101,6 +101,22 @@ def test_however_many_tenants_come_few_have_a_series(rounds: list[dict[str, int]
     assert len(labels - {OTHER}) <= 15
 
 
+def test_names_run_out_however_often_the_top_changes() -> None:
+    tenants = Tenants(3)
+    for n in range(100):
+        tenants.round({f"tenant-{n}": 2**n})
+    names = {tenants.label(f"tenant-{n}") for n in range(100)}
+    assert len(names - {OTHER}) == 15
+
+
+def test_a_counter_is_told_what_has_grown() -> None:
+    told = Instruments()
+    meters = Meters([catalogue.BUSY], told.make)
+    for total in (0, 1, 3, 3, 7):
+        meters.count(catalogue.BUSY, total, "m")
+    assert told.of(catalogue.BUSY, "m") == [1, 2, 4]
+
+
 def test_who_uses_the_most_has_a_name_also_if_late() -> None:
     tenants = Tenants(2)
     tenants.round({"early": 5, "also": 5})
