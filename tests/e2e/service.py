@@ -107,6 +107,10 @@ class Service:
         """Return the command lines of all processes that came of this service and live."""
         return list(self._processes().values())
 
+    def pids(self) -> list[int]:
+        """Return the ids of all processes that came of this service and live."""
+        return list(self._processes())
+
     def kill(self, word: str = "") -> int:
         """End with SIGKILL the processes of this service whose command line holds a word; return how many."""
         pids = [pid for pid, command in self._processes().items() if word in command]

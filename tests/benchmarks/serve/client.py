@@ -49,6 +49,7 @@ class Answer:
         first_events: Events of the stream in its first piece.
         piece_at: When each piece of the body came.
         status: Of HTTP.
+        retry_after_s: Seconds after which to come back, where the server says so.
         size: Bytes that came.
         tail: The last bytes of the body.
     """
@@ -61,6 +62,7 @@ class Answer:
     first_events: int = 0
     piece_at: list[float] = field(default_factory=list)
     status: int = 0
+    retry_after_s: int = 0
     size: int = 0
     tail: bytes = b""
 
@@ -152,6 +154,8 @@ class Connection(asyncio.Protocol):
                     self._left = int(line[15:])
                 elif line.startswith(b"content-type: text/event-stream"):
                     self._stream = True
+                elif line.startswith(b"retry-after:"):
+                    answer.retry_after_s = int(line[12:])
                 elif line == b"connection: close":
                     self.closing = True
         if data:
