@@ -72,7 +72,7 @@ class Flood:
     async def ask(
         self, tenant: str = "probe", tier: str = "default", timeout_s: float | None = None
     ) -> Answer:
-        """Send one request and return its answer."""
+        """Send one request and return its answer; again: it is the second try."""
         self._number += 1
         body = {
             "prompts": [f"{self._number:06} What is 1+1?"],
@@ -87,7 +87,9 @@ class Flood:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
         async with asyncio.timeout(LONGEST_S):
-            answer = await connection.post("/generate", json.dumps(body).encode(), Answer(TOKENS, 1, 0.0))
+            header = "x-stainless-retry-count: 1\r\n" if again else ""
+            answer = Answer(TOKENS, 1, 0.0)
+            await connection.post("/generate", json.dumps(body).encode(), answer, header)
         if connection.closing:
             connection.close()
         else:
@@ -151,7 +153,7 @@ class Flood:
                 if comes_back:
                     await asyncio.sleep(answer.retry_after_s)
                     found.retried += 1
-                    found.succeeded += (await self.ask(tenant, tier)).status == 200
+                    found.succeeded += (await self.ask(tenant, tier, again=True)).status == 200
 
         tasks = []
         while (now := time.monotonic()) < ends:

@@ -123,12 +123,12 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    async def post(self, path: str, body: bytes, answer: Answer) -> Answer:
-        """Send a request and return its answer once it is whole."""
+    async def post(self, path: str, body: bytes, answer: Answer, header: str = "") -> Answer:
+        """Send a request, with another line in its head if given, and return its answer once it is whole."""
         assert self._transport
         head = (
             f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"content-length: {len(body)}\r\n{header}\r\n"
         )
         self._done = asyncio.get_running_loop().create_future()
         self._head, self._left, self._stream, self._events = b"", None, False, 0
