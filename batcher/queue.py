@@ -18,7 +18,7 @@ LIGHT_SHARE = 0.01
 """Share of what waits that a light tenant has at most: a full queue still takes its records."""
 
 OVERFLOW = 1.25
-"""The bounds for records of light tenants and for those that come back, as a multiple of what they are for others."""
+"""The bounds for light tenants and those who come back, as a multiple of what they are for others."""
 
 
 class Entry(Queued):

@@ -114,7 +114,7 @@ async def test_a_full_queue_takes_light_tenants_and_those_who_come_back_up_to_a_
         assert batcher.stats.queue_depth == 25
         for options in ({"tenant": "f"}, {"returning": True}):
             with pytest.raises(QueueFull, match="max_queue_size=20"):
-                await batcher.slot(1, **options).__aenter__()  # type: ignore[arg-type]
+                await batcher.slot(1, **options).__aenter__()
         await batcher.stop(drain=False, timeout=0)
 
 

@@ -70,7 +70,11 @@ class Flood:
         self._number = 0
 
     async def ask(
-        self, tenant: str = "probe", tier: str = "default", timeout_s: float | None = None
+        self,
+        tenant: str = "probe",
+        tier: str = "default",
+        timeout_s: float | None = None,
+        again: bool = False,
     ) -> Answer:
         """Send one request and return its answer; again: it is the second try."""
         self._number += 1
