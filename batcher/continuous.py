@@ -55,6 +55,7 @@ class Slot(Queued):
         "output_tokens",
         "priority",
         "prompt_tokens",
+        "returning",
         "started_at",
         "submitted_at",
         "tenant",
@@ -71,7 +72,9 @@ class Slot(Queued):
         wait: bool,
         prompt_tokens: int | None,
         max_tokens: int | None,
+        returning: bool,
     ) -> None:
+        self.returning = returning
         self.cost = cost
         self.priority = priority
         self.tenant = tenant
@@ -238,6 +241,7 @@ class ContinuousBatcher(Lifecycle):
         *,
         prompt_tokens: int | None = None,
         max_tokens: int | None = None,
+        returning: bool = False,
     ) -> Slot:
         """Return the place of one record, to be entered with `async with`.
 
@@ -251,6 +255,7 @@ class ContinuousBatcher(Lifecycle):
             wait: Wait for room when the queue is full, behind those who do so already; False: `QueueFull`.
             prompt_tokens: Tokens of the prompt.
             max_tokens: The most tokens that may be produced.
+            returning: It was refused before, and comes back when it was told to.
 
         Raises:
             ValueError: Neither or both ways of giving a cost are used, or a number is negative.
@@ -266,7 +271,7 @@ class ContinuousBatcher(Lifecycle):
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             cost = prompt_tokens + (self._outputs.expect(max_tokens) if self._learns else max_tokens)
-        return Slot(self, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens)
+        return Slot(self, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens, returning)
 
     async def submit(
         self,

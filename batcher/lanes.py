@@ -17,9 +17,12 @@ class Queued:
         priority: Lower goes first.
         tenant: Whose it is.
         deadline: Time on the queue's clock by which it must have been taken; None: any time.
+        returning: It was refused before, and comes back.
     """
 
     __slots__ = ()
+
+    returning: bool = False
 
     cost: int
     priority: int

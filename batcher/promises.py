@@ -3,6 +3,9 @@
 LATEST_S = 60.0
 """Seconds after which anybody may try again: who was told to come back before may have given up."""
 
+RETURNS_SHARE = 0.5
+"""Share of the service that those who come back get; the rest is for those who come for the first time."""
+
 MAX_CLASSES = 64
 
 
@@ -18,7 +21,7 @@ class Promises:
         self._until: dict[int, float] = {}
 
     def after(self, now: float, priority: int, wait_s: float, each_s: float) -> float:
-        """Return in how many seconds to come back, behind all of the same class who were told so before.
+        """Return in how many seconds to come back, behind all of this class and those above who were told.
 
         Args:
             now: The time.
@@ -26,8 +29,14 @@ class Promises:
             wait_s: Seconds until what waits has been served.
             each_s: Seconds that each of them takes.
         """
-        at = min(max(now + wait_s, self._until.get(priority, 0.0)), now + max(wait_s, LATEST_S))
-        if priority not in self._until and len(self._until) >= MAX_CLASSES:
-            self._until.clear()
-        self._until[priority] = at + each_s
+        until = self._until
+        if priority not in until:
+            if len(until) >= MAX_CLASSES:
+                until.clear()
+            until[priority] = max((at for above, at in until.items() if above < priority), default=now)
+        at = min(max(now + wait_s, until[priority]), now + max(wait_s, LATEST_S))
+        until[priority] = at
+        for other in until:
+            if other >= priority:
+                until[other] = max(until[other], now) + each_s / RETURNS_SHARE
         return at - now

@@ -17,8 +17,8 @@ BACKGROUND_SHARE = 0.9
 LIGHT_SHARE = 0.01
 """Share of what waits that a light tenant has at most: a full queue still takes its records."""
 
-OVERFLOW = 1.1
-"""The bounds for records of light tenants, as a multiple of what they are for others."""
+OVERFLOW = 1.25
+"""The bounds for light tenants and those who come back, as a multiple of what they are for others."""
 
 
 class Entry(Queued):
@@ -65,8 +65,9 @@ class RequestQueue(Generic[EntryT]):
     first for one record; each further level takes as long again. So no class starves, and a low class
     with a long backlog can't hold up a high one either.
 
-    A full queue still takes records of a tenant of whom next to nothing waits (1% of all), up to a tenth
-    beyond the bounds: a tenant that floods the queue is refused, not its neighbours.
+    A full queue still takes records of a tenant of whom next to nothing waits (1% of all), and those that
+    come back after they were refused, up to a quarter beyond the bounds: a tenant that floods the queue is
+    refused, not its neighbours, and who waits outside as told isn't passed by who comes just then.
 
     Every operation but a look at many takes amortised O(log n) of the tenants and deadlines that wait.
 
@@ -159,7 +160,7 @@ class RequestQueue(Generic[EntryT]):
         """Return the name and value of the bound that keeps an entry out; None: there is room."""
         share = 1.0 if entry.priority < self.background else BACKGROUND_SHARE
         bound = self._bound(entry.cost, share)
-        if bound is None or not self._light(entry.tenant):
+        if bound is None or not (entry.returning or self._light(entry.tenant)):
             return bound
         return self._bound(entry.cost, share * OVERFLOW)
 

@@ -12,6 +12,9 @@ ServiceTier = Literal["auto", "default", "scale", "priority", "fast", "flex"]
 """OpenAI's names; "scale" is capacity that was paid ahead, which is no class of its own here."""
 
 CLASSES: dict[ServiceTier, int] = {"priority": -1, "fast": -1, "auto": 0, "default": 0, "scale": 0, "flex": 1}
+RETRY_COUNT = b"x-stainless-retry-count"
+"""How OpenAI's clients say that a request is not the first try."""
+
 MAX_TENANT = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
 
@@ -24,12 +27,14 @@ class Terms(NamedTuple):
         tenant: Who shares the engine fairly with the other tenants.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
         weight: The tenant's share in relation to the others; None: what the model's batcher says.
+        returning: It says that it was refused before.
     """
 
     priority: int = 0
     tenant: str = "default"
     queue_timeout_s: float | None = None
     weight: float | None = None
+    returning: bool = False
 
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""
@@ -95,6 +100,8 @@ def terms_of(
         terms = terms._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
         terms = terms._replace(queue_timeout_s=_seconds(seconds))
+    if given.get(RETRY_COUNT, b"0") != b"0":
+        terms = terms._replace(returning=True)
     return terms
 
 

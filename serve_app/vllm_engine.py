@@ -271,6 +271,7 @@ class _Gate:
             tenant=request.terms.tenant,
             deadline=request.deadline,
             wait=request.wait,
+            returning=request.terms.returning,
         )
 
     async def __aenter__(self) -> Slot:

@@ -235,7 +235,7 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
             with pytest.raises(QueueFull) as caught:
                 await batcher.slot(10).__aenter__()
             waits.append(caught.value.retry_after_s)
-        assert waits[:3] == pytest.approx([4.0, 6.0, 8.0], rel=0.01)
+        assert waits[:3] == pytest.approx([4.0, 8.0, 12.0], rel=0.01)
         # Not for ever: the others may have given up.
         assert waits[-1] == pytest.approx(60.0)
         with pytest.raises(QueueFull) as caught:

@@ -343,9 +343,9 @@ def test_every_request_ends_once(outcome: Outcome) -> None:
 
 def test_queues_fill_up_to_their_bounds_and_no_further(outcome: Outcome) -> None:
     records, cost = outcome.fullest
-    # A tenth beyond them for tenants of whom nothing waits.
-    assert MAX_SIZE <= records <= 1.1 * MAX_SIZE
-    assert MAX_COST < cost <= 1.1 * MAX_COST
+    # A quarter beyond them for tenants of whom nothing waits.
+    assert MAX_SIZE <= records <= 1.25 * MAX_SIZE
+    assert MAX_COST < cost <= 1.25 * MAX_COST
 
 
 @pytest.mark.parametrize("point", [0.5, 0.9, 0.99])

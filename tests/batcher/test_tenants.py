@@ -100,18 +100,21 @@ def test_without_tenants_the_light_one_would_wait_and_be_refused_with_the_other(
 
 
 @virtual
-async def test_a_full_queue_takes_a_light_tenant_up_to_a_tenth_more() -> None:
+async def test_a_full_queue_takes_light_tenants_and_those_who_come_back_up_to_a_quarter_more() -> None:
     async with ContinuousBatcher(capacity=1, max_queue_size=20, max_queue_cost=20, clock=now) as batcher:
         holders = Holders(batcher)
         for number in range(21):
             await holders.enter(f"heavy {number}", 1, tenant="heavy")
         with pytest.raises(QueueFull, match="max_queue_size=20"):
             await batcher.slot(1, tenant="heavy").__aenter__()
-        for name in "ab":
+        for name in "abc":
             await holders.enter(name, 1, tenant=name)
-        assert batcher.stats.queue_depth == 22
-        with pytest.raises(QueueFull, match="max_queue_size=20"):
-            await batcher.slot(1, tenant="c").__aenter__()
+        await holders.enter("d", 1, tenant="heavy", returning=True)
+        await holders.enter("e", 1, tenant="heavy", returning=True)
+        assert batcher.stats.queue_depth == 25
+        for options in ({"tenant": "f"}, {"returning": True}):
+            with pytest.raises(QueueFull, match="max_queue_size=20"):
+                await batcher.slot(1, **options).__aenter__()
         await batcher.stop(drain=False, timeout=0)
 
 

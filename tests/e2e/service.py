@@ -171,7 +171,7 @@ class Service:
         files = [*Path(session, "logs").rglob("*"), *Path(tempfile.gettempdir()).glob("saturate-*.log")]
         return {path: path.read_text(errors="replace") for path in files if path.is_file()}
 
-    def pids(self, word: str) -> list[int]:
+    def pids(self, word: str = "") -> list[int]:
         """Return the ids of the processes of this service whose command line holds a word."""
         return sorted(pid for pid, command in self._processes().items() if word in command)
 

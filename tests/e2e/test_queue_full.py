@@ -39,7 +39,11 @@ async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
             assert "queue" in error["message"]
 
         async with openai.AsyncOpenAI(
-            base_url=f"{service.url}/v1", api_key="none", max_retries=0
+            # The tenant of the flood: one of whom nothing waits would get in.
+            base_url=f"{service.url}/v1",
+            api_key="none",
+            max_retries=0,
+            default_headers={"x-tenant": "default"},
         ) as unmodified:
             with pytest.raises(openai.RateLimitError):
                 await unmodified.completions.create(model="demo", prompt="What is 1+1?")

@@ -1,20 +1,108 @@
-"""Two Ingress replicas and two Engine replicas share the load."""
+"""Replicas come with the tokens of a call and go with them; two of each share the load."""
 
 import asyncio
 import csv
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
-from tests.e2e.service import Service
+from tests.e2e.service import ROOT, Service
 
 # It takes what two cores have, so it runs when nothing else needs them.
 pytestmark = pytest.mark.last
 
 REQUESTS = 300
+
+LIMIT_S = 120.0
+"""Seconds for a replica to come or go, at most, on a machine that is busy."""
+
+SCALING = {
+    "initial_replicas": 1,
+    "min_replicas": 0,
+    "max_replicas": 2,
+    # By calls alone one replica would do: the tests make one at a time, or 32.
+    "target_ongoing_requests": 64,
+    "policy": {"policy_function": "serve_app.scaling:ByTokens", "policy_kwargs": {"target": 0.8}},
+    "upscale_delay_s": 1,
+    # Two replicas have to stay while they share a load.
+    "downscale_delay_s": 15,
+    "downscale_to_zero_delay_s": 1,
+    "metrics_interval_s": 0.5,
+    "look_back_period_s": 2,
+}
+
+CALL = {"prompts": ["once upon"] * 4_000, "max_tokens": 500, "ignore_eos": True}
+"""One call that is more than two replicas can hold."""
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of configs/local.yaml with two Ingress replicas and none to two of the Engine."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    (app,) = config["applications"]
+    ingress, engine = app["deployments"]
+    # Two engines fit on any machine, if Ray doesn't reckon.
+    ingress |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
+    del engine["num_replicas"]
+    engine |= {"autoscaling_config": SCALING, "ray_actor_options": {"num_cpus": 0}}
+    service = Service(config, tmp_path_factory.mktemp("scaled"))
+    yield service
+    service.stop()
+
+
+class Watch:
+    """Notes how many Engine replicas run, all the time."""
+
+    def __init__(self, service: Service) -> None:
+        self._url = f"{service.url}/health"
+        self.most = 0
+        self.now = 0
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        with httpx.Client(timeout=30) as client:
+            while not self._ended.wait(0.2):
+                count = client.get(self._url).json()["models"]["demo"]["replicas"]
+                with self._changed:
+                    self.now, self.most = count, max(self.most, count)
+                    self._changed.notify_all()
+
+    def wait_for(self, count: int) -> float:
+        """Return the seconds until so many run."""
+        start = time.monotonic()
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.now == count, LIMIT_S), f"{self.now}, not {count}"
+        return time.monotonic() - start
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join(LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def watch(scaled: Service) -> Iterator[Watch]:
+    watch = Watch(scaled)
+    yield watch
+    watch.stop()
+
+
+async def test_one_call_of_many_prompts_brings_a_second_replica(scaled: Service, watch: Watch) -> None:
+    await asyncio.to_thread(watch.wait_for, 1)
+    async with httpx.AsyncClient(base_url=scaled.url, timeout=2 * LIMIT_S) as client:
+        call = asyncio.create_task(client.post("/generate", json=CALL))
+        took = await asyncio.to_thread(watch.wait_for, 2)
+        assert not call.done()
+        call.cancel()
+        await asyncio.wait([call])
+    print(f"1 -> 2 replicas in {took:.1f} s")
 
 
 def both(read: Callable[[], dict[str, int]]) -> dict[str, int]:
@@ -61,11 +149,12 @@ async def ask(service: Service) -> list[Any]:
         return await asyncio.gather(*(one(number) for number in range(REQUESTS)))
 
 
-async def test_both_replicas_of_each_get_their_share(pair: Service) -> None:
-    engines, ingresses = by_engine(pair), by_ingress(pair)
-    answers = await ask(pair)
+async def test_both_replicas_of_each_get_their_share(scaled: Service, watch: Watch) -> None:
+    await asyncio.to_thread(watch.wait_for, 2)
+    engines, ingresses = by_engine(scaled), by_ingress(scaled)
+    answers = await ask(scaled)
     assert all(answer["usage"]["completion_tokens"] == 16 for answer in answers)
-    after, behind = by_engine(pair), by_ingress(pair)
+    after, behind = by_engine(scaled), by_ingress(scaled)
     shares = [after[replica] - before for replica, before in engines.items()]
     fronts = [behind[replica] - before for replica, before in ingresses.items()]
     print(f"prompts by Engine: {shares}; requests by Ingress: {fronts}")
@@ -74,3 +163,15 @@ async def test_both_replicas_of_each_get_their_share(pair: Service) -> None:
     assert min(shares) >= 0.3 * REQUESTS
     assert sum(fronts) >= REQUESTS
     assert min(fronts) >= 0.3 * sum(fronts)
+
+
+def test_they_go_when_nothing_is_left_to_do_and_the_next_request_wakes_one(
+    scaled: Service, watch: Watch
+) -> None:
+    took = watch.wait_for(0)
+    start = time.monotonic()
+    answer = httpx.post(f"{scaled.url}/generate", json={"prompts": ["What is 47+28?"]}, timeout=LIMIT_S)
+    assert answer.json()["results"] == ["75"]
+    print(f"2 -> 0 replicas in {took:.1f} s, the waking request took {time.monotonic() - start:.1f} s")
+    watch.wait_for(1)
+    assert watch.most == 2

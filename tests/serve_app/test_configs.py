@@ -1,5 +1,6 @@
 """Each config in configs/ is one that `serve run` takes, and explains itself."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from serve_app.app import build
 from serve_app.launch import IMPORT_PATH, read_config
-from serve_app.settings import parse
+from serve_app.scaling import ByTokens
+from serve_app.settings import LLMSettings, parse
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
@@ -46,6 +48,27 @@ def test_the_deployments_that_it_names_exist(path: Path) -> None:
     named = [deployment.name for deployment in app.deployments]
     assert len(named) == len(set(named))
     assert set(named) <= there
+
+
+OPTION = re.compile(
+    r"^( +)# (goals: .*|tenant_weights: .*|policy:|  policy_function: .*|  policy_kwargs: .*)$", re.M
+)
+"""A line of a config that is there to be taken."""
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b-l4.yaml", "llama3-8b-a100.yaml"])
+def test_what_a_config_offers_in_comments_can_be_taken(name: str) -> None:
+    text, count = OPTION.subn(r"\1\2", (FOLDER / name).read_text())
+    assert count == 5
+    (app,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    (model,) = parse(app.args).models
+    assert isinstance(model, LLMSettings)
+    assert model.batcher.goals is not None
+    assert model.batcher.tenant_weights
+    engine = app.deployments[1].autoscaling_config
+    assert isinstance(engine, dict)
+    assert engine["policy"]["policy_function"] == "serve_app.scaling:ByTokens"
+    ByTokens(**engine["policy"]["policy_kwargs"])
 
 
 CONTROLLER_ONLY = {

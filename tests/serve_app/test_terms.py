@@ -46,6 +46,12 @@ def test_fields_are_terms() -> None:
     assert fields.terms() == Terms(1, "Jo Smith", 1.5)
 
 
+def test_a_second_try_of_openai_s_clients_is_known_as_one() -> None:
+    assert terms_of([(b"x-stainless-retry-count", b"1")], NOTHING).returning
+    assert not terms_of([(b"x-stainless-retry-count", b"0")], NOTHING).returning
+    assert not terms_of([], NOTHING).returning
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -49,6 +49,7 @@ class Answer:
         first_events: Events of the stream in its first piece.
         piece_at: When each piece of the body came.
         status: Of HTTP.
+        retry_after_s: Seconds after which to come back, where the server says so.
         size: Bytes that came.
         tail: The last bytes of the body.
     """
@@ -61,6 +62,7 @@ class Answer:
     first_events: int = 0
     piece_at: list[float] = field(default_factory=list)
     status: int = 0
+    retry_after_s: int = 0
     size: int = 0
     tail: bytes = b""
 
@@ -121,12 +123,12 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    async def post(self, path: str, body: bytes, answer: Answer) -> Answer:
-        """Send a request and return its answer once it is whole."""
+    async def post(self, path: str, body: bytes, answer: Answer, header: str = "") -> Answer:
+        """Send a request, with another line in its head if given, and return its answer once it is whole."""
         assert self._transport
         head = (
             f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"content-length: {len(body)}\r\n{header}\r\n"
         )
         self._done = asyncio.get_running_loop().create_future()
         self._head, self._left, self._stream, self._events = b"", None, False, 0
@@ -152,6 +154,8 @@ class Connection(asyncio.Protocol):
                     self._left = int(line[15:])
                 elif line.startswith(b"content-type: text/event-stream"):
                     self._stream = True
+                elif line.startswith(b"retry-after:"):
+                    answer.retry_after_s = int(line[12:])
                 elif line == b"connection: close":
                     self.closing = True
         if data:

@@ -1,0 +1,184 @@
+"""A flood of requests from a process of its own: python -m tests.e2e.flood PORT SECONDS FOLLOW.
+
+It measures what the service can do, then sends ten times as much for some seconds, from several tenants
+and in all tiers, some with a limit on their wait. A share of those who are refused come back when they
+are told to. It prints what came of it as JSON.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from batcher.stats import percentiles
+from tests.benchmarks.serve.client import Answer, Connection
+
+TOKENS = 128
+PEAK_S, CALM_S = 5.0, 4.0
+TIMES = 10
+CALM_LOAD = 0.5
+"""What is sent before and after, as a share of what the service can do."""
+
+TENANTS = ["greedy"] * 14 + ["a", "b", "c", "d", "e", "f"]
+TIERS = ["default"] * 6 + ["flex"] * 3 + ["priority"]
+TIMEOUT_S = 1.0
+LONGEST_S = 120.0
+
+
+@dataclass
+class Found:
+    """What came of a flood; times in seconds.
+
+    Attributes:
+        peak: Answers per second that the service can give.
+        goodput: Answers per second during the flood, but for its first second.
+        statuses: Answers of the flood by status.
+        by_tenant: Answers of status 200 by tenant.
+        told: Percentiles 0, 50 and 100 of Retry-After.
+        retried: Who came back as told, and `succeeded` how many of them were served.
+        late: The longest that somebody with a limit waited for an answer 408.
+        calm_p95: Before the flood, from request to answer.
+        after_p95: The same from five seconds after it on.
+        after_p95_at_once: The same in these five seconds.
+    """
+
+    peak: float = 0.0
+    goodput: float = 0.0
+    sent: int = 0
+    statuses: Counter[int] = field(default_factory=Counter)
+    by_tenant: Counter[str] = field(default_factory=Counter)
+    told: Sequence[float] = ()
+    retried: int = 0
+    succeeded: int = 0
+    late: float = 0.0
+    calm_p95: float = 0.0
+    after_p95: float = 0.0
+    after_p95_at_once: float = 0.0
+
+
+class Flood:
+    """Sends requests to a service on this machine."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._free: list[Connection] = []
+        self._draw = random.Random(7)
+        self._number = 0
+
+    async def ask(
+        self,
+        tenant: str = "probe",
+        tier: str = "default",
+        timeout_s: float | None = None,
+        again: bool = False,
+    ) -> Answer:
+        """Send one request and return its answer; again: it is the second try."""
+        self._number += 1
+        body = {
+            "prompts": [f"{self._number:06} What is 1+1?"],
+            "max_tokens": TOKENS,
+            "ignore_eos": True,
+            "tenant": tenant,
+            "service_tier": tier,
+        } | ({} if timeout_s is None else {"queue_timeout_s": timeout_s})
+        if self._free:
+            connection = self._free.pop()
+        else:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        async with asyncio.timeout(LONGEST_S):
+            header = "x-stainless-retry-count: 1\r\n" if again else ""
+            answer = Answer(TOKENS, 1, 0.0)
+            await connection.post("/generate", json.dumps(body).encode(), answer, header)
+        if connection.closing:
+            connection.close()
+        else:
+            self._free.append(connection)
+        return answer
+
+    async def peak(self, clients: int) -> float:
+        """Return the answers per second that so many clients get who send one after the other."""
+        ends = time.monotonic() + PEAK_S
+        half = ends - PEAK_S / 2
+        done = 0
+
+        async def client() -> None:
+            nonlocal done
+            while time.monotonic() < ends:
+                answer = await self.ask()
+                assert answer.status == 200
+                done += half <= answer.ended_at < ends
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+        return done / (PEAK_S / 2)
+
+    async def steadily(self, rate: float, seconds: float) -> list[Answer]:
+        """Send at a rate and return the answers."""
+        tasks = []
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            await asyncio.sleep(self._draw.expovariate(rate))
+            tasks.append(asyncio.create_task(self.ask()))
+        return [answer for answer in await asyncio.gather(*tasks) if answer.status == 200]
+
+    async def run(self, clients: int, seconds: float, follow: float) -> Found:
+        """Do all of it.
+
+        Args:
+            clients: As many as the service serves at once, or more.
+            seconds: How long the flood lasts.
+            follow: Share of those who are refused that come back.
+        """
+        found = Found(peak=await self.peak(clients))
+        found.calm_p95 = _p95(await self.steadily(CALM_LOAD * found.peak, CALM_S))
+        told: list[float] = []
+        done: list[float] = []
+        draw = self._draw
+        began = time.monotonic()
+        ends = began + seconds
+
+        async def one() -> None:
+            tenant, tier = draw.choice(TENANTS), draw.choice(TIERS)
+            limit = TIMEOUT_S if draw.random() < 0.2 else None
+            comes_back = draw.random() < follow
+            answer = await self.ask(tenant, tier, limit)
+            found.statuses[answer.status] += 1
+            if answer.status == 200:
+                found.by_tenant[tenant] += 1
+                done.append(answer.ended_at)
+            elif answer.status == 408:
+                found.late = max(found.late, answer.total_s)
+            elif answer.status == 429:
+                told.append(answer.retry_after_s)
+                if comes_back:
+                    await asyncio.sleep(answer.retry_after_s)
+                    found.retried += 1
+                    found.succeeded += (await self.ask(tenant, tier, again=True)).status == 200
+
+        tasks = []
+        while (now := time.monotonic()) < ends:
+            # As many as are due by now: a busy machine must not make the flood smaller.
+            due = int((now - began) * TIMES * found.peak) - found.sent
+            tasks += [asyncio.create_task(one()) for _ in range(due)]
+            found.sent += due
+            await asyncio.sleep(0.01)
+        at_once = await self.steadily(CALM_LOAD * found.peak, 5.0)
+        found.after_p95_at_once = _p95(at_once)
+        found.after_p95 = _p95(await self.steadily(CALM_LOAD * found.peak, CALM_S))
+        await asyncio.gather(*tasks)
+        found.goodput = sum(began + 1 <= at < ends for at in done) / (seconds - 1)
+        found.told = percentiles(told, (0.0, 0.5, 1.0))
+        return found
+
+
+def _p95(answers: Sequence[Answer]) -> float:
+    return percentiles([answer.total_s for answer in answers], (0.95,))[0]
+
+
+if __name__ == "__main__":
+    port, seconds, follow = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    print(json.dumps(asdict(asyncio.run(Flood(port).run(24, seconds, follow)))))

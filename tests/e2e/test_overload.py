@@ -1,0 +1,141 @@
+"""Ten times what the engine can do, from tenants and tiers of all kinds; and one tenant against another.
+
+The long form is a minute of it, and holds the figures against what we promise:
+    SATURATE_FLOOD_S=60 python -m pytest tests/e2e/test_overload.py -s
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from batcher.stats import percentiles
+from tests.e2e.service import ROOT, Service
+from tests.e2e.test_service import batcher, wait_until_idle
+
+FLOOD_S = float(os.environ.get("SATURATE_FLOOD_S", "0"))
+LONG = FLOOD_S > 0
+SECONDS, FOLLOW = (FLOOD_S, 0.05) if LONG else (3.0, 0.3)
+QUEUE = 60
+"""A few seconds' worth of what eight sequences at once can do."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The demo model with eight sequences at once and a short queue."""
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    (app,) = config["applications"]
+    (model,) = app["args"]["models"]
+    model["engine"]["max_num_seqs"] = 8
+    model["batcher"] |= {"max_queue_size": QUEUE, "goals": {"ttft_p99_s": 1.0}}
+    for deployment in app["deployments"]:
+        # It runs beside the service that the other tests share.
+        deployment["ray_actor_options"] = {"num_cpus": 0}
+    service = Service(config, tmp_path_factory.mktemp("small"))
+    yield service
+    service.stop()
+
+
+def memory_mib(service: Service) -> float:
+    """Return the memory of all processes of a service; what they share is divided among them."""
+    total = 0
+    for pid in service.pids():
+        try:
+            total += psutil.Process(pid).memory_full_info().pss
+        except psutil.NoSuchProcess:
+            continue
+    return total / 2**20
+
+
+def test_ten_times_the_load(small: Service) -> None:
+    port = int(small.url.rsplit(":", 1)[1])
+    before = memory_mib(small)
+    command = [sys.executable, "-m", "tests.e2e.flood", str(port), str(SECONDS), str(FOLLOW)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        peak_mib = before
+        limit = time.monotonic() + 60 + SECONDS + 120
+        while process.poll() is None:
+            assert time.monotonic() < limit
+            peak_mib = max(peak_mib, memory_mib(small))
+            time.sleep(2.0 if LONG else 5.0)
+        assert process.stdout
+        output = process.stdout.read()
+    assert process.returncode == 0
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
+    found |= {"memory_mib": round(before), "memory_peak_mib": round(peak_mib)}
+    print(json.dumps(found, indent=1))
+
+    statuses = {int(status): count for status, count in found["statuses"].items()}
+    # Whoever was accepted got an answer, whoever wasn't was told so.
+    assert set(statuses) <= {200, 408, 429}
+    assert sum(statuses.values()) == found["sent"]
+    assert statuses[429] > found["sent"] / 2
+    assert found["told"][0] >= 1
+    assert found["retried"] > 10
+    # A tenant that sends little is served, though another fills the queue.
+    assert all(found["by_tenant"].get(tenant) for tenant in "abcdef")
+    # Nobody starts late, and who can't start is told in time: a second, and as long as the machine takes.
+    assert found["late"] < 1.0 + (0.5 if LONG else 4.0)
+    assert found["succeeded"] >= (0.9 if LONG else 0.7) * found["retried"]
+    assert found["goodput"] >= (0.9 if LONG else 0.4) * found["peak"]
+    assert found["after_p95"] <= (1.5 if LONG else 4.0) * found["calm_p95"]
+    assert peak_mib - before < 300
+    with httpx.Client(base_url=small.url, timeout=60) as http:
+        wait_until_idle(http, 30)
+        stats = batcher(http)
+        ended = ("completed", "failed", "cancelled", "expired")
+        assert stats["total_submitted"] == sum(stats[f"total_{end}"] for end in ended)
+        # The engine tells its steps, and what follows from them is known.
+        assert 0 < stats["expected_ttft_s"] < 60
+        assert stats["background_window"] >= 1
+
+
+async def light(client: httpx.AsyncClient, count: int) -> list[float]:
+    """Return how long requests of the light tenant took that came one after the other."""
+    took = []
+    for _ in range(count):
+        body = {"prompts": ["What is 1+1?"], "max_tokens": 32, "ignore_eos": True, "tenant": "light"}
+        start = time.monotonic()
+        response = await client.post("/generate", json=body)
+        took.append(time.monotonic() - start)
+        assert response.status_code == 200
+    return took
+
+
+async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> None:
+    heavy: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "tenant": "heavy"}
+    count = 200 if LONG else 40
+    async with httpx.AsyncClient(base_url=small.url, timeout=120) as client:
+
+        async def forever(prompts: int) -> None:
+            while True:
+                response = await client.post(
+                    "/generate", json=heavy | {"prompts": ["What is 1+1?"] * prompts}
+                )
+                assert response.status_code == 200
+
+        async def beside(calls: int, prompts: int) -> list[float]:
+            tasks = [asyncio.create_task(forever(prompts)) for _ in range(calls)]
+            try:
+                await light(client, 5)
+                return await light(client, count)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+        # As many as run at once keep the engine full; then fifty times what the light one sends, and more.
+        full = percentiles(await beside(8, 1), (0.5, 0.99))
+        flooded = percentiles(await beside(2, 400), (0.5, 0.99))
+    print(f"p50, p99 in a full engine {full} s, beside a flood {flooded} s")
+    assert flooded[0] <= (1.25 if LONG else 2.5) * full[0]
+    assert flooded[1] <= (1.25 if LONG else 4.0) * full[1]
