@@ -5,6 +5,7 @@ It travels behind the last byte of the answer, in the same message, and is taken
 
 import struct
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 MARK = b"\xffsaturate\x00"
 """Ends a message that carries a receipt. Neither JSON nor a stream of events can hold it: it isn't UTF-8."""
@@ -16,8 +17,7 @@ _FIELDS = struct.Struct(">IIff")
 _SIZE = _FIELDS.size + len(MARK)
 
 
-@dataclass(slots=True, frozen=True)
-class Part:
+class Part(NamedTuple):
     """One prompt of a request; the times are those of `time.monotonic`."""
 
     submitted_at: float

@@ -153,6 +153,8 @@ class Accounts:
     def close(self, account: Account) -> None:
         """A request has ended."""
         account.ended_at = time.monotonic()
+        # They hold each other, and would wait for the garbage collector.
+        del account.scope[KEY]
         self.under_way -= 1
         if self._reports:
             self._ended.append(account)
