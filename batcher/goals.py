@@ -153,8 +153,8 @@ class Window:
         mean = self.mean_step_s
         tails = self._tails
         if len(tails) < ENOUGH_ANSWERS:
-            # The way of the request and its own prompt: as long as a step, as long as nobody knows.
-            return 3 * mean + self._pair()
+            # The way of the request and its own prompt: half a step, as long as nobody knows.
+            return 2.5 * mean + self._pair()
         way = max(0.0, sorted(tails)[len(tails) // 2] + mean / 2)
         return 2 * mean + max(self._pair() + way, nlargest(2, tails)[1])
 
