@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from batcher import ContinuousBatcher
 from serve_app import admission
 from serve_app.admission import Admission
 from serve_app.engine import Engine
 from serve_app.errors import RequestError
 from serve_app.relay import Head, RelayRequest
+from serve_app.settings import SILENT
+from serve_app.telemetry.engine import EngineTelemetry
 
 REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
 
@@ -19,14 +22,15 @@ REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
 class FakeEngine:
     """Stands for a VLLMEngine."""
 
-    dead: bool = False
+    died: bool = False
 
 
-def made(app: Any, *, dead: bool = False) -> Engine:
+def made(app: Any, *, died: bool = False) -> Engine:
     # The constructor would start vLLM.
     engine = Engine.__new__(Engine)
     parts: Any = engine
-    parts._engine = FakeEngine(dead)
+    parts._engine = FakeEngine(died)
+    parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._app = app
     return engine
 
@@ -57,10 +61,15 @@ async def test_what_fails_before_the_engine_has_it_is_the_request_s_fault() -> N
     assert body["error"]["message"] == "vLLM can't process this request: oh"
 
 
-@pytest.mark.parametrize(("admitted", "dead"), [(True, False), (False, True), (True, True)])
-async def test_what_fails_in_the_engine_or_for_want_of_one_is_not(admitted: bool, dead: bool) -> None:
-    status, _ = await answer(made(failing(admitted=admitted), dead=dead))
+async def test_what_fails_in_the_engine_is_not() -> None:
+    status, _ = await answer(made(failing(admitted=True)))
     assert status == 500
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+async def test_what_fails_for_want_of_an_engine_can_be_tried_elsewhere(admitted: bool) -> None:
+    status, body = await answer(made(failing(admitted=admitted), died=True))
+    assert (status, body["error"]["type"]) == (503, "service_unavailable")
 
 
 async def test_a_refusal_of_the_gate_goes_before() -> None:
