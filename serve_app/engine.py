@@ -57,14 +57,14 @@ class Engine:
     async def __init__(  # type: ignore[misc]
         self, settings: LLMSettings, max_prompts: int
     ) -> None:
-        # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
-        with kept_handlers():
-            from serve_app.vllm_engine import VLLMEngine
-
         tie_children()
         self._max_prompts = max_prompts
-        self._engine = VLLMEngine(settings)
-        self._app = await self._engine.start()
+        with kept_handlers():
+            # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
+            from serve_app.vllm_engine import VLLMEngine
+
+            self._engine = VLLMEngine(settings)
+            self._app = await self._engine.start()
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         # The engine's own processes run by now, and don't.
         let_others_finish()
