@@ -102,7 +102,9 @@ class Service:
         self._path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.status()
         address = self._dashboard.url.removesuffix("/api/serve/applications/")
-        self.run([str(Path(sys.executable).with_name("serve")), "deploy", str(self._path), "-a", address])
+        command = [str(Path(sys.executable).with_name("serve")), "deploy", str(self._path), "-a", address]
+        # The token is in the file where Ray keeps it; this has the command look.
+        self.run(["env", "RAY_AUTH_MODE=token", *command])
 
     def status(self) -> dict[str, Any]:
         """Return what Ray Serve says of the application."""
