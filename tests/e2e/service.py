@@ -59,7 +59,7 @@ class Service:
         self._dashboard = Dashboard(port)
         self.env = os.environ | own | {"RAY_USAGE_STATS_ENABLED": "0"}
         if ray is not None:
-            self.env |= {"RAY_ADDRESS": ray}
+            self.env |= {"RAY_ADDRESS": ray, "RAY_AUTH_MODE": "token"}
         self._mark = uuid.uuid4().hex
         started = time.monotonic()
         self.process = subprocess.Popen(
