@@ -63,15 +63,15 @@ class Engine:
     async def __init__(  # type: ignore[misc]
         self, settings: LLMSettings, max_prompts: int, telemetry: TelemetrySettings = SILENT
     ) -> None:
-        # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
-        with kept_handlers():
-            from serve_app.vllm_engine import VLLMEngine
-
         tie_children()
         self._id = settings.id
         self._max_prompts = max_prompts
-        self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
-        self._app = await self._engine.start()
+        with kept_handlers():
+            # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
+            from serve_app.vllm_engine import VLLMEngine
+
+            self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
+            self._app = await self._engine.start()
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
         # The engine's own processes run by now, and don't.

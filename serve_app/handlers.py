@@ -10,9 +10,9 @@ from logging.handlers import MemoryHandler
 def kept_handlers(name: str = "ray.serve") -> Iterator[None]:
     """Give a logger's buffered handlers their targets back when the block ends.
 
-    vLLM calls `logging.config.dictConfig` when it is imported, which closes every handler of the process. One
-    that buffers has lost its target then: the replica's log ends there, and a Serve controller that starts
-    anew asks in vain where that log is, and replaces the replica.
+    vLLM calls `logging.config.dictConfig` when it starts, which closes every handler of the process. One that
+    buffers has lost its target then: the replica's log ends there, and a Serve controller that starts anew
+    asks in vain where that log is, and replaces the replica.
 
     Args:
         name: The logger.

@@ -221,25 +221,28 @@ class Dashboard:
 
     Args:
         port: That of our Serve. Other Rays on this machine have dashboards too; this tells ours.
+
+    Attributes:
+        url: Where it is, once it has been found.
     """
 
     def __init__(self, port: int) -> None:
         self._port = port
-        self._url = ""
+        self.url = ""
 
     def applications(self) -> JSON:
         """Return the state of each application, or nothing while the dashboard can't be reached."""
-        for url in [self._url] if self._url else DASHBOARDS:
+        for url in [self.url] if self.url else DASHBOARDS:
             details = self._ask(url, "GET")
             if details.get("http_options", {}).get("port") == self._port:
-                self._url = url
+                self.url = url
                 applications: JSON = details["applications"]
                 return applications
         return {}
 
     def take_down(self) -> None:
         """Have all applications stopped in order: each finishes what it has."""
-        self._ask(self._url, "PUT", {"applications": []})
+        self._ask(self.url, "PUT", {"applications": []})
 
     @staticmethod
     def _ask(url: str, method: str, body: JSON | None = None) -> JSON:

@@ -145,11 +145,10 @@ class Load:
             if answer.status_code != 200:
                 outcome.failure = f"status {answer.status_code}"
                 return
-            events = []
-            async for line in answer.aiter_lines():
-                if line:
-                    outcome.begun = True
-                    events.append(line.removeprefix("data: "))
+            # Its head comes with its first event.
+            outcome.begun = True
+            lines = [line async for line in answer.aiter_lines()]
+            events = [line.removeprefix("data: ") for line in lines if line]
             outcome.failure = self._judge(events, prompt)
 
     def _judge(self, events: list[str], prompt: str) -> str:

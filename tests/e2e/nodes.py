@@ -14,6 +14,9 @@ from tests.e2e.service import free_port
 
 NODE = "SATURATE_TEST_NODE"
 
+AUTH = {"RAY_AUTH_MODE": "token"}
+"""Ray's nodes know each other by the token that it keeps in a file; so does who calls it."""
+
 
 class Nodes:
     """A Ray cluster whose nodes are process groups on the loopback interface.
@@ -27,7 +30,7 @@ class Nodes:
 
     def __init__(self, env: dict[str, str]) -> None:
         self._mark = uuid.uuid4().hex
-        self._env = env | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        self._env = env | AUTH | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
         self.address = f"127.0.0.1:{free_port()}"
 
     def start_head(self, resources: dict[str, int]) -> None:

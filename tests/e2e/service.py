@@ -16,11 +16,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import yaml
 
-from serve_app.launch import DASHBOARDS
+from serve_app.launch import Dashboard
 
 ROOT = Path(__file__).parents[2]
 MARK = "SATURATE_TEST_RUN"
@@ -62,6 +61,7 @@ class Service:
         self.url = f"http://127.0.0.1:{port}"
         self.config = config
         self.folder = folder
+        self._dashboard = Dashboard(port)
         self.env = (
             os.environ
             | own
@@ -70,7 +70,7 @@ class Service:
                 # Seconds count in a test; Ray's own pace is 10 s.
                 "RAY_metrics_report_interval_ms": "1000",
             }
-            | ({} if ray is None else {"RAY_ADDRESS": ray})
+            | ({} if ray is None else {"RAY_ADDRESS": ray, "RAY_AUTH_MODE": "token"})
         )
         self._mark = uuid.uuid4().hex
         started = time.monotonic()
@@ -112,21 +112,16 @@ class Service:
     def deploy(self, config: dict[str, Any]) -> None:
         """Have it take in another config, as `serve deploy` does; it returns when the change has begun."""
         self._path.write_text(yaml.safe_dump(config, sort_keys=False))
-        address = self._dashboard().removesuffix("/api/serve/applications/")
-        self.run([str(Path(sys.executable).with_name("serve")), "deploy", str(self._path), "-a", address])
+        self.status()
+        address = self._dashboard.url.removesuffix("/api/serve/applications/")
+        command = [str(Path(sys.executable).with_name("serve")), "deploy", str(self._path), "-a", address]
+        # The token is in the file where Ray keeps it; this has the command look.
+        self.run(["env", "RAY_AUTH_MODE=token", *command])
 
     def status(self) -> dict[str, Any]:
         """Return what Ray Serve says of the application."""
-        application: dict[str, Any] = httpx.get(self._dashboard(), timeout=30).json()["applications"]["llm"]
+        application: dict[str, Any] = self._dashboard.applications()["llm"]
         return application
-
-    def _dashboard(self) -> str:
-        for url in DASHBOARDS:
-            with suppress(httpx.HTTPError, ValueError):
-                options = httpx.get(url, timeout=30).json().get("http_options", {})
-                if options.get("port") == self.config["http_options"]["port"]:
-                    return url
-        raise RuntimeError("no dashboard knows this service")
 
     def run(self, command: Sequence[str], text: str = "") -> str:
         """Run a program that may look for this service's Ray, and return what it printed.

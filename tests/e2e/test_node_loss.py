@@ -30,12 +30,14 @@ pytestmark = [
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     nodes = Nodes(dict(os.environ))
-    nodes.start_head({"front": 10})
-    for name in ("a", "b"):
-        nodes.add(name, {"engines": 2})
-    yield nodes
-    for name in ("a", "b", "head"):
-        nodes.lose(name)
+    try:
+        nodes.start_head({"front": 10})
+        for name in ("a", "b"):
+            nodes.add(name, {"engines": 2})
+        yield nodes
+    finally:
+        for name in ("a", "b", "head"):
+            nodes.lose(name)
 
 
 @pytest.fixture

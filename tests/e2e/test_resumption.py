@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, JSON, str]] = {
     "to its own end": (CHAT, {"messages": SUM, "max_tokens": 32}, "tokens"),
     "to a stop string": (
         COMPLETIONS,
-        {"prompt": "What is 4+3?", "max_tokens": 64, "stop": ["111"]},
+        {"prompt": "What is 10+17?", "max_tokens": 64, "ignore_eos": True, "stop": ["6679"]},
         "tokens",
     ),
     "with a shortest length": (
