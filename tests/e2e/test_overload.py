@@ -134,7 +134,7 @@ async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> 
                     task.cancel()
                 await asyncio.wait(tasks)
 
-        # Twice as many as run at once keep the engine full; then fifty times what the light one sends, and more.
+        # Twice as many as run at once keep the engine full; then more than fifty times the light one's.
         full = percentiles(await beside(16, 1), (0.5, 0.99))
         flooded = percentiles(await beside(2, 400), (0.5, 0.99))
     print(f"p50, p99 in a full engine {full} s, beside a flood {flooded} s")
