@@ -1,4 +1,4 @@
-"""A flood of requests from a process of its own: python -m tests.e2e.flood PORT SECONDS FOLLOW.
+"""A flood of requests from a process of its own: python -m tests.e2e.flood PORT SECONDS FOLLOW PATIENCE_S.
 
 It measures what the service can do, then sends ten times as much for some seconds, from several tenants
 and in all tiers, some with a limit on their wait. A share of those who are refused come back when they
@@ -12,13 +12,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from batcher.stats import percentiles
 from tests.benchmarks.serve.client import Answer, Connection
 
 TOKENS = 128
-PEAK_S, CALM_S = 5.0, 4.0
+PEAK_S, CALM_S = 4.0, 3.0
 TIMES = 10
 CALM_LOAD = 0.5
 """What is sent before and after, as a share of what the service can do."""
@@ -125,13 +125,14 @@ class Flood:
             tasks.append(asyncio.create_task(self.ask()))
         return [answer for answer in await asyncio.gather(*tasks) if answer.status == 200]
 
-    async def run(self, clients: int, seconds: float, follow: float) -> Found:
+    async def run(self, clients: int, seconds: float, follow: float, patience_s: float) -> Found:
         """Do all of it.
 
         Args:
             clients: As many as the service serves at once, or more.
             seconds: How long the flood lasts.
             follow: Share of those who are refused that come back.
+            patience_s: Those who are told to wait longer don't.
         """
         found = Found(peak=await self.peak(clients))
         found.calm_p95 = _p95(await self.steadily(CALM_LOAD * found.peak, CALM_S))
@@ -154,7 +155,7 @@ class Flood:
                 found.late = max(found.late, answer.total_s)
             elif answer.status == 429:
                 told.append(answer.retry_after_s)
-                if comes_back:
+                if comes_back and answer.retry_after_s <= patience_s:
                     await asyncio.sleep(answer.retry_after_s)
                     found.retried += 1
                     found.succeeded += (await self.ask(tenant, tier, again=True)).status == 200
@@ -181,4 +182,6 @@ def _p95(answers: Sequence[Answer]) -> float:
 
 if __name__ == "__main__":
     port, seconds, follow = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
-    print(json.dumps(asdict(asyncio.run(Flood(port).run(24, seconds, follow)))))
+    patience_s = float(sys.argv[4])
+    found = asyncio.run(Flood(port).run(24, seconds, follow, patience_s))
+    print(json.dumps(vars(found)))

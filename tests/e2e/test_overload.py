@@ -24,7 +24,7 @@ from tests.e2e.test_service import batcher, wait_until_idle
 
 FLOOD_S = float(os.environ.get("SATURATE_FLOOD_S", "0"))
 LONG = FLOOD_S > 0
-SECONDS, FOLLOW = (FLOOD_S, 0.05) if LONG else (3.0, 0.3)
+SECONDS, FOLLOW, PATIENCE_S = (FLOOD_S, 0.05, 60.0) if LONG else (2.0, 0.5, 12.0)
 QUEUE = 60
 """A few seconds' worth of what eight sequences at once can do."""
 
@@ -59,14 +59,15 @@ def memory_mib(service: Service) -> float:
 def test_ten_times_the_load(small: Service) -> None:
     port = int(small.url.rsplit(":", 1)[1])
     before = memory_mib(small)
-    command = [sys.executable, "-m", "tests.e2e.flood", str(port), str(SECONDS), str(FOLLOW)]
+    numbers = map(str, (port, SECONDS, FOLLOW, PATIENCE_S))
+    command = [sys.executable, "-m", "tests.e2e.flood", *numbers]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         peak_mib = before
         limit = time.monotonic() + 60 + SECONDS + 120
         while process.poll() is None:
             assert time.monotonic() < limit
             peak_mib = max(peak_mib, memory_mib(small))
-            time.sleep(2.0 if LONG else 5.0)
+            time.sleep(2.0)
         assert process.stdout
         output = process.stdout.read()
     assert process.returncode == 0
@@ -80,7 +81,7 @@ def test_ten_times_the_load(small: Service) -> None:
     assert sum(statuses.values()) == found["sent"]
     assert statuses[429] > found["sent"] / 2
     assert found["told"][0] >= 1
-    assert found["retried"] > 10
+    assert found["retried"] > 5
     # A tenant that sends little is served, though another fills the queue.
     assert all(found["by_tenant"].get(tenant) for tenant in "abcdef")
     # Nobody starts late, and who can't start is told in time: a second, and as long as the machine takes.
@@ -113,7 +114,7 @@ async def light(client: httpx.AsyncClient, count: int) -> list[float]:
 
 async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> None:
     heavy: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "tenant": "heavy"}
-    count = 200 if LONG else 40
+    count = 200 if LONG else 30
     async with httpx.AsyncClient(base_url=small.url, timeout=120) as client:
 
         async def forever(prompts: int) -> None:
@@ -133,8 +134,8 @@ async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> 
                     task.cancel()
                 await asyncio.wait(tasks)
 
-        # As many as run at once keep the engine full; then fifty times what the light one sends, and more.
-        full = percentiles(await beside(8, 1), (0.5, 0.99))
+        # Twice as many as run at once keep the engine full; then more than fifty times the light one's.
+        full = percentiles(await beside(16, 1), (0.5, 0.99))
         flooded = percentiles(await beside(2, 400), (0.5, 0.99))
     print(f"p50, p99 in a full engine {full} s, beside a flood {flooded} s")
     assert flooded[0] <= (1.25 if LONG else 2.5) * full[0]
