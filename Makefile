@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve test lint format bench-batcher bench-serve bench-goals bench-driver bench-gpu clean
+.PHONY: help install serve test lint format bench-batcher bench-serve bench-goals bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ bench-gpu: .venv-gpu/installed ## Measure the service beside others with a model
 	.venv-gpu/bin/python -m pip install --quiet --upgrade uv
 	.venv-gpu/bin/python -m pip install --quiet --editable '.[gpu,test,bench]'
 	@touch $@
+
+soak: install ## Run half an hour of load with faults at random; ARGS="--minutes 10", ARGS="--help".
+	@$(BIN)/python -m tests.soak $(ARGS)
 
 clean: ## Remove what the other targets made.
 	rm -rf .venv .venv-gpu .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -148,12 +148,12 @@ class Service:
 
     def processes(self) -> list[str]:
         """Return the command lines of all processes that came of this service and live."""
-        return list(self._processes().values())
+        return list(self.commands().values())
 
     def memory(self) -> int:
         """Return the bytes that all processes of this service have in memory, without what they share."""
         total = 0
-        for pid in self._processes():
+        for pid in self.commands():
             with suppress(psutil.NoSuchProcess):
                 info = psutil.Process(pid).memory_info()
                 total += info.rss - info.shared
@@ -168,17 +168,18 @@ class Service:
 
     def pids(self, word: str = "") -> list[int]:
         """Return the ids of the processes of this service whose command line holds a word."""
-        return sorted(pid for pid, command in self._processes().items() if word in command)
+        return sorted(pid for pid, command in self.commands().items() if word in command)
 
     def kill(self, word: str = "") -> int:
         """End with SIGKILL the processes of this service whose command line holds a word; return how many."""
-        pids = [pid for pid, command in self._processes().items() if word in command]
+        pids = [pid for pid, command in self.commands().items() if word in command]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return len(pids)
 
-    def _processes(self) -> dict[int, str]:
+    def commands(self) -> dict[int, str]:
+        """Return the command lines of all processes that came of this service and live, by their ids."""
         found = {}
         for process in Path("/proc").iterdir():
             try:
