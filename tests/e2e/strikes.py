@@ -43,12 +43,12 @@ async def strike(service: Service, victim: str, number: signal.Signals) -> Struc
     await load.learn()
     others = set(service.pids(victim))
     async with load.running():
-        await load.wait_for(10)
+        await load.wait_for(6)
         pid = min(others)
         # In the middle of streams, of which some are its.
         os.kill(pid, number)
         at = time.monotonic()
-        await load.wait_for(20, LIMIT_S)
+        await load.wait_for(12, LIMIT_S)
     found = Struck(load)
     # Fewer, so that what starts has something of the machine.
     async with load.running(streams=1, singles=1, lists=0):
@@ -58,7 +58,7 @@ async def strike(service: Service, victim: str, number: signal.Signals) -> Struc
                     break
                 await asyncio.sleep(0.1)
         found.recovered_s = time.monotonic() - at
-        await load.wait_for(4)
+        await load.wait_for(2)
     return found
 
 

@@ -57,8 +57,11 @@ CASES = [name for name, fault in FAULTS.items() if TIMES or fault.in_short] * ma
 @pytest.mark.parametrize("name", CASES)
 async def test_who_asks_meanwhile_gets_an_answer(name: str, pair: Service) -> None:
     fault = FAULTS[name]
+    engines = pair.pids(CORE)
     found = await strike(pair, fault.victim, fault.sends)
     print(f"{name}: recovered in {found.recovered_s:.1f} s; {found.load.summary()}", flush=True)
+    if fault.victim not in (CORE, ENGINE):
+        assert pair.pids(CORE) == engines, "the Engines had no part in it"
     failures = found.load.failures()
     assert [one for one in failures if not fault.breaks(one.kind, one.begun)] == []
     # Broken off, or turned away; but never as if complete.
