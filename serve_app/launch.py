@@ -16,6 +16,7 @@ from typing import IO
 
 import httpx
 import yaml
+from ray._private.utils import get_ray_address_file, read_ray_address
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app import exposure
@@ -88,6 +89,7 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
     if warning := exposure.warning(host, keys=_asks_for_keys(config)):
         print(warning, file=sys.stderr)
     _check_free(host, port)
+    forget_dead_cluster()
     adopt_orphans()
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -156,6 +158,20 @@ def read_config(path: Path) -> ServeDeploySchema:
     except (yaml.YAMLError, ValueError) as error:
         raise LaunchError(f"{path}: {error}") from None
     return config
+
+
+def forget_dead_cluster() -> None:
+    """Remove Ray's note of a cluster on this machine that is gone.
+
+    A launcher that was killed leaves it, and Ray would try to reach that cluster for minutes, in vain.
+    """
+    if "RAY_ADDRESS" in os.environ or not (address := read_ray_address()):
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, ValueError):
+        Path(get_ray_address_file(None)).unlink(missing_ok=True)
 
 
 def _asks_for_keys(config: ServeDeploySchema) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batcher import BatcherError, Closed, ContinuousBatcher, DynamicBatcher, Expired, Goals, QueueFull
+from batcher.queue import OVERFLOW
 from tests.batcher.virtual import VirtualLoop
 
 T = TypeVar("T")
@@ -325,7 +326,7 @@ class ContinuousMachine(Machine):
         assert stats.total_submitted == ended + stats.queue_depth + stats.running
         assert (stats.running, stats.running_cost) == (len(self.inside), sum(self.inside.values()))
         assert len(self.tasks) == stats.running + stats.queue_depth + stats.outside
-        assert stats.queue_depth <= self.QUEUE
+        assert stats.queue_depth <= self.QUEUE * OVERFLOW
         assert 0 <= stats.utilization <= 1
         if stats.queue_depth and self.batcher.is_running:
             assert self.inside
