@@ -22,7 +22,15 @@ import pytest
 import yaml
 
 import serve_app.launch
-from serve_app.launch import Dashboard, LaunchError, Progress, launch, read_config, wait_ready
+from serve_app.launch import (
+    Dashboard,
+    LaunchError,
+    Progress,
+    forget_dead_cluster,
+    launch,
+    read_config,
+    wait_ready,
+)
 
 LIMIT_S = 20.0
 ROOT = Path(__file__).parents[2]
@@ -525,3 +533,19 @@ def test_a_deployment_that_fails_is_told_with_its_error_and_no_stack_trace(
     assert str(caught.value) == (
         "the application 'llm' could not start: Engine:demo: OSError: no such model\n  at all"
     )
+
+
+def test_a_cluster_that_is_gone_is_forgotten_and_one_that_runs_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    note = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr("serve_app.launch.get_ray_address_file", lambda folder: str(note))
+    monkeypatch.setattr("serve_app.launch.read_ray_address", lambda: note.exists() and note.read_text())
+    note.write_text(f"127.0.0.1:{taken}")
+    forget_dead_cluster()
+    assert note.exists()
+    note.write_text(f"127.0.0.1:{free_port()}")
+    forget_dead_cluster()
+    assert not note.exists()
+    forget_dead_cluster()
