@@ -16,7 +16,8 @@ from typing import IO
 
 import httpx
 import yaml
-from ray._private.utils import get_ray_address_file, read_ray_address
+from ray._common.utils import get_ray_address_file
+from ray._private.utils import read_ray_address
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app import exposure
