@@ -1,6 +1,6 @@
 """vLLM's own metrics on Ray's endpoint, at the pace of a scrape instead of that of the engine's steps.
 
-With vllm_engine.py the only file that imports vllm. The imports are those of vLLM 0.32.
+Only files whose names begin with vllm_ import vllm. The imports are those of vLLM 0.32.
 """
 
 import dataclasses
