@@ -157,8 +157,9 @@ class Flood:
                 told.append(answer.retry_after_s)
                 if comes_back and answer.retry_after_s <= patience_s:
                     await asyncio.sleep(answer.retry_after_s)
+                    again = await self.ask(tenant, tier, again=True)
                     found.retried += 1
-                    found.succeeded += (await self.ask(tenant, tier, again=True)).status == 200
+                    found.succeeded += again.status == 200
 
         tasks = []
         while (now := time.monotonic()) < ends:
