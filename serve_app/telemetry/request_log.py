@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -16,8 +16,6 @@ Format = Literal["json", "text"]
 FILE_BYTES = 64 * 1024 * 1024
 FILES = 4
 """Older files that are kept beside the one that is written."""
-
-MAX_PATH = 200
 
 
 def fields(account: Account, offset_s: float) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def fields(account: Account, offset_s: float) -> dict[str, Any]:
         "time": datetime.fromtimestamp(account.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
         "request_id": account.request_id,
         "method": account.scope["method"],
-        "path": account.scope["path"][:MAX_PATH],
+        "path": _route(account.scope),
         "model": account.model or None,
         "tenant": account.tenant or None,
         "status": account.status,
@@ -49,6 +47,12 @@ def fields(account: Account, offset_s: float) -> dict[str, Any]:
     return told
 
 
+def _route(scope: Mapping[str, Any]) -> str | None:
+    """Return the path of a request if it is one of ours; what a client made up may hold anything."""
+    path: str = scope["path"]
+    return path if "endpoint" in scope and not scope.get("path_params") else None
+
+
 def as_json(told: dict[str, Any]) -> str:
     """Return a line for programs."""
     return json.dumps(told, separators=(",", ":"))
@@ -58,7 +62,7 @@ def as_text(told: dict[str, Any]) -> str:
     """Return a line for people."""
     place = told["model"] or "-"
     parts = [f"{told['time'][11:23]} {told['status']} {told['outcome']:<9} {place}"]
-    parts.append(f"{told['method']} {_plain(told['path'])}")
+    parts.append(f"{told['method']} {told['path'] or '(no route)'}")
     if told["tenant"]:
         parts.append(f"tenant {_plain(told['tenant'])}")
     if told["prompt_tokens"] is not None:

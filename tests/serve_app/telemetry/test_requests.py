@@ -200,7 +200,9 @@ async def test_a_client_can_not_write_lines_of_its_own(front: Front) -> None:
     line = as_text(fields(front.ended[0], 0.0))
     assert "\n" not in line
     assert "\t" not in line
-    assert "/answer?fake" in line
+    # A path that is no route of ours may hold anything, a prompt too.
+    assert "POST (no route)" in line
+    assert "fake" not in line
 
 
 async def test_a_line_for_people(front: Front) -> None:
