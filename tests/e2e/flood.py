@@ -85,6 +85,8 @@ class Flood:
             "tenant": tenant,
             "service_tier": tier,
         } | ({} if timeout_s is None else {"queue_timeout_s": timeout_s})
+        while self._free and self._free[-1].closing:
+            self._free.pop()
         if self._free:
             connection = self._free.pop()
         else:

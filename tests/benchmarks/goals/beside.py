@@ -95,6 +95,9 @@ async def send(port: int, traffic: Traffic, seed: int) -> Seen:
     free: list[Connection] = []
 
     async def ask(request: Request, body: bytes) -> Answer:
+        # A server closes what is idle for a while.
+        while free and free[-1].closing:
+            free.pop()
         connection = free.pop() if free else await _connect(port)
         answer = await connection.post(request.path, body, Answer(request.tokens, 1, 0.0))
         (connection.close if connection.closing else lambda: free.append(connection))()
