@@ -13,6 +13,7 @@ SCRIPT = """
 import asyncio, json, sys
 import ray
 from ray import serve
+from serve_app.receipts import cut
 from serve_app.relay import Head, RelayRequest
 from serve_app.resumption import Splice
 from serve_app.trail import to_ids, unframe
@@ -29,9 +30,9 @@ async def ask(path, body, **resumed):
     head, piece, whole = Head.unpack(await anext(messages))
     pieces = [piece] + [piece async for piece in messages]
     if not head.resume:
-        return "", [], b"".join(pieces)
+        return "", [], cut(b"".join(pieces))[0]
     ids, bodies = zip(*map(unframe, pieces))
-    return head.resume, ids, list(bodies)
+    return head.resume, ids, [cut(body)[0] for body in bodies]
 
 async def main():
     results = []
