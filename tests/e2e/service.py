@@ -1,5 +1,6 @@
 """A live service for the tests: `python -m serve_app.launch` on a config, in processes of its own."""
 
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,9 @@ from serve_app.launch import Dashboard
 
 ROOT = Path(__file__).parents[2]
 MARK = "SATURATE_TEST_RUN"
+
+PORTS = itertools.count(20_000, 100)
+"""Where the ports begin on which the Ingress replicas of one service listen."""
 
 
 class Service:
@@ -54,8 +58,13 @@ class Service:
             # Beside a service that somebody runs on this machine with the default ports.
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+            # Serve's replicas share a port with whoever has it, and so each other's requests.
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first := next(PORTS)),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),
         }
         config["controller_options"]["runtime_env"]["env_vars"] |= own
+        for app in config["applications"]:
+            app["runtime_env"]["env_vars"] |= own
         self._path = path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"
