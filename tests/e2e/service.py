@@ -61,6 +61,9 @@ class Service:
             # Serve's replicas share a port with whoever has it, and so each other's requests.
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first := next(PORTS)),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),
+            # HAProxy turns to this one while no Ingress replica is ready: another service would answer.
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
         }
         config["controller_options"]["runtime_env"]["env_vars"] |= own
         for app in config["applications"]:

@@ -20,7 +20,7 @@ import yaml
 from serve_app.demo.questions import all_questions, to_jsonl
 from tests.e2e.service import ROOT, Service
 
-KILLS = int(os.environ.get("SATURATE_KILLS", "3"))
+KILLS = int(os.environ.get("SATURATE_KILLS", "2"))
 ROWS = int(os.environ.get("SATURATE_KILL_ROWS", "1000"))
 SEED = int(os.environ.get("SATURATE_KILL_SEED", "0"))
 LIMIT_S = 180
