@@ -1,6 +1,6 @@
 """The driver, an Engine and the whole service, ended with SIGKILL at any moment; an Engine that sleeps.
 
-SATURATE_KILLS=20 SATURATE_KILL_ROWS=5000 makes it the long form of itself.
+SATURATE_KILLS=20 SATURATE_KILL_ROWS=5000 makes it the long form; with three kills or more one is the service.
 """
 
 import json
