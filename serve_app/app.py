@@ -41,6 +41,9 @@ def build(args: dict[str, Any]) -> Application:
         # It does little at a time, so one that is silent for three checks hangs.
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=GRACE_S,
+        # New ones are there before old ones go: an HAProxy that is being replaced knows only those of its
+        # own time, and sends on to them what comes over connections that it still holds.
+        max_surge_percent=100,
         # It writes its own line per request; see `TelemetrySettings`.
         logging_config=QUIET,
     )(serve.ingress()(Ingress))

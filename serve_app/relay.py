@@ -30,6 +30,9 @@ MAX_BUFFERED_BYTES = 1 << 20
 LEAVE_S = 2.0
 """Seconds that an application has to end by itself once its client has left."""
 
+END = b"data: [DONE]\n\n"
+"""The last event of a stream of the OpenAI API. Clients leave when they have it."""
+
 _PREFIX = struct.Struct(">I?")
 """Bytes of the head, and whether the message is the whole answer."""
 
@@ -143,11 +146,20 @@ class _Outbox:
             self.size += len(body)
         if not message.get("more_body", False):
             self.ended = True
-        if body or self.ended:
+        if self.due:
             self.readable.set()
         if self.size > MAX_BUFFERED_BYTES and not self.ended:
             self.writable.clear()
             await self.writable.wait()
+
+    @property
+    def due(self) -> bool:
+        """Whether what is here may leave.
+
+        The event that has clients leave waits for the end that is next to come: what follows the last
+        piece would find its reader gone.
+        """
+        return self.ended or (bool(self.pieces) and not self.pieces[-1].endswith(END))
 
     def take(self) -> bytes:
         body = b"".join(self.pieces)
@@ -213,8 +225,15 @@ async def run_app(
     }
     task = asyncio.ensure_future(app(scope, receive, outbox.send))
     task.add_done_callback(lambda _: outbox.readable.set())
+
+    async def something() -> None:
+        """Wait until something may leave, or nothing will come any more."""
+        while not outbox.due and not task.done():
+            outbox.readable.clear()
+            await outbox.readable.wait()
+
     try:
-        await outbox.readable.wait()
+        await something()
         if error := refusal():
             yield pack_error(error)
             return
@@ -233,8 +252,7 @@ async def run_app(
         else:
             yield head.pack(body, whole=closed)
         while not closed:
-            if not outbox.ended and not outbox.pieces and not task.done():
-                await outbox.readable.wait()
+            await something()
             if trail is not None and trail.lost():
                 # To the application it is an error like others: it says so and ends in good order.
                 yield LOST if trail.resume else error_event(engine_failed())

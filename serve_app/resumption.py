@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from serve_app.relay import RelayRequest
+from serve_app.relay import END, RelayRequest
 from serve_app.trail import Resume
 
 MAX_KEPT_BYTES = 1 << 20
 """Of a stream that is longer than this, what was sent is not kept; it can't go on elsewhere."""
 
-END = b"data: [DONE]\n\n"
 WHOLE_TEXT_ONLY = (
     "tools",
     "functions",

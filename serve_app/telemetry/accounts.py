@@ -93,7 +93,8 @@ class Account:
     @property
     def outcome(self) -> Outcome:
         """What became of it."""
-        if not self.complete:
+        # With the receipt all has left; a client that knows it goes without waiting for the end.
+        if not self.complete and self.receipt is None:
             return "cancelled" if self.left else "failed"
         match self.status:
             case 429:

@@ -1,4 +1,4 @@
-"""A thousand replicas on a virtual clock: the rules of the queue at a scale that no machine here has.
+"""Hundreds of replicas on a virtual clock: the rules of the queue at a scale that no machine here has.
 
 Every replica is a `RequestQueue` before a window of token cost. A router sends each request to the less
 loaded of two replicas picked at random. Load comes in bursts of nearly twice what the replicas can serve,
@@ -27,7 +27,7 @@ from batcher import Queued, QueueFull, RequestQueue
 from batcher.stats import percentiles
 from tests.batcher.virtual import Clock
 
-REQUESTS = int(os.environ.get("SIMULATED_REQUESTS", "1_000_000"))
+REQUESTS = int(os.environ.get("SIMULATED_REQUESTS", "400_000"))
 REQUESTS_PER_REPLICA = 1_000
 
 CAPACITY = 8_000

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.service import Service
 from tests.e2e.strikes import CORE, LIMIT_S, strike
 
-pytestmark = pytest.mark.last
+pytestmark = pytest.mark.last(4)
 
 TIMES = int(os.environ.get("SATURATE_FAULTS", "0"))
 ENGINE = "ServeReplica:llm:Engine:demo"
@@ -45,7 +45,7 @@ FAULTS = {
     # What went through it is broken off with it; what had not begun, HAProxy sends to the other one.
     "death of the Ingress replica": Fault(INGRESS, breaks=lambda kind, begun: begun, in_short=True),
     "hang of the engine": Fault(CORE, signal.SIGSTOP, in_short=True),
-    "death of the Engine replica": Fault(ENGINE, in_short=True),
+    "death of the Engine replica": Fault(ENGINE),
     "death of EngineCore": Fault(CORE),
     # There is one on a machine: who calls is turned away until the next one runs.
     "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True),

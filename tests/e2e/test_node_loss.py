@@ -21,7 +21,7 @@ TIMES = int(os.environ.get("SATURATE_FAULTS", "0"))
 LIMIT_S = 240
 
 pytestmark = [
-    pytest.mark.last,
+    pytest.mark.last(3),
     pytest.mark.timeout((TIMES + 1) * LIMIT_S),
     pytest.mark.skipif(not TIMES, reason="the long form only: SATURATE_FAULTS=5"),
 ]

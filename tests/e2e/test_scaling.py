@@ -14,7 +14,7 @@ import yaml
 from tests.e2e.service import ROOT, Service
 
 # It takes what two cores have, so it runs when nothing else needs them.
-pytestmark = pytest.mark.last
+pytestmark = pytest.mark.last(2)
 
 REQUESTS = 300
 

@@ -16,7 +16,7 @@ from tests.e2e.strikes import LIMIT_S, strike
 TIMES = int(os.environ.get("SATURATE_FAULTS", "0"))
 
 pytestmark = [
-    pytest.mark.last,
+    pytest.mark.last(3),
     pytest.mark.timeout(2 * LIMIT_S),
     pytest.mark.skipif(not TIMES, reason="the long form only: SATURATE_FAULTS=5"),
 ]

@@ -263,6 +263,30 @@ async def test_pieces_pile_up_while_the_reader_is_busy_and_travel_together() -> 
         assert await soon(anext(messages)) == b"bcd"
 
 
+async def test_the_event_that_has_clients_leave_travels_with_the_end() -> None:
+    done = b"data: [DONE]\n\n"
+    app = App(START, piece(b"a"))
+    async with aclosing(run_app(app, REQUEST, closing=lambda: b" and a receipt")) as messages:
+        await soon(anext(messages))
+        app.give(piece(b"b"))
+        await settle()
+        app.give(piece(done))
+        last = asyncio.ensure_future(anext(messages))
+        await settle()
+        assert not last.done()
+        app.give(END)
+        assert await soon(last) == b"b" + done + b" and a receipt"
+        app.give(None)
+
+
+async def test_an_application_that_fails_after_that_event_has_it_sent() -> None:
+    app = App(START, piece(b"data: [DONE]\n\n"), ValueError("late"))
+    async with aclosing(run_app(app, REQUEST)) as messages:
+        assert Head.unpack(await soon(anext(messages)))[1] == b"data: [DONE]\n\n"
+        with pytest.raises(ValueError, match="late"):
+            await soon(anext(messages))
+
+
 async def test_a_whole_answer_that_is_there_at_once_is_one_message() -> None:
     app = App(START, piece(b"a"), piece(b"b"), {"type": "http.response.body", "body": b"c"}, None)
     received = await rest(run_app(app, REQUEST))

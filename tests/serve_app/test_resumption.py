@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.relay import RelayRequest
-from serve_app.resumption import END, MAX_KEPT_BYTES, Sent, Splice, UnresumableError
+from serve_app.relay import END, RelayRequest
+from serve_app.resumption import MAX_KEPT_BYTES, Sent, Splice, UnresumableError
 from serve_app.trail import LOST, EngineLostError, Trail, to_ids, unframe
 
 JSON = dict[str, Any]

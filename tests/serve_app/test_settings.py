@@ -305,7 +305,7 @@ def bad_values() -> Iterator[tuple[str, JSON]]:
     yield "args.models[1]", {"models": [{"id": "demo", "source": "x"}, "other"]}
 
 
-@pytest.mark.parametrize(("path", "args"), bad_values())
+@pytest.mark.parametrize(("path", "args"), list(bad_values()))
 def test_a_bad_value_is_refused_with_its_path_and_itself(path: str, args: JSON) -> None:
     (line,) = mistakes(args)
     assert line.startswith(f"{path}: ")

@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message
 
 from serve_app.receipts import MARK, MAX_PARTS, Part, Receipt, split
 from serve_app.telemetry import catalogue
@@ -117,6 +118,26 @@ async def test_a_stream_has_a_first_token_and_a_time_per_token(front: Front) -> 
     assert len(front.told.of(catalogue.FIRST_TOKEN, "m")) == 1
     assert len(front.told.of(catalogue.PER_TOKEN, "m")) == 1
     assert front.told.of(catalogue.PATH_SECONDS, "m") == [0.0]
+
+
+async def test_a_client_may_leave_when_it_has_the_last_event(front: Front) -> None:
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/stream", "query_string": b""}
+    scope |= {"headers": [], "asgi": {"spec_version": "2.4"}}
+    sent: list[bytes] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+        if b"[DONE]" in sent[-1]:
+            raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        await front.app(scope, receive, send)
+    front.accounts()
+    assert sent[1:] == [b"data: 1\n\n", b"data: [DONE]\n\n"]
+    assert front.told.total(catalogue.REQUESTS, "m", "ok", "200") == 1
 
 
 async def test_a_stream_without_a_receipt_has_failed(front: Front) -> None:
