@@ -10,6 +10,7 @@ from pydantic_core import from_json, to_json
 from serve_app.driver.errors import DriverError
 from serve_app.errors import RequestError
 from serve_app.protocol import JSON
+from serve_app.terms import RETRY_COUNT
 
 STATS_TIMEOUT_S = 10.0
 
@@ -17,8 +18,12 @@ STATS_TIMEOUT_S = 10.0
 class Client(Protocol):
     """What a run needs of a service."""
 
-    async def generate(self, body: JSON) -> JSON:
+    async def generate(self, body: JSON, tries: int = 0) -> JSON:
         """Send one `/generate` call and return its answer.
+
+        Args:
+            body: The call.
+            tries: How often it was sent before.
 
         Raises:
             RequestError: It failed. Whatever another try may cure has a status of 408, 425, 429 or 500
@@ -71,13 +76,17 @@ class HTTPClient:
             transport=transport,
         )
 
-    async def generate(self, body: JSON) -> JSON:
+    async def generate(self, body: JSON, tries: int = 0) -> JSON:
         """Send one `/generate` call and return its answer."""
+        headers = {"content-type": "application/json"}
+        if tries:
+            # Whoever comes back finds room kept.
+            headers[RETRY_COUNT] = str(tries)
         try:
             response = await self._http.post(
                 f"{self.url}/generate",
                 content=to_json(body),
-                headers={"content-type": "application/json"},
+                headers=headers,
             )
         except httpx.HTTPError as error:
             # Timeouts and connections that break have no words of their own.
@@ -154,8 +163,8 @@ class HandleClient:
         self._read_s = read_s
         self._handle: Any = serve.get_deployment_handle(name, app_name=app)
 
-    async def generate(self, body: JSON) -> JSON:
-        """Send one `generate` call and return its answer."""
+    async def generate(self, body: JSON, tries: int = 0) -> JSON:
+        """Send one `generate` call and return its answer. A handle can't say that it isn't the first."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 

@@ -131,7 +131,7 @@ class Sender:
         answered = deque([what.answered], maxlen=RECENT_FAILURES)
         while True:
             try:
-                answer = await self._call(body)
+                answer = await self._call(body, failures + refusals)
             except RequestError as error:
                 if error.status == 429:
                     # The service works: live traffic may fill its queue for hours.
@@ -148,11 +148,11 @@ class Sender:
             else:
                 return _rows(what.items, answer, what.attempts + failures + refusals + 1)
 
-    async def _call(self, body: JSON) -> JSON:
+    async def _call(self, body: JSON, tries: int) -> JSON:
         started = time.monotonic()
         self._tally.in_flight += 1
         try:
-            answer = await self._client.generate(body)
+            answer = await self._client.generate(body, tries)
         finally:
             self._tally.in_flight -= 1
         count = len(body[self._field])

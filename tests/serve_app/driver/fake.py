@@ -25,6 +25,7 @@ class FakeService:
 
     Attributes:
         calls: The bodies of all calls that came in.
+        tries: How often each was sent before, as it says.
         served: How often each prompt was answered.
         most_at_once: Calls that were under way at the same time, at most.
         trouble: Decides over failures.
@@ -35,6 +36,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.calls: list[JSON] = []
+        self.tries: list[int] = []
         self.served: Counter[str] = Counter()
         self.most_at_once = 0
         self.trouble: Trouble = lambda body: None
@@ -53,6 +55,7 @@ class FakeService:
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
         self.calls.append(body)
+        self.tries.append(int(request.headers.get("x-stainless-retry-count", 0)))
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
