@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -18,7 +19,7 @@ import httpx
 import yaml
 from ray._common.utils import get_ray_address_file
 from ray._private.utils import read_ray_address
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from serve_app import exposure
 from serve_app.access import Access
@@ -38,7 +39,10 @@ TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "
 
 CLEAR_LINE = "\r\033[K"
 STOP_S = 60.0
-"""Seconds that Serve gets to finish requests and stop by itself."""
+"""Seconds that Serve gets to stop, beside those that requests may still take."""
+
+ANSWER_S = 120.0
+"""Seconds that an answer may take where RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S isn't set: Serve's default."""
 
 
 class LaunchError(Exception):
@@ -124,7 +128,7 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
             progress.show_log()
             raise
         finally:
-            _stop(serve, dashboard)
+            _stop(serve, dashboard, STOP_S + answer_s(config))
             if lines:
                 lines.stop()
 
@@ -148,8 +152,7 @@ def read_config(path: Path) -> ServeDeploySchema:
                 continue
             settings = parse(app.args)
             if settings.access:
-                there = os.environ | (app.runtime_env or {}).get("env_vars", {})
-                Access(settings.access, environment=there)
+                Access(settings.access, environment=_environment(app))
             languages = {engine_name(model.id) for model in settings.models if model.kind == "llm"}
             for deployment in app.deployments:
                 if deployment.name in languages and isinstance(deployment.user_config, dict):
@@ -159,6 +162,18 @@ def read_config(path: Path) -> ServeDeploySchema:
     except (yaml.YAMLError, ValueError) as error:
         raise LaunchError(f"{path}: {error}") from None
     return config
+
+
+def answer_s(config: ServeDeploySchema) -> float:
+    """Return the seconds that an answer may take while its replica stops, as the config has it."""
+    said = (_environment(app).get("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S") for app in config.applications)
+    return max((float(seconds) for seconds in said if seconds is not None), default=ANSWER_S)
+
+
+def _environment(app: ServeApplicationSchema) -> Mapping[str, str]:
+    """Return the environment of an application's replicas."""
+    own: dict[str, str] = (app.runtime_env or {}).get("env_vars", {})
+    return os.environ | own
 
 
 def forget_dead_cluster() -> None:
@@ -349,12 +364,12 @@ def _health(url: str) -> JSON:
     return {}
 
 
-def _stop(serve: "subprocess.Popen[bytes]", dashboard: Dashboard) -> None:
+def _stop(serve: "subprocess.Popen[bytes]", dashboard: Dashboard, patience_s: float) -> None:
     if serve.poll() is None:
         # `serve run` by itself would cut off the answers under way.
         if dashboard.applications():
             dashboard.take_down()
-            deadline = time.monotonic() + STOP_S
+            deadline = time.monotonic() + patience_s
             while dashboard.applications() and time.monotonic() < deadline:
                 time.sleep(0.2)
         serve.send_signal(signal.SIGINT)

@@ -5,7 +5,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -129,6 +129,7 @@ class Session:
         run = Run(self._client, self._body, chat=self._prompter.chat, pace=pace, retries=options.retries)
         self._tally = run.tally
         self._catch_signals(run)
+        tell = _metrics(options)
         chunks = cut(
             self._rows(),
             self._prompter,
@@ -137,7 +138,7 @@ class Session:
             id_column=options.id_column,
             limit=options.limit,
         )
-        tasks = [asyncio.create_task(self._show(run)), asyncio.create_task(self._sync())]
+        tasks = [asyncio.create_task(self._show(run, tell)), asyncio.create_task(self._sync())]
         try:
             async with aclosing(run.results(chunks)) as results:
                 async for rows in results:
@@ -146,6 +147,7 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            tell(run.tally)
             await self._client.close()
 
     def _rows(self) -> Iterator[Row]:
@@ -162,8 +164,9 @@ class Session:
         total = round(self._read / share)
         return total if limit is None else min(total, limit)
 
-    async def _show(self, run: Run) -> None:
+    async def _show(self, run: Run, tell: Callable[[Tally], None]) -> None:
         while True:
+            tell(run.tally)
             self._progress.update(run.tally, self._output.before, self._total(), _note(run))
             await asyncio.sleep(SHOW_S)
 
@@ -233,6 +236,16 @@ class Session:
             write_s=options.write_timeout,
             pool_s=options.pool_timeout,
         )
+
+
+def _metrics(options: argparse.Namespace) -> Callable[[Tally], None]:
+    """Return what tells the progress of a run to the metrics of the cluster, if this is in one."""
+    if not options.app:
+        return lambda tally: None
+    # Over HTTP a driver does without Ray.
+    from serve_app.driver.metrics import RunMetrics
+
+    return RunMetrics(options.model)
 
 
 def _note(run: Run) -> str:

@@ -139,6 +139,19 @@ TENANT_WAIT = Metric(
     ("model", "tenant"),
 )
 
+# What a driver in the cluster of the service tells of its run.
+DRIVER_ROWS = Metric(
+    "saturate_driver_rows_total",
+    "counter",
+    "Rows that a driver is done with, with a result or failed for good; of drivers that use the handle",
+    ("model", "outcome"),
+)
+DRIVER_TOKENS = Metric(
+    "saturate_driver_tokens_total", "counter", "Tokens of those rows: of their prompts and of their results"
+)
+DRIVER_RETRIES = Metric("saturate_driver_retries_total", "counter", "Calls that a driver sent again")
+DRIVER_CALLS = Metric("saturate_driver_calls_in_progress", "gauge", "Calls that a driver waits for")
+
 INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 BATCHER = (
     QUEUE_RECORDS,
@@ -157,6 +170,7 @@ BATCHER = (
 )
 LLM = (CAPACITY, RUNNING_LIMIT, BUDGET_USED, PROMPT_TOKENS, OUTPUT_TOKENS)
 FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
+DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)
 
 ENGINE = (
     ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
@@ -173,7 +187,7 @@ ENGINE = (
 )
 """Those of vLLM that the dashboard and the alerts use; it has more."""
 
-ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION)
+ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER)
 
 
 def table() -> str:

@@ -9,6 +9,7 @@ from serve_app.telemetry import catalogue as c
 from serve_app.telemetry.catalogue import Metric
 
 HERE = 'application=~"$application", model=~"$model"'
+MODEL = 'model=~"$model"'
 VLLM = 'model_name=~"$model"'
 SERVE = 'application=~"$application"'
 
@@ -263,6 +264,27 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                 ),
                 "Who asks for more than a fair share waits longer; the others should not.",
+            ),
+            Panel(
+                "Rows of datasets per second",
+                "short",
+                (
+                    Query(rate(c.DRIVER_ROWS, "model, outcome", MODEL), "{{model}} {{outcome}}"),
+                    Query(rate(c.DRIVER_RETRIES, "model", MODEL), "{{model}} calls sent again"),
+                ),
+                "Of drivers that go through the handle; one that goes over HTTP shows it where it runs.",
+            ),
+            Panel(
+                "Tokens of datasets per second",
+                "short",
+                (Query(rate(c.DRIVER_TOKENS, "model", MODEL), "{{model}}"),),
+                "Of the same drivers: prompts and results.",
+            ),
+            Panel(
+                "Calls of drivers in flight",
+                "short",
+                (Query(total(c.DRIVER_CALLS, "model", MODEL), "{{model}}"),),
+                "With `--max-concurrency auto` it follows the service.",
             ),
         ),
     ),

@@ -3,8 +3,10 @@
 import asyncio
 import math
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ print(json.dumps(nodes))
 EMPTY = {
     "GPUs: {{ip}} {{GpuIndex}}": "there is no GPU here",
     "Nodes that are waited for: {{NodeType}}": "the autoscaler's port belongs to the first Ray of a machine",
+    "Rows of datasets per second: {{model}} calls sent again": "there is room for what the driver sends",
     "Preemptions: {{model_name}}": "guaranteed_no_evict preempts nothing",
     "Prompt tokens found in the prefix cache: {{model_name}}": "a prompt is shorter than a block",
     "SaturateErrorsFast": "nothing fails",
@@ -144,9 +147,24 @@ async def load(service: Service, enough: asyncio.Event) -> None:
         await asyncio.gather(*(ask(number) for number in range(CLIENTS)), ask_others())
 
 
+@contextmanager
+def dataset_under_way(service: Service, folder: Path) -> Iterator[None]:
+    """Have a driver send a dataset through the handle."""
+    (folder / "in.jsonl").write_text('{"prompt": "What is 1+1?"}\n' * 100_000)
+    way = ["--app", "llm", "--model", "demo", "--chunk-size", "8", "--max-concurrency", "2", "--quiet"]
+    files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]
+    command = [sys.executable, "-m", "serve_app.driver", *files, *way]
+    with subprocess.Popen(command, env=service.env | {"RAY_ADDRESS": "auto"}) as driver:
+        try:
+            yield
+            assert driver.poll() is None, "it ended"
+        finally:
+            driver.kill()
+
+
 @needs_prometheus
 async def test_every_query_and_every_rule_finds_data_or_is_known_not_to(
-    service: Service, prometheus: Prometheus
+    service: Service, prometheus: Prometheus, tmp_path: Path
 ) -> None:
     asked = dict(queries(WINDOW))
     asked |= {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
@@ -156,13 +174,14 @@ async def test_every_query_and_every_rule_finds_data_or_is_known_not_to(
     loading = asyncio.ensure_future(load(service, enough))
     try:
         deadline = time.monotonic() + LIMIT_S
-        while set(missing) - set(EMPTY) and time.monotonic() < deadline:
-            assert not loading.done(), loading.exception()
-            await asyncio.sleep(1)
-            if await asyncio.to_thread(prometheus.ready):
-                for name, expr in list(missing.items()):
-                    if await asyncio.to_thread(prometheus.find, expr):
-                        del missing[name]
+        with dataset_under_way(service, tmp_path):
+            while set(missing) - set(EMPTY) and time.monotonic() < deadline:
+                assert not loading.done(), loading.exception()
+                await asyncio.sleep(1)
+                if await asyncio.to_thread(prometheus.ready):
+                    for name, expr in list(missing.items()):
+                        if await asyncio.to_thread(prometheus.find, expr):
+                            del missing[name]
     finally:
         enough.set()
         await loading

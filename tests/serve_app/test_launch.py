@@ -26,6 +26,7 @@ from serve_app.launch import (
     Dashboard,
     LaunchError,
     Progress,
+    answer_s,
     forget_dead_cluster,
     launch,
     read_config,
@@ -78,6 +79,13 @@ def problem(path: Path) -> str:
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
     return message
+
+
+def test_answers_get_the_time_to_end_that_the_config_gives_them(tmp_path: Path) -> None:
+    content = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    assert answer_s(read_config(write(tmp_path, content))) == 120
+    content["applications"][0]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "900"
+    assert answer_s(read_config(write(tmp_path, content))) == 900
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

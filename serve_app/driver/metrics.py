@@ -1,0 +1,29 @@
+"""The progress of a run among the metrics of the service, from a driver in the service's own cluster."""
+
+from serve_app.driver.tally import Tally
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.meters import Meters
+
+
+class RunMetrics:
+    """Reports what a run counts.
+
+    Args:
+        model: Whose rows they are.
+        meters: Where they are reported; None: to Ray, as all other metrics of the service are.
+    """
+
+    def __init__(self, model: str, meters: Meters | None = None) -> None:
+        self._model = model
+        self._meters = meters or Meters(catalogue.DRIVER)
+
+    def __call__(self, tally: Tally) -> None:
+        """Report how far the run is."""
+        totals = tally.totals
+        failed = totals.failed.total()
+        count = self._meters.count
+        count(catalogue.DRIVER_ROWS, totals.rows - failed, self._model, "done")
+        count(catalogue.DRIVER_ROWS, failed, self._model, "failed")
+        count(catalogue.DRIVER_TOKENS, totals.prompt_tokens + totals.completion_tokens, self._model)
+        count(catalogue.DRIVER_RETRIES, tally.retries, self._model)
+        self._meters.record(catalogue.DRIVER_CALLS, tally.in_flight, self._model)
