@@ -157,9 +157,11 @@ class _Outbox:
         """Whether what is here may leave.
 
         The event that has clients leave waits for the end that is next to come: what follows the last
-        piece would find its reader gone.
+        piece would find its reader gone. Unless the application waits for room before it ends.
         """
-        return self.ended or (bool(self.pieces) and not self.pieces[-1].endswith(END))
+        if self.ended or self.size > MAX_BUFFERED_BYTES:
+            return True
+        return bool(self.pieces) and not self.pieces[-1].endswith(END)
 
     def take(self) -> bytes:
         body = b"".join(self.pieces)
@@ -226,14 +228,14 @@ async def run_app(
     task = asyncio.ensure_future(app(scope, receive, outbox.send))
     task.add_done_callback(lambda _: outbox.readable.set())
 
-    async def something() -> None:
+    async def anything_due() -> None:
         """Wait until something may leave, or nothing will come any more."""
         while not outbox.due and not task.done():
             outbox.readable.clear()
             await outbox.readable.wait()
 
     try:
-        await something()
+        await anything_due()
         if error := refusal():
             yield pack_error(error)
             return
@@ -252,7 +254,7 @@ async def run_app(
         else:
             yield head.pack(body, whole=closed)
         while not closed:
-            await something()
+            await anything_due()
             if trail is not None and trail.lost():
                 # To the application it is an error like others: it says so and ends in good order.
                 yield LOST if trail.resume else error_event(engine_failed())

@@ -279,6 +279,16 @@ async def test_the_event_that_has_clients_leave_travels_with_the_end() -> None:
         app.give(None)
 
 
+async def test_that_event_does_not_wait_where_the_application_waits_for_room() -> None:
+    done = b"data: [DONE]\n\n"
+    app = App(START, piece(b"a"))
+    async with aclosing(run_app(app, REQUEST)) as messages:
+        await soon(anext(messages))
+        app.give(piece(b"b" * relay.MAX_BUFFERED_BYTES + done), END, None)
+        assert (await soon(anext(messages))).endswith(done)
+        assert await rest(messages) == []
+
+
 async def test_an_application_that_fails_after_that_event_has_it_sent() -> None:
     app = App(START, piece(b"data: [DONE]\n\n"), ValueError("late"))
     async with aclosing(run_app(app, REQUEST)) as messages:
