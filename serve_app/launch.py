@@ -19,6 +19,7 @@ import httpx
 import yaml
 from ray._common.utils import get_ray_address_file
 from ray._private.utils import read_ray_address
+from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from serve_app import exposure
@@ -40,9 +41,6 @@ TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "
 CLEAR_LINE = "\r\033[K"
 STOP_S = 60.0
 """Seconds that Serve gets to stop, beside those that requests may still take."""
-
-ANSWER_S = 120.0
-"""Seconds that an answer may take where RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S isn't set: Serve's default."""
 
 
 class LaunchError(Exception):
@@ -166,8 +164,11 @@ def read_config(path: Path) -> ServeDeploySchema:
 
 def answer_s(config: ServeDeploySchema) -> float:
     """Return the seconds that an answer may take while its replica stops, as the config has it."""
-    said = (_environment(app).get("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S") for app in config.applications)
-    return max((float(seconds) for seconds in said if seconds is not None), default=ANSWER_S)
+    usual = RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
+    said = (
+        _environment(app).get("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", usual) for app in config.applications
+    )
+    return max(map(float, said), default=float(usual))
 
 
 def _environment(app: ServeApplicationSchema) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ ServiceTier = Literal["auto", "default", "scale", "priority", "fast", "flex"]
 """OpenAI's names; "scale" is capacity that was paid ahead, which is no class of its own here."""
 
 CLASSES: dict[ServiceTier, int] = {"priority": -1, "fast": -1, "auto": 0, "default": 0, "scale": 0, "flex": 1}
-RETRY_COUNT = "x-stainless-retry-count"
+RETRY_COUNT = b"x-stainless-retry-count"
 """How OpenAI's clients say that a request is not the first try."""
 
 MAX_TENANT = 128
@@ -100,7 +100,7 @@ def terms_of(
         terms = terms._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
         terms = terms._replace(queue_timeout_s=_seconds(seconds))
-    if given.get(RETRY_COUNT.encode(), b"0") != b"0":
+    if given.get(RETRY_COUNT, b"0") != b"0":
         terms = terms._replace(returning=True)
     return terms
 

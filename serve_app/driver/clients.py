@@ -81,7 +81,7 @@ class HTTPClient:
         headers = {"content-type": "application/json"}
         if tries:
             # Whoever comes back finds room kept.
-            headers[RETRY_COUNT] = str(tries)
+            headers[RETRY_COUNT.decode()] = str(tries)
         try:
             response = await self._http.post(
                 f"{self.url}/generate",
