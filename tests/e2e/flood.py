@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from batcher.stats import percentiles
-from tests.benchmarks.serve.client import Answer, Connection
+from tests.benchmarks.serve.client import Answer, Connections
 
 TOKENS = 128
 PEAK_S, CALM_S = 4.0, 3.0
@@ -64,8 +64,7 @@ class Flood:
     """Sends requests to a service on this machine."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
-        self._free: list[Connection] = []
+        self._connections = Connections(port)
         self._draw = random.Random(7)
         self._number = 0
 
@@ -85,22 +84,10 @@ class Flood:
             "tenant": tenant,
             "service_tier": tier,
         } | ({} if timeout_s is None else {"queue_timeout_s": timeout_s})
-        while self._free and self._free[-1].closing:
-            self._free.pop()
-        if self._free:
-            connection = self._free.pop()
-        else:
-            loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
         async with asyncio.timeout(LONGEST_S):
             header = "x-stainless-retry-count: 1\r\n" if again else ""
             answer = Answer(TOKENS, 1, 0.0)
-            await connection.post("/generate", json.dumps(body).encode(), answer, header)
-        if connection.closing:
-            connection.close()
-        else:
-            self._free.append(connection)
-        return answer
+            return await self._connections.post("/generate", json.dumps(body).encode(), answer, header)
 
     async def peak(self, clients: int) -> float:
         """Return the answers per second that so many clients get who send one after the other."""

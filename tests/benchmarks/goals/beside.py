@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.benchmarks.serve.client import Answer, Connection, Request
+from tests.benchmarks.serve.client import Answer, Connections, Request
 from tests.benchmarks.serve.loads import INPUT, Prompt, fixed
 from tests.benchmarks.serve.rounds import percentile
 from tests.benchmarks.serve.ways import chat, completion
@@ -92,15 +92,10 @@ async def send(port: int, traffic: Traffic, seed: int) -> Seen:
     counts_from = began + traffic.warm_up_s
     ends = counts_from + traffic.seconds
     seen = Seen(middle=counts_from + traffic.seconds / 2)
-    free: list[Connection] = []
+    connections = Connections(port)
 
     async def ask(request: Request, body: bytes) -> Answer:
-        # A server closes what is idle for a while.
-        while free and free[-1].closing:
-            free.pop()
-        connection = free.pop() if free else await _connect(port)
-        answer = await connection.post(request.path, body, Answer(request.tokens, 1, 0.0))
-        (connection.close if connection.closing else lambda: free.append(connection))()
+        answer = await connections.post(request.path, body, Answer(request.tokens, 1, 0.0))
         answer.check()
         return answer
 
@@ -126,8 +121,7 @@ async def send(port: int, traffic: Traffic, seed: int) -> Seen:
         tasks.append(asyncio.create_task(live()))
     async with asyncio.timeout(traffic.warm_up_s + traffic.seconds + DRAIN_S):
         await asyncio.gather(*tasks)
-    for connection in free:
-        connection.close()
+    connections.close()
     return seen
 
 
@@ -139,8 +133,3 @@ def steps_ms(answers: Sequence[Answer]) -> float:
 
 def _body(request: Request, extra: dict[str, Any]) -> bytes:
     return json.dumps(request.body | extra).encode()
-
-
-async def _connect(port: int) -> Connection:
-    _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
-    return connection

@@ -187,6 +187,40 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
 
+class Connections:
+    """Connections to a server on this machine: as many as are in use at once, each kept for the next request.
+
+    Args:
+        port: Where it listens.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._free: list[Connection] = []
+
+    async def post(self, path: str, body: bytes, answer: Answer, header: str = "") -> Answer:
+        """Send a request over one that is free, or a new one; see `Connection.post`."""
+        # A server closes what is idle for a while.
+        while self._free and self._free[-1].closing:
+            self._free.pop()
+        if self._free:
+            connection = self._free.pop()
+        else:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
+        await connection.post(path, body, answer, header)
+        if connection.closing:
+            connection.close()
+        else:
+            self._free.append(connection)
+        return answer
+
+    def close(self) -> None:
+        """End those that are free."""
+        for connection in self._free:
+            connection.close()
+
+
 async def run(port: int, connections: int, requests: Sequence[Request]) -> list[Answer]:
     """Send requests over connections, each sending the next when one is answered.
 
