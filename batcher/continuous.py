@@ -14,6 +14,7 @@ from batcher.errors import BatcherError, Expired, Oversize
 from batcher.goals import Goals
 from batcher.intake import UNKNOWN_WAIT_S, Intake, State
 from batcher.lanes import Queued
+from batcher.lead import Lead
 from batcher.lifecycle import Lifecycle
 from batcher.observations import Observation, Outcome
 from batcher.queue import RequestQueue
@@ -144,7 +145,10 @@ class ContinuousBatcher(Lifecycle):
 
     Args:
         capacity: Cost that may run at once, in tokens of KV cache for an LLM.
-        max_running: Records that may run at once; None: no bound.
+        max_running: Records that may run at once; None: no bound but `places`.
+        places: Records in one step of the engine, which queues what is beyond. So many run, and a few
+            more that wait in the engine for the places of those that end; see `Lead`. None: the engine
+            has no such limit.
         max_queue_size: Records that may wait.
         max_queue_cost: Cost that may wait; None: no bound.
         policy: What a record reserves when it names `prompt_tokens` and `max_tokens`.
@@ -170,6 +174,7 @@ class ContinuousBatcher(Lifecycle):
         *,
         capacity: int,
         max_running: int | None = None,
+        places: int | None = None,
         max_queue_size: int = 5_000,
         max_queue_cost: int | None = None,
         policy: Policy = "guaranteed_no_evict",
@@ -181,6 +186,8 @@ class ContinuousBatcher(Lifecycle):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checks.whole("max_queue_size", max_queue_size, 1)
+        if places is not None:
+            checks.whole("places", places, 1)
         if max_queue_cost is not None:
             checks.whole("max_queue_cost", max_queue_cost, 1)
         checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
@@ -202,6 +209,8 @@ class ContinuousBatcher(Lifecycle):
         self._intake = Intake(self, self._queue, self._recorder, clock)
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
+        self._lead = None if places is None else Lead(places)
+        self._places = sys.maxsize if places is None else places
         self._capacity = self._max_running = 1
         self._running = 0
         self._running_cost = 0
@@ -221,7 +230,7 @@ class ContinuousBatcher(Lifecycle):
             running=self._running,
             running_cost=self._running_cost,
             capacity=self._capacity,
-            max_running=None if self._max_running == sys.maxsize else self._max_running,
+            max_running=None if (regular := self._regular()) == sys.maxsize else regular,
             occupancy=self._recorder.occupancy(now),
             outside=self._intake.outside,
             outside_cost=self._intake.outside_cost,
@@ -320,7 +329,8 @@ class ContinuousBatcher(Lifecycle):
 
         Args:
             capacity: Cost that may run at once.
-            max_running: Records that may run at once; None: no bound; left out: as many as before.
+            max_running: Records that may run at once; None: no bound but the engine's places; left out: as
+                many as before.
 
         Raises:
             ValueError: A number is below 1.
@@ -376,11 +386,11 @@ class ContinuousBatcher(Lifecycle):
             tenant: Whose it is; None: it goes behind its whole class.
         """
         free = self._capacity - self._running_cost
-        places = self._max_running - self._running
+        places = self._most() - self._running
         running, running_cost, rate = self._running, self._running_cost, self._rate
         background = self._background
         if background is not None and priority >= background.priority:
-            most, most_cost = background.places(self._capacity, self._max_running)
+            most, most_cost = background.places(self._capacity, self._regular())
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
         records, ahead = self._queue.ahead(priority, tenant)
@@ -395,8 +405,17 @@ class ContinuousBatcher(Lifecycle):
         )
         return UNKNOWN_WAIT_S if wait is None else wait
 
+    def _regular(self) -> int:
+        """Return how many records may run, without those that wait in the engine."""
+        return min(self._max_running, self._places)
+
+    def _most(self) -> int:
+        """Return how many records may run, with those that wait in the engine."""
+        lead = self._lead
+        return self._max_running if lead is None else min(self._max_running, self._places + lead.records)
+
     def _fits(self, cost: int) -> bool:
-        if self._running >= self._max_running:
+        if self._running >= self._most():
             return False
         return self._running_cost + cost <= self._capacity or not self._running
 
@@ -434,7 +453,7 @@ class ContinuousBatcher(Lifecycle):
         background = self._background
         if background is None or slot.priority < background.priority:
             return False
-        return not background.admits(slot.cost, self._capacity, self._max_running)
+        return not background.admits(slot.cost, self._capacity, self._regular())
 
     async def _find_room(self, slot: Slot) -> None:
         """Put a slot into the queue, waiting for room if it may."""
@@ -520,6 +539,8 @@ class ContinuousBatcher(Lifecycle):
             recorder.completed += 1
             recorder.completed_cost += slot.cost
             recorder.latency_s += slot.waited_s + run
+            if self._lead is not None:
+                self._lead.learn(slot.output_tokens)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
             recorder.cancelled += 1

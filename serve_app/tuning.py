@@ -12,7 +12,7 @@ class BatcherTuning(Strict):
 
     Attributes:
         capacity_tokens: Tokens that may be in flight.
-        max_running: Sequences in flight.
+        max_running: Requests in flight.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
     """
 

@@ -330,7 +330,8 @@ class _Limits:
     """What the gate lets through, as the config has it or else vLLM."""
 
     capacity: int
-    max_running: int
+    max_running: int | None
+    places: int
     tenant_weights: Mapping[str, float]
 
 
@@ -340,7 +341,8 @@ def _limits(settings: BatcherSettings, llm: AsyncLLM) -> _Limits:
     capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
     return _Limits(
         settings.capacity_tokens or max(capacity, cache.block_size),
-        settings.max_running or llm.vllm_config.scheduler_config.max_num_seqs,
+        settings.max_running,
+        llm.vllm_config.scheduler_config.max_num_seqs,
         settings.tenant_weights,
     )
 
@@ -349,6 +351,7 @@ def _batcher(settings: BatcherSettings, limits: _Limits) -> ContinuousBatcher:
     return ContinuousBatcher(
         capacity=limits.capacity,
         max_running=limits.max_running,
+        places=limits.places,
         max_queue_size=settings.max_queue_size,
         max_queue_cost=settings.max_queue_tokens,
         policy=settings.policy,

@@ -42,7 +42,12 @@ class Service:
     """
 
     def __init__(
-        self, config: dict[str, Any], folder: Path, port: int | None = None, ray: str | None = None
+        self,
+        config: dict[str, Any],
+        folder: Path,
+        port: int | None = None,
+        ray: str | None = None,
+        metrics_ms: int = 1000,
     ) -> None:
         """Start it.
 
@@ -51,6 +56,8 @@ class Service:
             folder: Where it is written.
             port: Where to listen; None: any free port.
             ray: The address of the Ray to run on; None: one of its own.
+            metrics_ms: How often its processes report metrics. Ray's own pace is 10 s; seconds count in a
+                test.
         """
         port = port or free_port()
         config["http_options"]["port"] = port
@@ -79,8 +86,7 @@ class Service:
             | own
             | {
                 "RAY_USAGE_STATS_ENABLED": "0",
-                # Seconds count in a test; Ray's own pace is 10 s.
-                "RAY_metrics_report_interval_ms": "1000",
+                "RAY_metrics_report_interval_ms": str(metrics_ms),
             }
             | ({} if ray is None else {"RAY_ADDRESS": ray, "RAY_AUTH_MODE": "token"})
         )

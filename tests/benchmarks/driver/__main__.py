@@ -139,7 +139,8 @@ def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench
 @contextmanager
 def running(folder: Path) -> Iterator[Service]:
     """Run configs/local.yaml."""
-    service = Service(yaml.safe_load((ROOT / "configs/local.yaml").read_text()), folder)
+    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    service = Service(config, folder, metrics_ms=10_000)
     try:
         yield service
     finally:
