@@ -9,8 +9,11 @@ from ray.serve.schema import ApplicationStatusOverview
 
 from serve_app.protocol import JSON
 
-MAX_AGE_S = 0.5
+MAX_AGE_S = 2.0
 """A status this old is asked for again; probes and clients then can't burden the controller."""
+
+MAX_AGE_AWAITED_S = 0.5
+"""The same while a model is not ready, and somebody may wait for it."""
 
 
 def engine_name(model: str) -> str:
@@ -49,6 +52,11 @@ class Report:
         """Whether any model would serve a request."""
         return any(model.ready for model in self.models.values())
 
+    @property
+    def all_ready(self) -> bool:
+        """Whether every model would serve a request."""
+        return all(model.ready for model in self.models.values())
+
     def replicas(self, model: str) -> int:
         """Return how many replicas of a model can serve."""
         return self.models[model].running
@@ -61,8 +69,10 @@ class Report:
             models[name] = {"state": state, "replicas": model.running}
             if not model.ready:
                 models[name]["awaits"] = model.awaits
-        all_ready = all(model.ready for model in self.models.values())
-        return {"status": "ok" if all_ready else "partial" if self.ready else "starting", "models": models}
+        return {
+            "status": "ok" if self.all_ready else "partial" if self.ready else "starting",
+            "models": models,
+        }
 
 
 class Health:
@@ -81,9 +91,10 @@ class Health:
         self._lock = asyncio.Lock()
 
     async def read(self) -> Report:
-        """Return a report that is at most `MAX_AGE_S` old."""
+        """Return a report that is at most `MAX_AGE_S` old, or `MAX_AGE_AWAITED_S`."""
         async with self._lock:
-            if self._report is None or time.monotonic() - self._read_at > MAX_AGE_S:
+            age = time.monotonic() - self._read_at
+            if self._report is None or age > (MAX_AGE_S if self._report.all_ready else MAX_AGE_AWAITED_S):
                 status = await asyncio.to_thread(serve.status)
                 self._report = self._judge(status.applications.get(self._app))
                 self._read_at = time.monotonic()

@@ -14,7 +14,7 @@ from ray.serve.schema import (
     ServeStatus,
 )
 
-from serve_app.health import MAX_AGE_S, Health, ModelHealth, Report, engine_name
+from serve_app.health import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
 
 
 def deployment(
@@ -144,15 +144,22 @@ async def test_another_application_s_model_is_not_ours(controller: Controller) -
     assert not (await read()).ready
 
 
-async def test_the_controller_is_asked_once_in_half_a_second(controller: Controller) -> None:
+async def test_the_controller_is_asked_now_and_then_and_more_often_while_a_model_is_awaited(
+    controller: Controller,
+) -> None:
     health = Health("llm", ["demo"])
     first = await health.read()
     controller.deployments["Engine:demo"] = deployment()
-    controller.now += MAX_AGE_S
+    controller.now += MAX_AGE_AWAITED_S
     assert await health.read() is first
     controller.now += 0.001
-    assert (await health.read()).ready
-    assert controller.calls == 2
+    second = await health.read()
+    assert second.ready
+    controller.now += MAX_AGE_S
+    assert await health.read() is second
+    controller.now += 0.001
+    await health.read()
+    assert controller.calls == 3
 
 
 async def test_readers_at_one_time_share_an_answer_and_leave_the_loop_free(controller: Controller) -> None:

@@ -110,3 +110,20 @@ def test_an_error_ends_the_metrics_and_not_the_engine(
     metrics.flush()
     assert reported == []
     assert len(logged) == 1
+
+
+def test_only_the_histograms_of_the_dashboard_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = object()
+
+    def init(self: object, config: object, indexes: object) -> None:
+        for name in (*vllm_metrics.HISTOGRAMS, "histogram_queue_time_request", "counter_prompt_tokens"):
+            setattr(self, name, {0: kept, 1: kept})
+
+    monkeypatch.setattr(RayPrometheusStatLogger, "__init__", init)
+    metrics = EngineMetrics(None, [0, 1])
+    ignored = vars(metrics).pop("histogram_queue_time_request")
+    assert ignored.keys() == {0, 1}
+    assert kept not in ignored.values()
+    ignored[1].observe(1.0)
+    assert all(getattr(metrics, name)[1] is kept for name in vllm_metrics.HISTOGRAMS)
+    assert metrics.counter_prompt_tokens[1] is kept
