@@ -31,12 +31,14 @@ class Fault:
         sends: The signal.
         breaks: Whether a failure that clients see may be its doing, by the kind of the request and whether
             its answer had begun.
+        answered: A failure that may be the answer of what took its place.
         in_short: The short form has it too.
     """
 
     victim: str
     sends: signal.Signals = signal.SIGKILL
     breaks: Callable[[str, bool], bool] = lambda kind, begun: False
+    answered: str = ""
     in_short: bool = False
 
 
@@ -47,8 +49,9 @@ FAULTS = {
     "hang of the engine": Fault(CORE, signal.SIGSTOP, in_short=True),
     "death of the Engine replica": Fault(ENGINE),
     "death of EngineCore": Fault(CORE),
-    # There is one on a machine: who calls is turned away until the next one runs.
-    "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True),
+    # There is one on a machine: who calls is turned away until the next one runs, and for a moment it knows
+    # no application.
+    "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True, answered="status 404"),
 }
 CASES = [name for name, fault in FAULTS.items() if TIMES or fault.in_short] * max(1, TIMES)
 
@@ -70,4 +73,5 @@ async def test_who_asks_meanwhile_gets_an_answer(name: str, pair: Service) -> No
         "ReadError",
         "ConnectError",
         "WriteError",
+        fault.answered,
     }
