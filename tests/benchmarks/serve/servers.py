@@ -12,32 +12,47 @@ from typing import Any
 import yaml
 
 from serve_app.processes import end_descendants
+from serve_app.settings import SILENT as SILENT_TELEMETRY
 from tests.benchmarks.serve import ray_llm
 from tests.benchmarks.serve.models import Model, config
 from tests.benchmarks.serve.pipes import Pipe
 from tests.benchmarks.serve.running import Server, UnavailableError, environment, over_http
-from tests.e2e.service import free_port
+from tests.e2e.service import free_port, give_ports
 
 Start = Callable[[Model, Path], AbstractContextManager[Server]]
 """Starts a server with a model; the folder is for what it writes."""
 
 
 @contextmanager
-def saturate(model: Model, folder: Path, batcher: Mapping[str, Any] | None = None) -> Iterator[Server]:
-    """Run this project's configs/local.yaml, with another model in it, and more settings of the batcher."""
+def saturate(
+    model: Model,
+    folder: Path,
+    batcher: Mapping[str, Any] | None = None,
+    telemetry: Mapping[str, Any] | None = None,
+) -> Iterator[Server]:
+    """Run this project's configs/local.yaml, with another model in it, and more settings."""
     content = config()
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
     served |= {"source": str(model.folder), "engine": dict(model.engine)}
     served["batcher"] |= batcher or {}
+    if telemetry is not None:
+        content["applications"][0]["args"]["telemetry"] = dict(telemetry)
     for deployment in content["applications"][0]["deployments"]:
         if model.gpus and deployment["name"].startswith("Engine:"):
             deployment["ray_actor_options"]["num_gpus"] = model.gpus
+    # The one before it may not be quite gone.
+    ports = give_ports(content)
     path = folder / "saturate.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     command = [sys.executable, "-m", "serve_app.launch", "--verbose", str(path)]
-    with over_http("saturate", command, port, folder, env=model.env) as server:
+    with over_http("saturate", command, port, folder, env=model.env | ports) as server:
         yield server
+
+
+def silent(model: Model, folder: Path) -> AbstractContextManager[Server]:
+    """Run the same and have it tell nothing of itself."""
+    return saturate(model, folder, telemetry=SILENT_TELEMETRY.model_dump())
 
 
 @contextmanager
@@ -82,6 +97,7 @@ def offline(model: Model, folder: Path) -> Iterator[Server]:
 
 OURS, VLLM, RAY_DIRECT, RAY = "saturate", "vllm serve", "ray.serve.llm direct", "ray.serve.llm"
 SEEDS, OFFLINE = "seeds' design", "LLM.generate"
+SILENT = "saturate without metrics"
 
 SERVERS: Mapping[str, tuple[Start, str]] = {
     OURS: (saturate, "this project, configs/local.yaml"),
@@ -90,5 +106,9 @@ SERVERS: Mapping[str, tuple[Start, str]] = {
     RAY: (ray_llm.default, "ray.serve.llm as it is when nothing is set"),
     SEEDS: (seeds, "FastAPI, one TokenBatcher of the package flyte, LLM.generate in a thread"),
     OFFLINE: (offline, "vllm.LLM without a service: what the engine can do"),
+    SILENT: (silent, "saturate without metrics and request log: what these cost"),
 }
 """How to start each, and a few words."""
+
+USUAL = [name for name in SERVERS if name != SILENT]
+"""Those that are measured when none is named."""

@@ -13,7 +13,7 @@ from tests.benchmarks.serve.groups import CLIENT
 from tests.benchmarks.serve.loads import CHUNK, Load, Prompt
 from tests.benchmarks.serve.pipes import Pipe
 from tests.benchmarks.serve.running import Server, environment
-from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, VLLM
+from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, SILENT, VLLM
 
 HANDLE = f"{OURS}, handle"
 """Ours without HTTP, as a row of the tables."""
@@ -117,6 +117,7 @@ def ways(load: Load) -> Mapping[str, Mapping[str, Way]]:
     if load.kind == "lists":
         return {
             OURS: {OURS: lists(generate, CHUNK, n // CHUNK), HANDLE: over_handle},
+            SILENT: {SILENT: lists(generate, CHUNK, n // CHUNK)},
             # Which number of connections suits it best is not for us to say: several are tried.
             VLLM: {
                 **{f"{VLLM}, {each} connections": single(completion, each) for each in (64, 128, n)},
@@ -134,7 +135,7 @@ def ways(load: Load) -> Mapping[str, Mapping[str, Way]]:
             OFFLINE: {OFFLINE: at_once},
         }
     request = chat if load.kind == "chat" else completion
-    return {name: {name: single(request, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY)}
+    return {name: {name: single(request, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY, SILENT)}
 
 
 def _http(server: Server, connections: int, requests: Sequence[Request]) -> Run:
