@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -39,6 +40,9 @@ TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "
 """Where Ray keeps the token that its dashboard asks for."""
 
 CLEAR_LINE = "\r\033[K"
+OPEN_FILES = 10_300
+"""What HAProxy asks for as it starts, with the connections that Serve gives it."""
+
 STOP_S = 60.0
 """Seconds that Serve gets to stop, beside those that requests may still take."""
 
@@ -92,6 +96,7 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
     if warning := exposure.warning(host, keys=_asks_for_keys(config)):
         print(warning, file=sys.stderr)
     _check_free(host, port)
+    allow_open_files()
     forget_dead_cluster()
     adopt_orphans()
     stop = threading.Event()
@@ -189,6 +194,25 @@ def forget_dead_cluster() -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
     except (OSError, ValueError):
         Path(get_ray_address_file(None)).unlink(missing_ok=True)
+
+
+def allow_open_files() -> None:
+    """Make sure that HAProxy will get the open files it starts with; else it ends at once.
+
+    Raises:
+        LaunchError: This process may not have as many, nor give itself more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, OPEN_FILES))
+    except (ValueError, OSError):
+        raise LaunchError(
+            f"HAProxy needs {OPEN_FILES:,} open files, and {hard:,} are allowed here; raise the limit "
+            "(`ulimit -Hn 65536` as root, `LimitNOFILE=` of a systemd unit, `--ulimit nofile=65536` of a "
+            "container)"
+        ) from None
 
 
 def _asks_for_keys(config: ServeDeploySchema) -> bool:

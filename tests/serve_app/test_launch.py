@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import select
 import signal
 import socket
@@ -23,9 +24,11 @@ import yaml
 
 import serve_app.launch
 from serve_app.launch import (
+    OPEN_FILES,
     Dashboard,
     LaunchError,
     Progress,
+    allow_open_files,
     answer_s,
     forget_dead_cluster,
     launch,
@@ -313,6 +316,25 @@ def test_a_taken_port_ends_the_command_at_once(tmp_path: Path, taken: int) -> No
     assert command.wait() == 1
     assert command.said.startswith(f"error: port {taken} on 127.0.0.1 can't be used (Address already in use)")
     assert "Traceback" not in command.said
+
+
+def test_too_few_open_files_for_haproxy_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    with pytest.raises(LaunchError, match=r"HAProxy needs 10,300 open files, and 1,024 are allowed here"):
+        launch(write(tmp_path, config(free_port())), verbose=False)
+
+
+def test_open_files_are_raised_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    for hard in (1024, OPEN_FILES, resource.RLIM_INFINITY):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (512, hard))
+        allow_open_files()
+    assert raised == [(512, OPEN_FILES)]
 
 
 def test_no_config_is_an_error_of_usage(tmp_path: Path) -> None:
