@@ -138,7 +138,7 @@ class ContinuousStats(Stats):
     Attributes:
         outside_cost: Cost of what callers bring that wait for room in the queue.
         capacity: Cost that may run at once.
-        max_running: Records that may run at once; None: no bound.
+        max_running: Records that may run at once, without the few that wait in the engine; None: no bound.
         occupancy: Mean share of the capacity in use since the start.
         output_tokens: Tokens that were reported as produced.
         background_running: Records that run of those that nobody waits for; 0 where there are no goals.

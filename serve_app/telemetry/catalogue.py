@@ -86,7 +86,11 @@ WAIT_ESTIMATE = Metric(
     "Seconds that a record of the default tier would wait if it came now",
 )
 RUNNING_RECORDS = Metric("saturate_running_records", "gauge", "Records that run")
-RUNNING_LIMIT = Metric("saturate_running_limit_records", "gauge", "Records that may run at once")
+RUNNING_LIMIT = Metric(
+    "saturate_running_limit_records",
+    "gauge",
+    "Records that may run at once; a few more may wait in the engine",
+)
 RUNNING_COST = Metric("saturate_running_cost", "gauge", "Cost that runs: the tokens of KV budget in use")
 CAPACITY = Metric("saturate_capacity_cost", "gauge", "Cost that may run at once: the KV budget in tokens")
 BUSY = Metric("saturate_busy_seconds_total", "counter", "Seconds in which at least one record ran")
