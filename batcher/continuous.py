@@ -210,7 +210,6 @@ class ContinuousBatcher(Lifecycle):
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
         self._lead = None if places is None else Lead(places)
-        self._places = sys.maxsize if places is None else places
         self._capacity = self._max_running = 1
         self._running = 0
         self._running_cost = 0
@@ -407,12 +406,13 @@ class ContinuousBatcher(Lifecycle):
 
     def _regular(self) -> int:
         """Return how many records may run, without those that wait in the engine."""
-        return min(self._max_running, self._places)
+        lead = self._lead
+        return self._max_running if lead is None else min(self._max_running, lead.places)
 
     def _most(self) -> int:
         """Return how many records may run, with those that wait in the engine."""
         lead = self._lead
-        return self._max_running if lead is None else min(self._max_running, self._places + lead.records)
+        return self._max_running if lead is None else min(self._max_running, lead.places + lead.records)
 
     def _fits(self, cost: int) -> bool:
         if self._running >= self._most():

@@ -21,16 +21,14 @@ class Lead:
     order, too early.
 
     Attributes:
-        records: How many may wait, at most as many as there are places.
-
-    Args:
         places: Records in one step of the engine.
+        records: How many may wait, at most as many as there are places.
     """
 
-    __slots__ = ("_ended", "_places", "_tokens", "records")
+    __slots__ = ("_ended", "_tokens", "places", "records")
 
     def __init__(self, places: int) -> None:
-        self._places = places
+        self.places = places
         self._ended = 1.0
         self._tokens = FIRST_OUTPUT
         self.records = self._count()
@@ -42,4 +40,4 @@ class Lead:
         self.records = self._count()
 
     def _count(self) -> int:
-        return min(self._places, math.ceil(STEPS * self._places * self._ended / self._tokens))
+        return min(self.places, math.ceil(STEPS * self.places * self._ended / self._tokens))

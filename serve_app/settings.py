@@ -109,8 +109,8 @@ class BatcherSettings(Strict):
             a running request is never preempted. `max_utilization` reserves the prompt and the
             output that finished requests lead us to expect: more run at once, some may be preempted.
         capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
-        max_running: Requests in flight; by default vLLM's `max_num_seqs`, and as many more as end within
-            two steps: these wait in vLLM, so that no place in a step stays empty.
+        max_running: The most requests in flight. Without it, and at most, vLLM's `max_num_seqs` and as many
+            more as end within two steps: these wait in vLLM, so that no place in a step stays empty.
         max_queue_size: Requests that may wait; the next one is answered 429.
         max_queue_tokens: Tokens that may wait; by default no bound beside `max_queue_size`.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.

@@ -120,7 +120,7 @@ def test_a_number_of_places_is_checked() -> None:
         ContinuousBatcher(capacity=1, places=0)
 
 
-def means(outputs: list[int]) -> Iterator[int]:
+def leads(outputs: list[int]) -> Iterator[int]:
     lead = Lead(PLACES)
     for tokens in outputs:
         lead.learn(tokens)
@@ -129,11 +129,11 @@ def means(outputs: list[int]) -> Iterator[int]:
 
 @given(st.lists(st.integers(0, 100_000), min_size=1))
 def test_the_lead_stays_between_one_and_the_places(outputs: list[int]) -> None:
-    assert all(1 <= records <= PLACES for records in means(outputs))
+    assert all(1 <= records <= PLACES for records in leads(outputs))
 
 
 def test_the_lead_follows_the_mean_output() -> None:
-    assert [*means([TOKENS] * 500)][-1] == 2 * PLACES // TOKENS
+    assert [*leads([TOKENS] * 500)][-1] == 2 * PLACES // TOKENS
     # What has no tokens, like an embedding, takes a step.
-    assert [*means([0] * 500)][-1] == PLACES
-    assert [*means([1_000] * 500)][-1] == 1
+    assert [*leads([0] * 500)][-1] == PLACES
+    assert [*leads([1_000] * 500)][-1] == 1
