@@ -236,6 +236,7 @@ class ContinuousBatcher(Lifecycle):
             output_tokens=self._recorder.output_tokens,
             background_running=0 if background is None else background.running,
             background_window=None if background is None else background.window.records,
+            goal_ttft_s=None if background is None else background.window.goals.ttft_p99_s,
             expected_ttft_s=None if background is None else background.window.expected_ttft_s(),
         )
 

@@ -72,6 +72,7 @@ class Window:
     the window goes that way: down at once, up by an eighth per judgement.
 
     Attributes:
+        goals: The goals.
         mean_step_s: Mean seconds of the latest steps; 0 before the first.
 
     Args:
@@ -84,16 +85,16 @@ class Window:
         "_clock",
         "_cut_at",
         "_excess",
-        "_goals",
         "_judged_at",
         "_records",
         "_steps",
         "_tails",
+        "goals",
         "mean_step_s",
     )
 
     def __init__(self, goals: Goals, clock: Callable[[], float]) -> None:
-        self._goals = goals
+        self.goals = goals
         self._clock = clock
         self._records = float(FIRST_WINDOW)
         self.mean_step_s = 0.0
@@ -135,7 +136,7 @@ class Window:
     def first_token(self, seconds: float, in_flight: int) -> None:
         """Take in the TTFT of an answer of the foreground; one that is late narrows the window at once."""
         self._tails.append(seconds - 2 * self.mean_step_s)
-        if seconds <= self._goals.ttft_p99_s:
+        if seconds <= self.goals.ttft_p99_s:
             return
         now = self._clock()
         # Until the window has had time to act, other late answers are of the same cause.
@@ -177,7 +178,7 @@ class Window:
         mean = self.mean_step_s
         if not mean:
             return
-        goals = self._goals
+        goals = self.goals
         expected = self.expected_ttft_s()
         # By how much a step may become longer, as a factor.
         room = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)

@@ -93,6 +93,20 @@ RUNNING_LIMIT = Metric(
 )
 RUNNING_COST = Metric("saturate_running_cost", "gauge", "Cost that runs: the tokens of KV budget in use")
 CAPACITY = Metric("saturate_capacity_cost", "gauge", "Cost that may run at once: the KV budget in tokens")
+FIRST_TOKEN_GOAL = Metric(
+    "saturate_first_token_goal_seconds",
+    "gauge",
+    "What 99 of 100 first tokens of requests that are not flex are to take, where there are goals",
+)
+FIRST_TOKEN_EXPECTED = Metric(
+    "saturate_first_token_expected_seconds", "gauge", "What they are expected to take now"
+)
+BACKGROUND_RECORDS = Metric(
+    "saturate_background_records", "gauge", "Records of flex that run, where there are goals"
+)
+BACKGROUND_LIMIT = Metric(
+    "saturate_background_limit_records", "gauge", "Records of flex that the goals let run now"
+)
 BUSY = Metric("saturate_busy_seconds_total", "counter", "Seconds in which at least one record ran")
 BUDGET_USED = Metric(
     "saturate_budget_used_seconds_total",
@@ -172,7 +186,17 @@ BATCHER = (
     TENANT_COST,
     TENANT_WAIT,
 )
-LLM = (CAPACITY, RUNNING_LIMIT, BUDGET_USED, PROMPT_TOKENS, OUTPUT_TOKENS)
+LLM = (
+    CAPACITY,
+    RUNNING_LIMIT,
+    BUDGET_USED,
+    PROMPT_TOKENS,
+    OUTPUT_TOKENS,
+    FIRST_TOKEN_GOAL,
+    FIRST_TOKEN_EXPECTED,
+    BACKGROUND_RECORDS,
+    BACKGROUND_LIMIT,
+)
 FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
 DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)
 

@@ -51,6 +51,11 @@ def total(metric: Metric, by: str, labels: str = HERE) -> str:
     return f"sum by ({by}) ({metric.exported}{{{labels}}})"
 
 
+def highest(metric: Metric, by: str, labels: str = HERE) -> str:
+    """Return a gauge of the replica where it is highest."""
+    return f"max by ({by}) ({metric.exported}{{{labels}}})"
+
+
 def quantile(share: float, name: str, by: str, labels: str = HERE) -> str:
     """Return a quantile of a histogram. (Ray makes up its sum, so a mean of it would be wrong.)"""
     grown = f"sum by (le, {by}) (rate({name}_bucket{{{labels}}}[$__rate_interval]))"
@@ -217,11 +222,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel(
                 "How long who comes now would wait",
                 "s",
-                (
-                    Query(
-                        f"max by (model) ({c.WAIT_ESTIMATE.exported}{{{HERE}}})", "{{model}}, longest queue"
-                    ),
-                ),
+                (Query(highest(c.WAIT_ESTIMATE, "model"), "{{model}}, longest queue"),),
                 "What a 429 tells its client.",
             ),
             Panel("How long they ran", "s", quantiles(c.RUN_SECONDS.exported, "model", "{{model}}")),
@@ -236,6 +237,24 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                 ),
                 "Waiting for a replica: there is none yet, or Serve's own limit is met.",
+            ),
+            Panel(
+                "Goal for the first token",
+                "s",
+                (
+                    Query(highest(c.FIRST_TOKEN_EXPECTED, "model"), "{{model}} expected"),
+                    Query(highest(c.FIRST_TOKEN_GOAL, "model"), "{{model}} goal"),
+                ),
+                "Where `batcher.goals` is set: what 99 of 100 requests that are not flex are to wait for it.",
+            ),
+            Panel(
+                "Batch work beside it",
+                "short",
+                (
+                    Query(total(c.BACKGROUND_RECORDS, "model"), "{{model}}"),
+                    Query(total(c.BACKGROUND_LIMIT, "model"), "{{model}} at most"),
+                ),
+                "Records of flex that run, and how many the goal lets run.",
             ),
         ),
     ),

@@ -43,6 +43,11 @@ EMPTY = {
     "SaturateEngineHung": "the engine works",
     "SaturateReplicasFlap": "no replica dies",
     "SaturateIdleWhileWorkWaits": "nothing waits for ten minutes",
+    "Goal for the first token: {{model}} goal": "this config has no goals",
+    "Goal for the first token: {{model}} expected": "this config has no goals",
+    "Batch work beside it: {{model}}": "this config has no goals",
+    "Batch work beside it: {{model}} at most": "this config has no goals",
+    "SaturateGoalOutOfReach": "this config has no goals",
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
 }

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -39,9 +40,10 @@ FAULTS: dict[str, Callable[[Service], object]] = {
     "the controller killed": lambda service: kill_one(service, "ServeController"),
 }
 
-HONEST = ("ReadError", "RemoteProtocolError", "ConnectError", "status 503", "an error event")
+HONEST = ("ReadError", "RemoteProtocolError", "ConnectError", "status 503", "status 404", "an error event")
 """What a client may see: its connection went through a process that was killed; or no Engine was left, and it
-was told so. Everything else, above all another text and an answer that never ends, is a defect."""
+was told so; or HAProxy had just started and knew no application yet. Everything else, above all another text
+and an answer that never ends, is a defect."""
 
 
 def kill_one(service: Service, word: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -67,7 +69,7 @@ async def soak(service: Service, minutes: float, every_s: float) -> dict[str, An
     load, memory, done = Load(service.url), Memory(), Counter[str]()
     await load.learn()
     end = time.monotonic() + minutes * 60
-    fault_at = time.monotonic() + every_s
+    fault_at = time.monotonic() + every_s if every_s else math.inf
     async with load.running(streams=4, singles=2, lists=1):
         leaving = asyncio.create_task(leave_early(service.url))
         while (now := time.monotonic()) < end:
@@ -94,7 +96,7 @@ async def soak(service: Service, minutes: float, every_s: float) -> dict[str, An
         "faults": dict(done),
         "left_in_flight": await in_flight(service.url),
         "memory": {
-            role: {"processes": g.lives, "mib": g.mib, "mib_per_hour": g.mib_per_hour}
+            role: {"processes": g.lives, "mib": g.mib, "mib_per_hour": g.mib_per_hour, "spans": g.spans}
             for role, g in memory.growth().items()
         },
     }
@@ -141,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--minutes", type=float, default=30, help="how long (30); memory takes ten to say anything"
     )
     parser.add_argument(
-        "--every", metavar="S", type=float, default=45, help="mean seconds between two faults (45)"
+        "--every", metavar="S", type=float, default=45, help="mean seconds between two faults (45); 0: none"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the faults' order (0)")
     options = parser.parse_args(arguments)

@@ -34,11 +34,13 @@ class Growth:
         lives: Processes of that kind that were seen for long enough.
         mib: Median of their memory.
         mib_per_hour: Their common slope; None: none lived long enough.
+        spans: For how many seconds each was seen after it had settled, and its MiB then, first and last.
     """
 
     lives: int
     mib: float
     mib_per_hour: float | None
+    spans: list[tuple[float, float, float]]
 
 
 @dataclass
@@ -72,7 +74,8 @@ class Memory:
             if not any(lines):
                 continue
             mib = statistics.median(value for line in lines for _, value in line)
-            found[role] = Growth(len(lives), mib, slope(lives))
+            spans = [(line[-1][0] - line[0][0], line[0][1], line[-1][1]) for line in lives]
+            found[role] = Growth(len(lives), mib, slope(lives), spans)
         return found
 
 

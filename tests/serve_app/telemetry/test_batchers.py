@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batcher import ContinuousBatcher, DynamicBatcher
+from batcher import ContinuousBatcher, DynamicBatcher, Goals
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.meters import Meters
@@ -59,6 +59,26 @@ async def test_a_window_is_reported_as_it_is() -> None:
         assert told.total(catalogue.TENANT_COST, "m", "a") == 47
         assert told.total(catalogue.TENANT_RECORDS, "m", "default") == 2
         assert told.total(catalogue.TENANT_WAIT, "m", "default") == 8.0
+
+
+async def test_a_goal_is_reported_beside_what_is_expected() -> None:
+    goals = Goals(ttft_p99_s=0.5)
+    async with ContinuousBatcher(capacity=100, goals=goals, clock=Clock()) as batcher:
+        told, report = reporting(batcher)
+        batcher.step(0.1)
+        async with batcher.slot(prompt_tokens=40, max_tokens=10, priority=1):
+            report()
+    assert told.of(catalogue.FIRST_TOKEN_GOAL, "m") == [0.5]
+    assert told.of(catalogue.FIRST_TOKEN_EXPECTED, "m") == [batcher.stats.expected_ttft_s]
+    assert told.of(catalogue.BACKGROUND_RECORDS, "m") == [1]
+    assert told.of(catalogue.BACKGROUND_LIMIT, "m") == [batcher.stats.background_window]
+
+
+async def test_without_goals_there_is_none_to_report() -> None:
+    async with ContinuousBatcher(capacity=100, clock=Clock()) as batcher:
+        told, report = reporting(batcher)
+        report()
+    assert told.of(catalogue.FIRST_TOKEN_GOAL, "m") == []
 
 
 async def test_batches_are_reported_with_their_padding() -> None:

@@ -1,0 +1,116 @@
+"""A Ray cluster of pods, brought up and talked to as KubeRay does it."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.k8s.machine import Machine, Running
+from tests.k8s.rendering import Document
+
+READY_S = 240.0
+"""Seconds that anything may take here."""
+
+APPLICATIONS = "/api/serve/applications/"
+
+
+def groups(document: Document) -> dict[str, dict[str, Any]]:
+    """Return the groups of a RayService or RayJob by name; the head's is "head"."""
+    spec = document["spec"]
+    cluster = spec.get("rayClusterConfig") or spec["rayClusterSpec"]
+    return {"head": cluster["headGroupSpec"]} | {
+        group["groupName"]: group for group in cluster.get("workerGroupSpecs", [])
+    }
+
+
+class RayCluster:
+    """The cluster of a RayService or RayJob.
+
+    Args:
+        machine: Where its pods run.
+        document: The rendered document.
+        secrets: What the Secrets have that its environment names, by key.
+
+    Attributes:
+        head: Its head, which is ready.
+        workers: Its other pods.
+    """
+
+    def __init__(
+        self, machine: Machine, document: Document, secrets: Mapping[str, str] | None = None
+    ) -> None:
+        self.machine = machine
+        self.workers: list[Running] = []
+        self._name = document["metadata"]["name"]
+        self._groups = groups(document)
+        self.head = machine.start(f"{self._name}-head-svc", self._groups["head"], secrets=secrets)
+        # The head of a job has no probe of its own.
+        if "readinessProbe" in self.head.container:
+            self.wait_for(self.head)
+        self._wait(lambda: self.machine.ask(self._url("/api/version"))[0] == 200)
+
+    def add(self, group: str) -> Running:
+        """Start a worker of a group; return when Ray runs on it."""
+        name = f"{self._name}-{group}-{len(self.workers)}"
+        pod = self.machine.start(name, self._groups[group], self.head.name)
+        self.workers.append(pod)
+        self.wait_for(pod, "livenessProbe")
+        return pod
+
+    def remove(self, pod: Running) -> float:
+        """End a worker; return the seconds that it took."""
+        self.workers.remove(pod)
+        return pod.end(READY_S)
+
+    def wait_for(self, pod: Running, probe: str = "readinessProbe") -> None:
+        """Wait until a probe of a pod succeeds."""
+        self._wait(lambda: pod.probe(self.machine, probe))
+
+    def call(self, path: str, body: object = None, method: str = "") -> Any:
+        """Call the head's dashboard."""
+        status, text = self.machine.ask(self._url(path), body, method)
+        assert status == 200, text
+        return json.loads(text) if text else None
+
+    def put(self, config: Mapping[str, Any]) -> None:
+        """Have Serve take in a config."""
+        self.call(APPLICATIONS, config, "PUT")
+
+    def replicas(self) -> dict[str, str]:
+        """Return the addresses of the replicas of all applications, by their ids, once all of them run."""
+        seen: dict[str, Any] = {}
+
+        def running() -> bool:
+            seen.update(self.call(APPLICATIONS)["applications"])
+            return all(application["status"] == "RUNNING" for application in seen.values())
+
+        self._wait(running)
+        return {
+            replica["replica_id"]: replica["node_ip"]
+            for application in seen.values()
+            for deployment in application["deployments"].values()
+            for replica in deployment["replicas"]
+        }
+
+    def run(self, job: Document) -> str:
+        """Run the entrypoint of a RayJob; return what it printed."""
+        spec = job["spec"]
+        body = {"entrypoint": spec["entrypoint"]}
+        if resources := spec.get("entrypointResources"):
+            body["entrypoint_resources"] = json.loads(resources)
+        path = f"/api/jobs/{self.call('/api/jobs/', body)['submission_id']}"
+        self._wait(lambda: self.call(path)["status"] not in ("PENDING", "RUNNING"))
+        logs: str = self.call(f"{path}/logs")["logs"]
+        assert self.call(path)["status"] == "SUCCEEDED", logs
+        return logs
+
+    def _url(self, path: str) -> str:
+        return f"http://{self.head.address}:8265{path}"
+
+    def _wait(self, true: Callable[[], bool]) -> None:
+        end = time.monotonic() + READY_S
+        while not true():
+            for pod in (self.head, *self.workers):
+                assert pod.process.poll() is None, f"{pod.name} has ended:\n{pod.log.read_text()}"
+            assert time.monotonic() < end, self.head.log.read_text()
+            time.sleep(0.5)

@@ -1,0 +1,173 @@
+"""The demo's overlay as a cluster on this machine: pods in namespaces, and Ray as KubeRay starts it.
+
+SATURATE_IMAGE names the unpacked root of the image `cpu`: then the pods run from that, as its user.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.k8s import machine
+from tests.k8s.machine import IMAGE, Machine, Running
+from tests.k8s.operator import READY_S, RayCluster
+from tests.k8s.rendering import K8S, REPOSITORY, Document, render, with_components
+
+pytestmark = [
+    pytest.mark.last(2),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(machine.missing()), reason=f"pods need namespaces: {machine.missing()}"),
+]
+
+
+def only(documents: list[Document], kind: str) -> Document:
+    """Return the one document of a kind."""
+    (found,) = [document for document in documents if document["kind"] == kind]
+    return found
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Document:
+    """The demo's RayService, with the group that Ray jobs need."""
+    folder = tmp_path_factory.mktemp("overlay")
+    return only(render(with_components(K8S / "overlays" / "demo-cpu", ["batch-group"], folder)), "RayService")
+
+
+@pytest.fixture(scope="module")
+def config(service: Document) -> Any:
+    """What KubeRay gives to Serve."""
+    return yaml.safe_load(service["spec"]["serveConfigV2"])
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, service: Document, config: Any) -> Iterator[RayCluster]:
+    """Its cluster, with a worker that is ready to serve."""
+    pods = Machine(tmp_path_factory.mktemp("pods"))
+    try:
+        cluster = RayCluster(pods, service)
+        worker = cluster.add("cpu")
+        assert not worker.probe(pods, "readinessProbe"), "nothing is served there yet"
+        cluster.put(config)
+        cluster.wait_for(worker)
+        pods.name("saturate-serve-svc", worker.address)
+        cluster.replicas()
+        yield cluster
+    finally:
+        pods.stop()
+
+
+def ask(cluster: RayCluster, pod: Running) -> Any:
+    """Ask the service through the HAProxy of a pod; return the results, or what came instead."""
+    body = {"prompts": ["What is 47+28?"], "task_id": "rehearsal"}
+    status, text = cluster.machine.ask(f"http://{pod.address}:8000/generate", body, timeout_s=60)
+    return json.loads(text)["results"] if status == 200 else (status, text)
+
+
+def test_the_worker_answers(cluster: RayCluster) -> None:
+    assert ask(cluster, cluster.workers[0]) == ["75"]
+
+
+def test_no_replica_runs_on_the_head(cluster: RayCluster) -> None:
+    assert set(cluster.replicas().values()) == {cluster.workers[0].address}
+
+
+def test_limits_change_without_a_restart(cluster: RayCluster, config: Any) -> None:
+    before = cluster.replicas()
+    changed = json.loads(json.dumps(config))
+    engine = only_named(changed["applications"][0]["deployments"], "Engine:demo")
+    engine["user_config"] = {"batcher": {"max_running": 3}}
+    cluster.put(changed)
+    end = time.monotonic() + READY_S
+    while max_running(cluster) != 3:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert cluster.replicas() == before
+    cluster.put(config)
+
+
+def only_named(deployments: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the deployment of a name."""
+    (found,) = [deployment for deployment in deployments if deployment["name"] == name]
+    return found
+
+
+def max_running(cluster: RayCluster) -> int:
+    """Return how many records may run, as the service tells it."""
+    _, text = cluster.machine.ask(f"http://{cluster.workers[0].address}:8000/stats")
+    (replica,) = json.loads(text)["models"]["demo"]["replicas"]
+    bound: int = replica["batcher"]["max_running"]
+    return bound
+
+
+def test_a_job_sends_a_dataset_over_http(cluster: RayCluster, tmp_path: Path) -> None:
+    job, data = made_ready("http", tmp_path)
+    own = RayCluster(cluster.machine, job, secrets={"key": "any"})
+    try:
+        own.run(job)
+    finally:
+        own.head.end(READY_S)
+    assert errors(data / "answers.jsonl") == [None] * 500
+
+
+def test_a_job_sends_a_dataset_through_the_handle(cluster: RayCluster, tmp_path: Path) -> None:
+    job, data = made_ready("handle", tmp_path)
+    worker = cluster.add("batch")
+    cluster.wait_for(worker)
+    try:
+        cluster.run(job)
+    finally:
+        cluster.remove(worker)
+    assert errors(data / "answers-handle.jsonl") == [None] * 500
+
+
+def made_ready(name: str, folder: Path) -> tuple[Document, Path]:
+    """Return a job, and where its volume is."""
+    job = only(render(K8S / "jobs" / name), "RayJob")
+    if IMAGE:
+        return job, Path(f"{IMAGE}/data")
+    # What the image has, and a volume.
+    spec = job["spec"]
+    spec["entrypoint"] = spec["entrypoint"].replace("/opt/saturate", str(REPOSITORY / "serve_app/demo"))
+    spec["entrypoint"] = spec["entrypoint"].replace("/data", str(folder))
+    return job, folder
+
+
+def errors(answers: Path) -> list[Any]:
+    """Return the error of each row, None where there is a result; the file goes."""
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    answers.unlink()
+    return [row["error"] for row in rows]
+
+
+def test_a_worker_that_goes_hands_its_replicas_over(cluster: RayCluster) -> None:
+    old, new = cluster.workers[0], cluster.add("cpu")
+    command = list(old.container["lifecycle"]["preStop"]["exec"]["command"])
+    if not IMAGE:
+        command[:1] = ["bash", str(K8S / "drain.sh")]
+    drained = threading.Event()
+
+    def drain() -> None:
+        old.run(command, READY_S)
+        drained.set()
+
+    threading.Thread(target=drain, daemon=True).start()
+    answers = []
+    end = time.monotonic() + READY_S
+    while not drained.is_set():
+        assert time.monotonic() < end
+        # Kubernetes' Service sends requests to who is ready.
+        for pod in (old, new):
+            if pod.probe(cluster.machine, "readinessProbe"):
+                answers.append(ask(cluster, pod))
+    cluster.wait_for(new)
+    took = cluster.remove(old)
+    print(f"{len(answers)} answers meanwhile; the old pod took {took:.1f} s to end")
+    assert answers
+    assert all(answer == ["75"] for answer in answers)
+    assert ask(cluster, new) == ["75"]
+    assert set(cluster.replicas().values()) == {new.address}
