@@ -1,6 +1,7 @@
 """Two ways to an Engine: over HTTP, and over a deployment handle."""
 
 import asyncio
+import os
 from contextlib import suppress
 from typing import Any, Protocol, Self
 
@@ -13,6 +14,9 @@ from serve_app.protocol import JSON
 from serve_app.terms import RETRY_COUNT
 
 STATS_TIMEOUT_S = 10.0
+
+MESSAGE_BYTES = 64 << 20
+"""Bytes of an answer over the handle at most, unless the environment says otherwise: gRPC takes 4 MiB."""
 
 
 class Client(Protocol):
@@ -135,6 +139,8 @@ class HandleClient:
     """
 
     def __init__(self, app: str, model: str, *, read_s: float = 600.0) -> None:
+        # Serve reads it once, when it is imported.
+        os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(MESSAGE_BYTES))
         import ray
         from ray import serve
 
@@ -161,10 +167,12 @@ class HandleClient:
             raise DriverError(f"no deployment {name} in the application {app!r}; this cluster has: {known}")
         self._app, self._name = app, name
         self._read_s = read_s
-        self._handle: Any = serve.get_deployment_handle(name, app_name=app)
+        # By value, that is over gRPC: through Ray's object store a call costs a driver twice the CPU.
+        self._handle: Any = serve.get_deployment_handle(name, app_name=app).options(_by_reference=False)
 
     async def generate(self, body: JSON, tries: int = 0) -> JSON:
         """Send one `generate` call and return its answer. A handle can't say that it isn't the first."""
+        import grpc
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
@@ -183,10 +191,22 @@ class HandleClient:
             raise
         except BackPressureError as error:
             raise RequestError(429, "rate_limit_error", str(error), retry_after_s=1.0) from None
+        except grpc.RpcError as error:
+            raise self._broken(error) from None
         except (RayError, RayServeException, ConnectionError) as error:
             message = f"{self._name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
             raise RequestError(503, "service_unavailable", message) from None
         return answer
+
+    def _broken(self, error: Any) -> RequestError:
+        """Return what a failed gRPC call comes to."""
+        import grpc
+
+        reason = f"{self._name}: {error.code().name}: {error.details()}"
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            reason += "; lower --chunk-size, or raise RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
+            return RequestError(413, "invalid_request_error", reason)
+        return RequestError(503, "service_unavailable", reason)
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from tests.e2e.service import ROOT, Service
 
 RESULTS = report.RESULTS / "driver.json"
 LIMIT_S = 600
+
+BASE = "LLM.generate"
+OTHERS = ["driver, HTTP", "driver, handle", "Ray Data, lists", "Ray Data, a call per row"]
 
 Way = Callable[[Path], float]
 """Sends a file of rows, and returns the seconds that it took."""
@@ -48,17 +51,18 @@ class Bench:
         self.utilization: dict[str, list[float]] = {}
         self.cpu_us: dict[str, list[float]] = {}
 
-    def ways(self) -> dict[str, Way]:
-        """Return the ways, by name."""
+    def ways(self, others: Sequence[str]) -> dict[str, Way]:
+        """Return `LLM.generate` and the ways that are named."""
         over_http = ["--url", self._service.url]
         over_handle = ["--app", "llm", "--model", "demo"]
-        return {
-            "LLM.generate": self._in_process,
+        ways: dict[str, Way] = {
+            BASE: self._in_process,
             "driver, HTTP": lambda file: self._driver("driver, HTTP", file, over_http),
             "driver, handle": lambda file: self._driver("driver, handle", file, over_handle),
             "Ray Data, lists": lambda file: self._ray_data(file, "lists"),
             "Ray Data, a call per row": lambda file: self._ray_data(file, "rows"),
         }
+        return {name: way for name, way in ways.items() if name == BASE or name in others}
 
     def _in_process(self, file: Path) -> float:
         seconds, results = self._offline(file)
@@ -98,6 +102,13 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds (5); more make the medians steadier")
     parser.add_argument("--rows", type=int, default=5000, help="rows in a run (5000, of 20000 there are)")
+    parser.add_argument(
+        "--only",
+        metavar="WAY",
+        choices=OTHERS,
+        action="append",
+        help=f"measure this beside LLM.generate; may be given several times: {', '.join(OTHERS)}",
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
         folder = Path(name)
@@ -105,7 +116,7 @@ def main() -> None:
         file.write_text(to_jsonl(random.Random(0).sample(all_questions(), options.rows)))
         with running(folder) as service, offline(folder) as generate:
             bench = Bench(service, generate, folder)
-            ways = bench.ways()
+            ways = bench.ways(options.only or OTHERS)
             samples = {name: (lambda way=way: options.rows / way(file)) for name, way in ways.items()}
             found = interleave("driver", samples, options.rounds)
     table = tabulate(options.rows, options.rounds, found, bench)
@@ -117,14 +128,15 @@ def main() -> None:
 
 def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench) -> Table:
     """Return the table of all rounds; the warm-up is left out."""
-    base = found["LLM.generate"]
+    base = found[BASE]
     lines = [Row(name, "rows/s", values) for name, values in found.items()]
     for name, values in found.items():
-        if name != "LLM.generate":
+        if name != BASE:
             least = 0.9 if name.startswith("driver") else None
-            lines.append(Row(f"{name} / LLM.generate", "x", ratios(values, base), at_least=least))
-    per_row = ratios(found["Ray Data, lists"], found["Ray Data, a call per row"])
-    lines.append(Row("Ray Data: lists / a call per row", "x", per_row))
+            lines.append(Row(f"{name} / {BASE}", "x", ratios(values, base), at_least=least))
+    _, _, lists, per_row = OTHERS
+    if lists in found and per_row in found:
+        lines.append(Row("Ray Data: lists / a call per row", "x", ratios(found[lists], found[per_row])))
     for name, shares in bench.utilization.items():
         lines.append(Row(f"{name}: utilization", "", shares[-rounds:], at_least=0.9))
     for name, values in bench.cpu_us.items():

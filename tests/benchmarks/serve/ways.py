@@ -84,7 +84,9 @@ def over_handle(server: Server, prompts: Sequence[Prompt]) -> Run:
     """Send lists of 50 prompts, ten at once, over a deployment handle, from a process of its own."""
     bodies = [generate(part) for part in _parts(prompts, CHUNK)]
     command = [sys.executable, "-m", "tests.benchmarks.serve.handle"]
-    with Pipe(command, environment() | {"RAY_ADDRESS": "auto"}, server.log.with_name("handle.log")) as pipe:
+    # As the configs have it for the replicas, and k8s/ for whoever calls them.
+    env = environment() | {"RAY_ADDRESS": "auto", "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
+    with Pipe(command, env, server.log.with_name("handle.log")) as pipe:
         pipe.read()
         pipe.ask({"lists": [body.body for body in bodies[:2]], "in_flight": 2})
         before = server.usage()

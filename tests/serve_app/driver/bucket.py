@@ -1,4 +1,4 @@
-"""Object storage that speaks as much of S3 as reading needs."""
+"""Object storage that speaks as much of S3, or of Google's JSON API, as reading needs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tests.serve_app.driver.fake import running
@@ -29,20 +29,54 @@ def bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
             return Response(listing, media_type="application/xml")
         if path not in objects:
             return Response(status_code=404)
-        body = objects[path]
-        headers = {"content-length": str(len(body)), "last-modified": "Sat, 01 Nov 2025 00:00:00 GMT"}
-        if request.method == "HEAD":
-            return Response(headers=headers)
-        if wanted := request.headers.get("range"):
-            start, _, end = wanted.removeprefix("bytes=").partition("-")
-            last = min(int(end), len(body) - 1) if end else len(body) - 1
-            return Response(
-                body[int(start) : last + 1],
-                206,
-                {"content-range": f"bytes {start}-{last}/{len(body)}"},
-            )
-        return Response(body, headers=headers)
+        return _content(request, objects[path])
 
     app = Starlette(routes=[Route("/{path:path}", get, methods=["GET", "HEAD"])])
     with running(app) as port:
         yield f"?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+
+
+@contextlib.contextmanager
+def google_bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
+    """Run a bucket, and give what has to stand behind a URI of it."""
+
+    def described(key: str) -> dict[str, str]:
+        return {
+            "kind": "storage#object",
+            "bucket": name,
+            "name": key,
+            "size": str(len(objects[key])),
+            "generation": "1",
+            "updated": "2025-11-01T00:00:00.000Z",
+        }
+
+    async def get(request: Request) -> Response:
+        key = request.path_params["key"]
+        if key not in objects:
+            return JSONResponse({"error": {"code": 404, "message": "no such object"}}, 404)
+        if request.query_params.get("alt") == "media":
+            return _content(request, objects[key])
+        return JSONResponse(described(key))
+
+    async def listing(request: Request) -> Response:
+        prefix = request.query_params.get("prefix", "")
+        found = [described(key) for key in sorted(objects) if key.startswith(prefix)]
+        return JSONResponse({"kind": "storage#objects", "items": found})
+
+    objects_at = f"/storage/v1/b/{name}/o"
+    app = Starlette(routes=[Route(objects_at, listing), Route(objects_at + "/{key:path}", get)])
+    with running(app) as port:
+        yield f"?endpoint_override=127.0.0.1:{port}&scheme=http"
+
+
+def _content(request: Request, body: bytes) -> Response:
+    """Return an object, or the range of it that is asked for."""
+    headers = {"content-length": str(len(body)), "last-modified": "Sat, 01 Nov 2025 00:00:00 GMT"}
+    if request.method == "HEAD":
+        return Response(headers=headers)
+    if wanted := request.headers.get("range"):
+        start, _, end = wanted.removeprefix("bytes=").partition("-")
+        last = min(int(end), len(body) - 1) if end else len(body) - 1
+        found = {"content-range": f"bytes {start}-{last}/{len(body)}"}
+        return Response(body[int(start) : last + 1], 206, found)
+    return Response(body, headers=headers)

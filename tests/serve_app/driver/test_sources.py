@@ -12,7 +12,7 @@ import pytest
 
 from serve_app.driver.errors import InputError, RowError
 from serve_app.driver.sources import Pipe, Source, open_source
-from tests.serve_app.driver.bucket import bucket
+from tests.serve_app.driver.bucket import bucket, google_bucket
 
 ROWS = [{"id": f"r{number}", "prompt": f'a, "b"\n{number} ä'} for number in range(25)]
 JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
@@ -80,6 +80,15 @@ def test_object_storage(monkeypatch: pytest.MonkeyPatch) -> None:
         assert open_source(f"s3://data/in{options}").fingerprint()["bytes"] > len(JSONL)
         with pytest.raises(InputError, match="no such file"):
             open_source(f"s3://data/other.jsonl{options}")
+
+
+def test_objects_of_google() -> None:
+    with google_bucket("data", {"in/a.jsonl": JSONL, "in/b.csv": CSV, "c.txt": b"-"}) as options:
+        assert rows(open_source(f"gs://anonymous@data/in/a.jsonl{options}")) == ROWS
+        assert rows(open_source(f"gs://anonymous@data/in/*.jsonl{options}")) == ROWS
+        assert len(rows(open_source(f"gs://anonymous@data/in{options}"))) == 2 * len(ROWS)
+        with pytest.raises(InputError, match="no such file"):
+            open_source(f"gs://anonymous@data/other.jsonl{options}")
 
 
 def test_a_pipe() -> None:
