@@ -10,7 +10,7 @@ from contextlib import aclosing
 from serve_app import admission, fault
 from serve_app.admission import Admission
 from serve_app.errors import RequestError, engine_failed
-from serve_app.handlers import kept_handlers
+from serve_app.handlers import kept_handlers, write_warnings
 from serve_app.lifeline import tie_children
 from serve_app.precedence import let_others_finish
 from serve_app.protocol import (
@@ -64,6 +64,7 @@ class Engine:
         self, settings: LLMSettings, max_prompts: int, telemetry: TelemetrySettings = SILENT
     ) -> None:
         tie_children()
+        write_warnings()
         self._id = settings.id
         self._max_prompts = max_prompts
         with kept_handlers():

@@ -9,6 +9,7 @@ from typing import Any
 
 from batcher import DynamicBatcher, Ticket
 from serve_app.errors import RequestError
+from serve_app.handlers import write_warnings
 from serve_app.openai_embeddings import embedding_response, parse_embedding
 from serve_app.protocol import JSON, ProcessRequest, parse_process
 from serve_app.receipts import Receipt
@@ -40,6 +41,7 @@ class FunctionEngine:
     async def __init__(  # type: ignore[misc]
         self, settings: FunctionSettings, max_records: int, telemetry: TelemetrySettings = SILENT
     ) -> None:
+        write_warnings()
         self._id = settings.id
         self._max_records = max_records
         self._model = _build(settings)

@@ -1,4 +1,4 @@
-"""Keeps Ray Serve's log when a library sets up logging for itself."""
+"""Ray Serve's log: what it holds back, and what a library does to it that sets up logging for itself."""
 
 import logging
 from collections.abc import Iterator
@@ -25,3 +25,17 @@ def kept_handlers(name: str = "ray.serve") -> Iterator[None]:
         for handler, target in zip(handlers, targets, strict=True):
             # A file that was closed opens again for the next record.
             handler.setTarget(target)
+
+
+def write_warnings(name: str = "ray.serve") -> None:
+    """Have a logger's buffered handlers write warnings at once, and what came before them.
+
+    With RAY_SERVE_THROUGHPUT_OPTIMIZED they hold a thousand records back, up to the next error. Nothing is
+    logged for each request here, so the word that an engine has failed would stay there for days, or be lost.
+
+    Args:
+        name: The logger.
+    """
+    for handler in logging.getLogger(name).handlers:
+        if isinstance(handler, MemoryHandler):
+            handler.flushLevel = min(handler.flushLevel, logging.WARNING)

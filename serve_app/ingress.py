@@ -21,6 +21,7 @@ from serve_app import exposure
 from serve_app.access import Access, Gate
 from serve_app.bounds import Asked, check_tokens
 from serve_app.errors import ErrorType, RequestError
+from serve_app.handlers import write_warnings
 from serve_app.health import Health
 from serve_app.page import STATS_PAGE, page, wants_page
 from serve_app.precedence import let_others_finish
@@ -53,6 +54,7 @@ class Ingress:
     """
 
     def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
+        write_warnings()
         self._settings = settings
         self._engines = dict(engines)
         self._routing = Routing(settings.models)

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.errors import RequestError, engine_failed
 from serve_app.receipts import cut
-from serve_app.relay import Head, RelayRequest, error_event, read_head
+from serve_app.relay import END, Head, RelayRequest, error_event, read_head
 from serve_app.resumption import Sent, Splice, UnresumableError
 from serve_app.retries import TRIES, back_off, is_lost
 from serve_app.trail import EngineLostError, unframe
@@ -90,6 +90,9 @@ class Relayed(Response):
             async for piece in messages:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
+            if cut(piece)[0].endswith(END):
+                logger.info("an engine failed behind its answer: %r", error)
+                return
             logger.warning("an engine failed in the middle of an answer: %r", error)
             if not head.is_event_stream:
                 # Ending without the last piece breaks the connection: the client can't take what it
@@ -118,6 +121,9 @@ class Relayed(Response):
             except StopAsyncIteration:
                 return
             except Exception as error:
+                if sent.ended:
+                    logger.info("an engine failed behind its answer: %r", error)
+                    return
                 try:
                     piece, messages, splice = await self._resume(sent, error)
                 except Exception as failure:

@@ -51,6 +51,11 @@ class Sent:
         elif self._bodies:
             self._token_ids, self._bodies = [], []
 
+    @property
+    def ended(self) -> bool:
+        """Whether the client has the last event: nothing that breaks now is its loss."""
+        return bool(self._bodies) and self._bodies[-1].endswith(END)
+
     def start_over(self, resume: Resume) -> None:
         """Forget the tokens, not the text: another Engine tells them from the first on."""
         self._resume = resume
@@ -101,7 +106,7 @@ class Splice:
             raise UnresumableError("it broke inside an event")
         for event in _events(sent):
             if event is None or "error" in event:
-                raise UnresumableError("it had ended")
+                raise UnresumableError("it had ended with an error")
             self._first = self._first or event
             for choice in event["choices"]:
                 for field, text in _texts(choice).items():

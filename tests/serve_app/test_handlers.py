@@ -5,7 +5,7 @@ import logging.config
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from serve_app.handlers import kept_handlers
+from serve_app.handlers import kept_handlers, write_warnings
 
 
 def test_a_log_goes_on_after_another_has_been_set_up(tmp_path: Path) -> None:
@@ -23,6 +23,25 @@ def test_a_log_goes_on_after_another_has_been_set_up(tmp_path: Path) -> None:
         logger.warning("after")
         assert handler.target is target
         assert path.read_text() == "before\nafter\n"
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+        target.close()
+
+
+def test_a_warning_is_written_at_once_and_what_came_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "serve.log"
+    target = logging.FileHandler(path)
+    handler = MemoryHandler(1000, target=target)
+    logger = logging.getLogger("test_warnings")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        write_warnings("test_warnings")
+        logger.info("first")
+        assert path.read_text() == ""
+        logger.warning("second")
+        assert path.read_text() == "first\nsecond\n"
     finally:
         logger.removeHandler(handler)
         handler.close()

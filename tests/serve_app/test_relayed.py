@@ -237,6 +237,22 @@ async def test_what_is_drawn_with_a_seed_starts_again_and_the_client_sees_no_sea
 
 
 @pytest.mark.parametrize(
+    "script",
+    [
+        stream(([1], event("a", "length")), ([], END), then=AWAY),
+        [Head(200, STREAM).pack(event("a", "length")), END, AWAY],
+    ],
+    ids=["may go on", "may not"],
+)
+async def test_an_engine_that_dies_behind_the_last_event_has_answered(script: Script) -> None:
+    engines = Engines([script, WHOLE])
+    received = await reply(engines)
+    assert received.text == "a"
+    assert received.events[-1] == "[DONE]"
+    assert len(engines.asked) == 1
+
+
+@pytest.mark.parametrize(
     ("script", "body"),
     [
         ([Head(200, STREAM).pack(event("a")), DEAD], {}),
