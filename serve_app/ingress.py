@@ -132,6 +132,12 @@ class Ingress:
                 return {"replicas": []}
             response = self._engines[model].options(_by_reference=True).broadcast("stats")
             return {"replicas": await response.results_async(timeout_s=STATS_TIMEOUT_S)}
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # It was the call that was cancelled: its replica stops.
+            return {"replicas": [], "error": "a replica stopped while it was asked"}
         except Exception as error:
             return {"replicas": [], "error": str(error) or type(error).__name__}
 

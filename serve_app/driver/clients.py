@@ -167,8 +167,7 @@ class HandleClient:
             raise DriverError(f"no deployment {name} in the application {app!r}; this cluster has: {known}")
         self._app, self._name = app, name
         self._read_s = read_s
-        # By value, that is over gRPC: through Ray's object store a call costs a driver twice the CPU.
-        self._handle: Any = serve.get_deployment_handle(name, app_name=app).options(_by_reference=False)
+        self._handle: Any = serve.get_deployment_handle(name, app_name=app)
 
     async def generate(self, body: JSON, tries: int = 0) -> JSON:
         """Send one `generate` call and return its answer. A handle can't say that it isn't the first."""
@@ -176,7 +175,9 @@ class HandleClient:
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
-        response = self._handle.generate.remote(body)
+        # By value, that is over gRPC: Ray's object store takes more of the driver's CPU. Not sooner:
+        # options start the handle's router, which may want the loop that runs.
+        response = self._handle.options(_by_reference=False).generate.remote(body)
         try:
             async with asyncio.timeout(self._read_s):
                 answer: JSON = await response
