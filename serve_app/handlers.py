@@ -17,7 +17,7 @@ def kept_handlers(name: str = "ray.serve") -> Iterator[None]:
     Args:
         name: The logger.
     """
-    handlers = [one for one in logging.getLogger(name).handlers if isinstance(one, MemoryHandler)]
+    handlers = _buffered(name)
     targets = [one.target for one in handlers]
     try:
         yield
@@ -36,6 +36,9 @@ def write_warnings(name: str = "ray.serve") -> None:
     Args:
         name: The logger.
     """
-    for handler in logging.getLogger(name).handlers:
-        if isinstance(handler, MemoryHandler):
-            handler.flushLevel = min(handler.flushLevel, logging.WARNING)
+    for handler in _buffered(name):
+        handler.flushLevel = min(handler.flushLevel, logging.WARNING)
+
+
+def _buffered(name: str) -> list[MemoryHandler]:
+    return [one for one in logging.getLogger(name).handlers if isinstance(one, MemoryHandler)]

@@ -6,21 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tests.k8s.machine import Machine, Running
+from tests.k8s.pods import groups
 from tests.k8s.rendering import Document
 
 READY_S = 240.0
 """Seconds that anything may take here."""
 
 APPLICATIONS = "/api/serve/applications/"
-
-
-def groups(document: Document) -> dict[str, dict[str, Any]]:
-    """Return the groups of a RayService or RayJob by name; the head's is "head"."""
-    spec = document["spec"]
-    cluster = spec.get("rayClusterConfig") or spec["rayClusterSpec"]
-    return {"head": cluster["headGroupSpec"]} | {
-        group["groupName"]: group for group in cluster.get("workerGroupSpecs", [])
-    }
 
 
 class RayCluster:
@@ -42,7 +34,7 @@ class RayCluster:
         self.machine = machine
         self.workers: list[Running] = []
         self._name = document["metadata"]["name"]
-        self._groups = groups(document)
+        self._groups = {name: group for name, _, group in groups(document)}
         self.head = machine.start(f"{self._name}-head-svc", self._groups["head"], secrets=secrets)
         # The head of a job has no probe of its own.
         if "readinessProbe" in self.head.container:

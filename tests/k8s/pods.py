@@ -6,6 +6,9 @@ from typing import Any
 
 from tests.k8s.rendering import Document
 
+RAY = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec"}
+"""Where the kinds that bring a cluster have it."""
+
 
 @dataclass(frozen=True)
 class Container:
@@ -60,18 +63,23 @@ class Pod:
         return [Container(f"{self.path}.containers[{i}]", spec) for i, spec in containers]
 
 
+def groups(document: Document) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the groups of a RayService's or RayJob's cluster: name, path and group; the head's is "head"."""
+    where = RAY.get(document["kind"], "")
+    if cluster := document.get("spec", {}).get(where):
+        yield "head", f"spec.{where}.headGroupSpec", cluster["headGroupSpec"]
+        for index, group in enumerate(cluster.get("workerGroupSpecs", [])):
+            yield group["groupName"], f"spec.{where}.workerGroupSpecs[{index}]", group
+
+
 def pods(documents: list[Document]) -> Iterator[Pod]:
     """Yield the pods of all documents."""
     for document in documents:
         kind, spec = document["kind"], document.get("spec", {})
-        where = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec"}.get(kind)
-        if where is None:
-            if "template" in spec:
-                yield _pod(kind, "", "spec", spec)
-        elif cluster := spec.get(where):
-            yield _pod(kind, "head", f"spec.{where}.headGroupSpec", cluster["headGroupSpec"])
-            for index, group in enumerate(cluster.get("workerGroupSpecs", [])):
-                yield _pod(kind, group["groupName"], f"spec.{where}.workerGroupSpecs[{index}]", group)
+        if kind not in RAY and "template" in spec:
+            yield _pod(kind, "", "spec", spec)
+        for name, path, group in groups(document):
+            yield _pod(kind, name, path, group)
 
 
 def _pod(kind: str, group: str, path: str, owner: dict[str, Any]) -> Pod:

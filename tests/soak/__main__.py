@@ -96,7 +96,7 @@ async def soak(service: Service, minutes: float, every_s: float) -> dict[str, An
         "faults": dict(done),
         "left_in_flight": await in_flight(service.url),
         "memory": {
-            role: {"processes": g.lives, "mib": g.mib, "mib_per_hour": g.mib_per_hour, "spans": g.spans}
+            role: {"processes": len(g.spans), "mib": g.mib, "mib_per_hour": g.mib_per_hour, "spans": g.spans}
             for role, g in memory.growth().items()
         },
     }

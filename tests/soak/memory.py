@@ -31,13 +31,12 @@ class Growth:
     """How the memory of one kind of process went.
 
     Attributes:
-        lives: Processes of that kind that were seen for long enough.
         mib: Median of their memory.
         mib_per_hour: Their common slope; None: none lived long enough.
-        spans: For how many seconds each was seen after it had settled, and its MiB then, first and last.
+        spans: Of each process that was seen for long enough: for how many seconds after it had settled, and
+            its MiB then, first and last.
     """
 
-    lives: int
     mib: float
     mib_per_hour: float | None
     spans: list[tuple[float, float, float]]
@@ -75,7 +74,7 @@ class Memory:
                 continue
             mib = statistics.median(value for line in lines for _, value in line)
             spans = [(line[-1][0] - line[0][0], line[0][1], line[-1][1]) for line in lives]
-            found[role] = Growth(len(lives), mib, slope(lives), spans)
+            found[role] = Growth(mib, slope(lives), spans)
         return found
 
 
