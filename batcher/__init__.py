@@ -1,7 +1,7 @@
 """Batchers that keep a GPU full: by token cost, in a fair order, with a bound on what may wait."""
 
 from batcher.calls import InferenceFn, ProcessFn
-from batcher.continuous import ContinuousBatcher, Slot
+from batcher.continuous import ContinuousBatcher
 from batcher.costs import (
     CostEstimator,
     CostEstimatorFn,
@@ -18,6 +18,7 @@ from batcher.lanes import Queued
 from batcher.observations import BatchObservation, Observation, Observations
 from batcher.profiles import PROFILES, profile
 from batcher.queue import Entry, RequestQueue
+from batcher.slot import Slot
 from batcher.stats import BatchStats, ContinuousStats, Stats
 from batcher.threads import ThreadClient
 from batcher.tickets import Ticket

@@ -4,8 +4,8 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from types import EllipsisType, TracebackType
-from typing import Any, Literal, Self, TypeVar
+from types import EllipsisType
+from typing import Any, Literal, TypeVar
 
 from batcher import checks
 from batcher.background import BACKGROUND, Background
@@ -13,12 +13,12 @@ from batcher.costs import OutputEstimator, whole_cost
 from batcher.errors import BatcherError, Expired, Oversize
 from batcher.goals import Goals
 from batcher.intake import UNKNOWN_WAIT_S, Intake, State
-from batcher.lanes import Queued
 from batcher.lead import Lead
 from batcher.lifecycle import Lifecycle
 from batcher.observations import Observation, Outcome
 from batcher.queue import RequestQueue
 from batcher.rates import ServiceRate
+from batcher.slot import Slot
 from batcher.stats import ContinuousStats, WindowRecorder
 
 RecordT = TypeVar("RecordT")
@@ -29,108 +29,6 @@ HOPELESS = 2.0
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 OversizePolicy = Literal["reject", "alone"]
-
-
-class Slot(Queued):
-    """The place of one record in the window; `async with` waits for it and gives it back.
-
-    Attributes:
-        cost: What the record holds of the capacity now.
-        waited_s: Seconds from submission to start.
-        output_tokens: Tokens reported so far.
-    """
-
-    __slots__ = (
-        "_batcher",
-        "_charged",
-        "_granted",
-        "_lane",
-        "_refusal",
-        "_running",
-        "_used",
-        "_wait",
-        "cost",
-        "deadline",
-        "first_at",
-        "max_tokens",
-        "output_tokens",
-        "priority",
-        "prompt_tokens",
-        "returning",
-        "started_at",
-        "submitted_at",
-        "tenant",
-        "waited_s",
-    )
-
-    def __init__(
-        self,
-        batcher: "ContinuousBatcher",
-        cost: int,
-        priority: int,
-        tenant: str,
-        deadline: float | None,
-        wait: bool,
-        prompt_tokens: int | None,
-        max_tokens: int | None,
-        returning: bool,
-    ) -> None:
-        self.returning = returning
-        self.cost = cost
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        self._lane = None
-        self.prompt_tokens = prompt_tokens
-        self.max_tokens = max_tokens
-        self.output_tokens = 0
-        self.submitted_at = 0.0
-        self.started_at = 0.0
-        self.first_at = 0.0
-        self.waited_s = 0.0
-        self._batcher = batcher
-        self._wait = wait
-        self._used = False
-        self._running = False
-        self._charged = 0
-        self._refusal: BatcherError | None = None
-        self._granted: asyncio.Future[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        if not self._batcher._enter(self):
-            await self._batcher._find_room(self)
-            await self._batcher._wait_for_turn(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._batcher._leave(self, error)
-
-    def release(self) -> None:
-        """Give the place back before the block ends; more than once does no harm."""
-        self._batcher._leave(self, None)
-
-    def first_token(self) -> None:
-        """Tell that the first token is there, for goals to be held against."""
-        self._batcher._first_token(self)
-
-    def report(self, output_tokens: int) -> None:
-        """Tell how many tokens the record has produced so far.
-
-        With `max_utilization` a record that outgrows what was reserved for it reserves more, be it over
-        the capacity: nothing new starts until the window has room again.
-
-        Args:
-            output_tokens: Tokens in all, not since the last report.
-        """
-        self.output_tokens = output_tokens
-        if (
-            self.prompt_tokens is not None
-            and self._running
-            and self.prompt_tokens + output_tokens > self.cost
-        ):
-            self._batcher._outgrown(self)
 
 
 class ContinuousBatcher(Lifecycle):
@@ -530,6 +428,13 @@ class ContinuousBatcher(Lifecycle):
         run = now - slot.started_at
         if not self._running:
             recorder.switch(False, now)
+        self._record(slot, run, error)
+        self._learn(slot, now, run, finished=error is None)
+        self._advance()
+
+    def _record(self, slot: Slot, run: float, error: BaseException | None) -> None:
+        """Count a slot that ran, and how it ended."""
+        recorder = self._recorder
         recorder.ran += 1
         recorder.run_s += run
         recorder.waits.append(slot.waited_s)
@@ -540,8 +445,6 @@ class ContinuousBatcher(Lifecycle):
             recorder.completed += 1
             recorder.completed_cost += slot.cost
             recorder.latency_s += slot.waited_s + run
-            if self._lead is not None:
-                self._lead.learn(slot.output_tokens)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
             recorder.cancelled += 1
@@ -552,6 +455,11 @@ class ContinuousBatcher(Lifecycle):
             recorder.observations.records.append(
                 Observation(slot.tenant, slot.priority, used, slot.waited_s, run, outcome)
             )
+
+    def _learn(self, slot: Slot, now: float, run: float, *, finished: bool) -> None:
+        """Take from a slot that ran what helps to judge those that come."""
+        if finished and self._lead is not None:
+            self._lead.learn(slot.output_tokens)
         self._rate.learn(slot.cost, run)
         if (background := self._background) is not None:
             behind = slot.priority >= background.priority
@@ -561,15 +469,13 @@ class ContinuousBatcher(Lifecycle):
             elif slot.first_at and slot.output_tokens > 1:
                 background.window.answered((now - slot.first_at) / (slot.output_tokens - 1))
         if slot.output_tokens and slot.prompt_tokens is not None:
-            recorder.output_tokens += slot.output_tokens
-            if error is None and self._learns:
+            self._recorder.output_tokens += slot.output_tokens
+            if finished and self._learns:
                 self._outputs.learn(slot.output_tokens)
             if slot._charged:
                 self._queue.settle(slot, slot._charged, slot.prompt_tokens + slot.output_tokens)
-        self._advance()
 
     def _outgrown(self, slot: Slot) -> None:
-        """Reserve more for a slot whose record has produced more than was expected."""
         assert slot.prompt_tokens is not None
         assert slot.max_tokens is not None
         expected = self._outputs.expect(slot.max_tokens, slot.output_tokens)
