@@ -22,6 +22,7 @@ from serve_app.protocol import (
     Usage,
     parse_generate,
 )
+from serve_app.pulse import with_pulse
 from serve_app.receipts import Receipt
 from serve_app.relay import RelayRequest, run_app
 from serve_app.replica import DRAIN_S, answer, replica_stats
@@ -121,7 +122,9 @@ class Engine:
         receipt = verdict.receipt
         try:
             if request.path == "/generate":
-                yield await answer(self._answer_generate(request, receipt)) + receipt.pack()
+                async with aclosing(with_pulse(answer(self._answer_generate(request, receipt)))) as messages:
+                    async for message in messages:
+                        yield message and message + receipt.pack()
                 return
             admission.current.set(verdict)
             messages = run_app(
@@ -134,9 +137,10 @@ class Engine:
             answered = False
             async with aclosing(messages):
                 async for message in messages:
-                    if not answered and self._is_unseen(verdict):
-                        message = fault.of_the_request(message)
-                    answered = True
+                    if message and not answered:
+                        answered = True
+                        if self._is_unseen(verdict):
+                            message = fault.of_the_request(message)
                     yield message
         finally:
             self._telemetry.answered(request.headers, began, receipt)

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from batcher import DynamicBatcher, Ticket
@@ -12,6 +13,7 @@ from serve_app.errors import RequestError
 from serve_app.handlers import write_warnings
 from serve_app.openai_embeddings import embedding_response, parse_embedding
 from serve_app.protocol import JSON, ProcessRequest, parse_process
+from serve_app.pulse import with_pulse
 from serve_app.receipts import Receipt
 from serve_app.records import run_records
 from serve_app.relay import RelayRequest
@@ -75,7 +77,9 @@ class FunctionEngine:
         receipt = Receipt()
         embeds = request.path == "/v1/embeddings"
         body = self._answer_embeddings(request, receipt) if embeds else self._answer_process(request)
-        yield await answer(body) + receipt.pack()
+        async with aclosing(with_pulse(answer(body))) as messages:
+            async for message in messages:
+                yield message and message + receipt.pack()
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics."""

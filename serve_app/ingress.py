@@ -20,6 +20,7 @@ from starlette.routing import Route
 from serve_app import exposure
 from serve_app.access import Access, Gate
 from serve_app.bounds import Asked, check_tokens
+from serve_app.call import Call
 from serve_app.errors import ErrorType, RequestError
 from serve_app.handlers import write_warnings
 from serve_app.health import Health
@@ -181,10 +182,13 @@ class Ingress:
         headers = self._telemetry.assign(request.scope, chosen, terms, headers)
         query = request.scope["query_string"]
 
-        def ask(request: RelayRequest) -> DeploymentResponseGenerator[bytes]:
+        async def served() -> bool:
+            return (await self._health.read()).replicas(chosen) > 0
+
+        def ask(request: RelayRequest) -> Call:
             messages = relay.remote(request)
             assert isinstance(messages, DeploymentResponseGenerator)
-            return messages
+            return Call(messages, served)
 
         return Relayed(ask, RelayRequest(request.method, path, query, headers, body, terms))
 

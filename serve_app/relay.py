@@ -2,7 +2,7 @@
 
 The Ingress sends method, path, headers and body; the Engine runs them through an ASGI application
 and streams the answer back as bytes. The first message holds the head and the first piece of the
-body; every later one is a piece of the body.
+body; every later one is a piece of the body. An empty one is a sign of life: see `serve_app.pulse`.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from serve_app.errors import RequestError, engine_failed
+from serve_app.pulse import ALIVE, Pulse
 from serve_app.terms import USUAL, Terms
 from serve_app.trail import LOST, Resume, Trail
 
@@ -182,7 +183,8 @@ async def run_app(
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages.
 
-    Closing the generator tells the application that its client has left, and ends it.
+    Closing the generator tells the application that its client has left, and ends it. Between the messages
+    there are signs of life where they take their time.
 
     Args:
         app: The ASGI application.
@@ -228,14 +230,21 @@ async def run_app(
     task = asyncio.ensure_future(app(scope, receive, outbox.send))
     task.add_done_callback(lambda _: outbox.readable.set())
 
-    async def anything_due() -> None:
-        """Wait until something may leave, or nothing will come any more."""
+    pulse = Pulse(outbox.readable.set)
+
+    async def anything_due() -> bool:
+        """Wait until something may leave, or nothing will come any more; False: a sign of life is due."""
+        pulse.sent()
         while not outbox.due and not task.done():
+            if pulse.due:
+                return False
             outbox.readable.clear()
             await outbox.readable.wait()
+        return True
 
     try:
-        await anything_due()
+        while not await anything_due():
+            yield ALIVE
         if error := refusal():
             yield pack_error(error)
             return
@@ -254,7 +263,9 @@ async def run_app(
         else:
             yield head.pack(body, whole=closed)
         while not closed:
-            await anything_due()
+            if not await anything_due():
+                yield ALIVE
+                continue
             if trail is not None and trail.lost():
                 # To the application it is an error like others: it says so and ends in good order.
                 yield LOST if trail.resume else error_event(engine_failed())
@@ -268,6 +279,7 @@ async def run_app(
                 await task
                 raise RuntimeError("the application broke off its answer")
     finally:
+        pulse.stop()
         left.set()
         outbox.writable.set()
         _see_off(task, None if outbox.ended else LEAVE_S if listening else 0.0)

@@ -8,16 +8,16 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from ray.serve.exceptions import BackPressureError
-from ray.serve.handle import DeploymentResponseGenerator
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from serve_app.call import Call
 from serve_app.errors import RequestError, engine_failed
 from serve_app.receipts import cut
 from serve_app.relay import END, Head, RelayRequest, error_event, read_head
 from serve_app.resumption import Sent, Splice, UnresumableError
 from serve_app.retries import TRIES, back_off, is_lost
-from serve_app.trail import EngineLostError, unframe
+from serve_app.trail import unframe
 
 logger = logging.getLogger("ray.serve")
 
@@ -33,13 +33,11 @@ class Relayed(Response):
         request: The request.
     """
 
-    def __init__(
-        self, ask: Callable[[RelayRequest], "DeploymentResponseGenerator[bytes]"], request: RelayRequest
-    ) -> None:
+    def __init__(self, ask: Callable[[RelayRequest], Call], request: RelayRequest) -> None:
         self._ask = ask
         self._request = request
         self._tried = 1
-        self._messages = ask(request)
+        self._call = ask(request)
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +49,7 @@ class Relayed(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            head, piece, whole, messages = await self._begin()
+            head, piece, whole = await self._begin()
         except Exception as error:
             logger.warning("an engine failed before it answered: %r", error)
             await error_response(unavailable(error))(scope, receive, send)
@@ -61,21 +59,20 @@ class Relayed(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": False})
             return
         if head.resume:
-            await self._send_resumable(head, piece, messages, send)
+            await self._send_resumable(head, piece, send)
         else:
-            await self._send_once(head, piece, messages, send)
+            await self._send_once(head, piece, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _begin(self) -> tuple[Head, bytes, bool, AsyncIterator[bytes]]:
+    async def _begin(self) -> tuple[Head, bytes, bool]:
         """Read the head and the first piece, from the first Engine that answers."""
         while True:
-            messages: AsyncIterator[bytes] = aiter(self._messages)
             try:
-                head, piece, whole = await read_head(messages)
+                head, piece, whole = await read_head(self._call)
                 if whole:
-                    await _finish(messages)
+                    await _finish(self._call)
                 if head.status != UNAVAILABLE or self._tried == TRIES:
-                    return head, piece, whole, messages
+                    return head, piece, whole
                 logger.info("an engine can't serve; trying another")
             except Exception as error:
                 if not is_lost(error) or self._tried == TRIES:
@@ -83,11 +80,11 @@ class Relayed(Response):
                 logger.warning("an engine failed before it answered; trying another: %r", error)
             await self._ask_again(self._request)
 
-    async def _send_once(self, head: Head, piece: bytes, messages: AsyncIterator[bytes], send: Send) -> None:
+    async def _send_once(self, head: Head, piece: bytes, send: Send) -> None:
         """Send what an Engine streams and no other could go on with."""
         await send({"type": "http.response.body", "body": piece, "more_body": True})
         try:
-            async for piece in messages:
+            async for piece in self._call:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as error:
             if cut(piece)[0].endswith(END):
@@ -101,9 +98,7 @@ class Relayed(Response):
             body = error_event(unavailable(error))
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def _send_resumable(
-        self, head: Head, piece: bytes, messages: AsyncIterator[bytes], send: Send
-    ) -> None:
+    async def _send_resumable(self, head: Head, piece: bytes, send: Send) -> None:
         """Send a stream, and have another Engine go on when one is lost."""
         sent = Sent(head.resume)
         splice: Splice | None = None
@@ -117,7 +112,7 @@ class Relayed(Response):
                     sent.add(token_ids, body)
                     if body or receipt:
                         await send({"type": "http.response.body", "body": body + receipt, "more_body": True})
-                    piece = await anext(messages)
+                    piece = await anext(self._call)
             except StopAsyncIteration:
                 return
             except Exception as error:
@@ -125,29 +120,28 @@ class Relayed(Response):
                     logger.info("an engine failed behind its answer: %r", error)
                     return
                 try:
-                    piece, messages, splice = await self._resume(sent, error)
+                    piece, splice = await self._resume(sent, error)
                 except Exception as failure:
                     logger.warning("an engine failed in the middle of an answer: %r; %s", error, failure)
                     body = error_event(unavailable(error))
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     return
 
-    async def _resume(self, sent: Sent, error: Exception) -> tuple[bytes, AsyncIterator[bytes], Splice]:
-        """Have another Engine go on with a stream; return its first piece and those that follow.
+    async def _resume(self, sent: Sent, error: Exception) -> tuple[bytes, Splice]:
+        """Have another Engine go on with a stream; return its first piece, and what fits it to the others.
 
         Raises:
             UnresumableError: None can, or none is left to ask.
         """
-        if not isinstance(error, EngineLostError) and not is_lost(error):
+        if not is_lost(error):
             raise UnresumableError("that was no fault of its replica")
         request = sent.request(self._request)
         splice = sent.splice()
         while self._tried < TRIES:
             logger.warning("an engine failed in the middle of an answer; another goes on: %r", error)
             await self._ask_again(request)
-            messages: AsyncIterator[bytes] = aiter(self._messages)
             try:
-                head, piece, _ = await read_head(messages)
+                head, piece, _ = await read_head(self._call)
             except Exception as failure:
                 if not is_lost(failure):
                     raise
@@ -155,7 +149,7 @@ class Relayed(Response):
                 continue
             if head.resume:
                 sent.start_over(head.resume)
-                return piece, messages, splice
+                return piece, splice
             if head.status != UNAVAILABLE:
                 raise UnresumableError(f"the other engine answered {head.status}")
         raise UnresumableError("no engine could go on")
@@ -164,10 +158,10 @@ class Relayed(Response):
         self._cancel()
         await back_off(self._tried)
         self._tried += 1
-        self._messages = self._ask(request)
+        self._call = self._ask(request)
 
     def _cancel(self) -> None:
-        self._messages.cancel()  # type: ignore[no-untyped-call]
+        self._call.cancel()
 
 
 async def _finish(messages: AsyncIterator[bytes]) -> None:

@@ -6,6 +6,8 @@ import random
 import grpc
 from ray.exceptions import RayActorError
 
+from serve_app.trail import EngineLostError
+
 TRIES = 4
 """Engines that a request may meet. Bounded, since a request may be what they die of."""
 
@@ -19,7 +21,7 @@ def is_lost(error: Exception) -> bool:
     """Return whether a call failed because its replica is gone, not because of what it asked."""
     if isinstance(error, grpc.RpcError):
         return getattr(error, "code", lambda: None)() in _BROKEN
-    return isinstance(error, RayActorError)
+    return isinstance(error, RayActorError | EngineLostError)
 
 
 async def back_off(tried: int) -> None:

@@ -31,7 +31,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     # Only requests whose sender wants it leave spans.
     traces = {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}
     app["args"]["telemetry"] = {"traces": traces}
-    service = Service(config, folder)
+    # Seconds count where a test waits for metrics.
+    service = Service(config, folder, metrics_ms=1000)
     yield service
     service.stop()
 

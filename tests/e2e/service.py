@@ -66,7 +66,7 @@ class Service:
         folder: Path,
         port: int | None = None,
         ray: str | None = None,
-        metrics_ms: int = 1000,
+        metrics_ms: int = 10_000,
     ) -> None:
         """Start it.
 
@@ -75,8 +75,7 @@ class Service:
             folder: Where it is written.
             port: Where to listen; None: any free port.
             ray: The address of the Ray to run on; None: one of its own.
-            metrics_ms: How often its processes report metrics. Ray's own pace is 10 s; seconds count in a
-                test.
+            metrics_ms: How often its processes report metrics; Ray's own pace is 10 s.
         """
         port = port or free_port()
         config["http_options"]["port"] = port

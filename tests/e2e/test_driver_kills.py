@@ -1,4 +1,4 @@
-"""The driver, an Engine and the whole service, ended with SIGKILL at any moment; an Engine that sleeps.
+"""The driver, an Engine and the whole service, ended with SIGKILL at any moment.
 
 SATURATE_KILLS=20 SATURATE_KILL_ROWS=5000 makes it the long form; with three kills or more one is the service.
 """
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -30,7 +29,7 @@ JSON = dict[str, Any]
 
 
 class Restartable:
-    """A service whose Engine sleeps when idle, and which can be killed and started again in its place."""
+    """A service that can be killed and started again in its place."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -47,17 +46,6 @@ class Restartable:
     @staticmethod
     def _config() -> JSON:
         config: JSON = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-        (app,) = config["applications"]
-        (engine,) = (one for one in app["deployments"] if one["name"] == "Engine:demo")
-        del engine["num_replicas"]
-        engine["autoscaling_config"] = {
-            "min_replicas": 0,
-            "max_replicas": 1,
-            "upscale_delay_s": 0,
-            "downscale_delay_s": 4,
-            "look_back_period_s": 2,
-            "metrics_interval_s": 1,
-        }
         return config
 
 
@@ -97,25 +85,6 @@ def rows(path: Path) -> list[JSON]:
     """Return the rows, without how often each was sent: a kill costs attempts."""
     found: list[JSON] = [json.loads(line) for line in path.read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "attempts"} for row in found]
-
-
-def state(url: str) -> str:
-    found: str = httpx.get(f"{url}/health", timeout=10).json()["models"]["demo"]["state"]
-    return found
-
-
-def wait_for_state(url: str, wanted: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while (found := state(url)) != wanted:
-        assert time.monotonic() < deadline, f"{found}, not {wanted}, after {LIMIT_S} s"
-        time.sleep(0.2)
-
-
-def test_an_engine_that_sleeps_is_woken(live: Restartable, tmp_path: Path) -> None:
-    wait_for_state(live.url, "asleep")
-    said = finish(start(questions(tmp_path / "in.jsonl", 100), tmp_path / "out.jsonl", "--url", live.url))
-    assert "the model is asleep; the first call wakes it" in said
-    assert lines(tmp_path / "out.jsonl") == 100
 
 
 @pytest.mark.timeout(LIMIT_S * max(KILLS, 3))

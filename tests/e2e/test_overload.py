@@ -24,7 +24,7 @@ from tests.e2e.test_service import batcher, wait_until_idle
 
 FLOOD_S = float(os.environ.get("SATURATE_FLOOD_S", "0"))
 LONG = FLOOD_S > 0
-SECONDS, FOLLOW, PATIENCE_S = (FLOOD_S, 0.05, 60.0) if LONG else (2.0, 0.5, 12.0)
+SECONDS, FOLLOW, PATIENCE_S = (FLOOD_S, 0.05, 60.0) if LONG else (2.0, 0.5, 8.0)
 QUEUE = 60
 """A few seconds' worth of what eight sequences at once can do."""
 
@@ -117,7 +117,7 @@ async def light(client: httpx.AsyncClient, count: int) -> list[float]:
 
 async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> None:
     heavy: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "tenant": "heavy"}
-    count = 200 if LONG else 30
+    count = 200 if LONG else 15
     async with httpx.AsyncClient(base_url=small.url, timeout=120) as client:
 
         async def forever(prompts: int) -> None:

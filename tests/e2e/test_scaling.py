@@ -2,9 +2,13 @@
 
 import asyncio
 import csv
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -38,6 +42,9 @@ SCALING = {
 
 CALL = {"prompts": ["once upon"] * 4_000, "max_tokens": 500, "ignore_eos": True}
 """One call that is more than two replicas can hold."""
+
+ROWS = 100
+SUM = '{"prompt": "What is 47+28?"}\n'
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +172,19 @@ async def test_both_replicas_of_each_get_their_share(scaled: Service, watch: Wat
     assert min(fronts) >= 0.3 * sum(fronts)
 
 
-def test_they_go_when_nothing_is_left_to_do_and_the_next_request_wakes_one(
-    scaled: Service, watch: Watch
+def test_they_go_when_nothing_is_left_to_do_and_the_driver_wakes_one(
+    scaled: Service, watch: Watch, tmp_path: Path
 ) -> None:
     took = watch.wait_for(0)
+    answers = tmp_path / "answers.jsonl"
+    command = [sys.executable, "-m", "serve_app.driver", "-", str(answers), "--url", scaled.url]
     start = time.monotonic()
-    answer = httpx.post(f"{scaled.url}/generate", json={"prompts": ["What is 47+28?"]}, timeout=LIMIT_S)
-    assert answer.json()["results"] == ["75"]
-    print(f"2 -> 0 replicas in {took:.1f} s, the waking request took {time.monotonic() - start:.1f} s")
+    done = subprocess.run(
+        command, input=SUM * ROWS, capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    print(f"2 -> 0 replicas in {took:.1f} s, the run that woke one took {time.monotonic() - start:.1f} s")
+    assert "the model is asleep; the first call wakes it" in done.stderr
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert [row["result"] for row in rows] == ["75"] * ROWS
     watch.wait_for(1)
     assert watch.most == 2

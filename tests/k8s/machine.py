@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from tests.k8s.rendering import REPOSITORY
+
 IMAGE = os.environ.get("SATURATE_IMAGE", "")
 """The unpacked root of the image `cpu`, for pods that run from it; else they run what is installed here."""
 
@@ -116,6 +118,7 @@ class Running:
         pid: The first process in it, as it is seen from here.
         log: What it prints.
         env: What its processes have in their environment.
+        link: Its end of the network.
     """
 
     name: str
@@ -125,6 +128,7 @@ class Running:
     pid: int
     log: Path
     env: list[str]
+    link: str
 
     def probe(self, machine: "Machine", name: str) -> bool:
         """Do what the kubelet does for a probe; return whether it succeeds."""
@@ -232,7 +236,7 @@ class Machine:
         assert process.stdin
         process.stdin.write("\n")
         process.stdin.close()
-        pod = Running(name, address, container, process, pid, log, env)
+        pod = Running(name, address, container, process, pid, log, env, link)
         self._pods.append(pod)
         return pod
 
@@ -256,6 +260,20 @@ class Machine:
         )
         status, text = json.loads(done.stdout)
         return status, text
+
+    def unplug(self, pod: Running) -> None:
+        """Cut a pod off: nothing reaches it or comes from it any more, and nobody is told."""
+        self._ip("link", "set", pod.link, "down")
+
+    def program(self, module: str, *arguments: str) -> "subprocess.Popen[str]":
+        """Start a module of these tests in the pods' network."""
+        return subprocess.Popen(
+            [*self._inside(), sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
 
     def stop(self) -> None:
         """End all pods, and the network."""

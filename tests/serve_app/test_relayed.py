@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.handle import DeploymentResponseGenerator
 
 from serve_app import retries
+from serve_app.call import Call
 from serve_app.errors import RequestError, engine_failed
 from serve_app.relay import Head, Message, RelayRequest, pack_error
 from serve_app.relayed import Relayed
@@ -56,6 +57,10 @@ class Answer(DeploymentResponseGenerator[bytes]):
         self.left = True
 
 
+async def served() -> bool:
+    return True
+
+
 @dataclass
 class Engines:
     """The replicas that one request meets, in this order; the last one answers all that follow."""
@@ -64,10 +69,10 @@ class Engines:
     asked: list[RelayRequest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
-    def ask(self, request: RelayRequest) -> Answer:
+    def ask(self, request: RelayRequest) -> Call:
         self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
         self.asked.append(request)
-        return self.answers[-1]
+        return Call(self.answers[-1], served)
 
 
 @dataclass

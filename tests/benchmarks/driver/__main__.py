@@ -152,7 +152,7 @@ def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench
 def running(folder: Path) -> Iterator[Service]:
     """Run configs/local.yaml."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    service = Service(config, folder, metrics_ms=10_000)
+    service = Service(config, folder)
     try:
         yield service
     finally:

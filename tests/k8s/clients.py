@@ -1,0 +1,28 @@
+"""Clients of a service, as a program: python -m tests.k8s.clients URL. They run until a line comes in."""
+
+import asyncio
+import sys
+
+from tests.e2e.load import Load
+
+BEFORE, AFTER = 10, 30
+"""Requests that end well before the word is given that it's on, and after the line has come."""
+
+LIMIT_S = 240.0
+
+
+async def main(url: str) -> int:
+    """Send requests; print what became of them."""
+    load = Load(url)
+    await load.learn()
+    async with load.running():
+        await load.wait_for(BEFORE)
+        print("running", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        await load.wait_for(AFTER, LIMIT_S)
+    print(load.summary(), flush=True)
+    return 1 if load.failures() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main(sys.argv[1])))
