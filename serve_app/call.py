@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
+from serve_app import cancelling
 from serve_app.pulse import PULSE_S
 from serve_app.trail import EngineLostError
 
@@ -27,12 +28,21 @@ class EngineSilentError(EngineLostError):
         return f"its engine has given no sign of life for {SILENCE_S:g} s"
 
 
+class EngineGoneError(EngineLostError):
+    """Serve has ended a call."""
+
+    def __str__(self) -> str:
+        return "its engine was taken away"
+
+
 class Call:
     """The messages of an answer, without the signs of life between them.
 
     Args:
         messages: What the handle returned.
         served: Whether any Engine could have the request by now. It may wait for one to start first.
+
+    Raises, while it is read, `EngineLostError` and what the handle does.
     """
 
     def __init__(self, messages: Messages, served: Callable[[], Awaitable[bool]]) -> None:
@@ -56,11 +66,14 @@ class Call:
         try:
             while not (message := await anext(self._messages)):
                 self._heard = self._begun = True
-        except (asyncio.CancelledError, Exception):
-            task = asyncio.current_task()
-            if not self._silent or (task is not None and task.cancelling()):
+        except (asyncio.CancelledError, Exception) as error:
+            if cancelling.is_own():
                 raise
-            raise EngineSilentError from None
+            if self._silent:
+                raise EngineSilentError from None
+            if isinstance(error, asyncio.CancelledError):
+                raise EngineGoneError from None
+            raise
         finally:
             self._listening = False
         self._heard = self._begun = True

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app import exposure
+from serve_app import cancelling, exposure
 from serve_app.access import Access, Gate
 from serve_app.bounds import Asked, check_tokens
 from serve_app.call import Call
@@ -134,10 +134,8 @@ class Ingress:
             response = self._engines[model].options(_by_reference=True).broadcast("stats")
             return {"replicas": await response.results_async(timeout_s=STATS_TIMEOUT_S)}
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if cancelling.is_own():
                 raise
-            # It was the call that was cancelled: its replica stops.
             return {"replicas": [], "error": "a replica stopped while it was asked"}
         except Exception as error:
             return {"replicas": [], "error": str(error) or type(error).__name__}

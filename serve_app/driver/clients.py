@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 import httpx
 from pydantic_core import from_json, to_json
 
+from serve_app import cancelling
 from serve_app.driver.errors import DriverError
 from serve_app.errors import RequestError
 from serve_app.protocol import JSON
@@ -186,6 +187,9 @@ class HandleClient:
             message = f"{self._name}: no answer in {self._read_s:g} s"
             raise RequestError(503, "service_unavailable", message) from None
         except asyncio.CancelledError:
+            if not cancelling.is_own():
+                message = f"{self._name}: its replica was taken away"
+                raise RequestError(503, "service_unavailable", message) from None
             response.cancel()
             raise
         except RequestError:
@@ -218,6 +222,10 @@ class HandleClient:
             broadcast = self._handle.options(_by_reference=True).broadcast("stats")
             found: list[JSON] = await broadcast.results_async(timeout_s=STATS_TIMEOUT_S)
             return found
+        except asyncio.CancelledError:
+            if cancelling.is_own():
+                raise
+            return None
         except Exception:
             # Statistics are for looking at: without them the run goes on all the same.
             return None

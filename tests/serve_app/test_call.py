@@ -8,7 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from serve_app import call
-from serve_app.call import Call, EngineSilentError
+from serve_app.call import Call, EngineGoneError, EngineSilentError
 from serve_app.pulse import ALIVE
 from serve_app.retries import is_lost
 
@@ -21,7 +21,7 @@ class Answer:
     """What a handle returns: what the test says, and nothing else until it is cancelled."""
 
     def __init__(self) -> None:
-        self.said: asyncio.Queue[bytes | Exception | None] = asyncio.Queue()
+        self.said: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self.cancelled = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -34,7 +34,7 @@ class Answer:
                 # So does gRPC to who waits.
                 message.cancel()
                 raise asyncio.CancelledError
-            if isinstance(said := message.result(), Exception):
+            if isinstance(said := message.result(), BaseException):
                 raise said
             if said is None:
                 return
@@ -125,6 +125,14 @@ async def test_other_failures_are_what_they_are() -> None:
     answer.said.put_nowait(ActorDiedError())
     with pytest.raises(ActorDiedError):
         await soon(anext(Call(answer, Replicas(True))))
+
+
+async def test_a_call_that_serve_ends_is_lost_and_not_the_client_s_doing() -> None:
+    answer = Answer()
+    answer.said.put_nowait(asyncio.CancelledError())
+    with pytest.raises(EngineGoneError) as caught:
+        await soon(anext(Call(answer, Replicas(True))))
+    assert is_lost(caught.value)
 
 
 async def test_who_leaves_is_not_told_of_silence() -> None:

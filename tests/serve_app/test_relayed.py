@@ -27,12 +27,15 @@ ANSWER = Head(200, PLAIN).pack(b'{"text": "abc"}', whole=True)
 FULL = pack_error(RequestError(429, "rate_limit_error", "full", retry_after_s=2))
 STOPS = pack_error(engine_failed())
 DEAD = ActorDiedError()
+GONE = asyncio.CancelledError()
+"""What Serve leaves of a call when it takes its replica away."""
+
 AWAY = ActorUnavailableError("Actor is unavailable.", ActorID.nil().binary())
 CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
 WRONG = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
 END = b"data: [DONE]\n\n"
 
-Script = list[bytes | Exception]
+Script = list[bytes | BaseException]
 
 
 class Answer(DeploymentResponseGenerator[bytes]):
@@ -48,7 +51,7 @@ class Answer(DeploymentResponseGenerator[bytes]):
     async def __anext__(self) -> bytes:
         await asyncio.sleep(0)
         for message in self._script:
-            if isinstance(message, Exception):
+            if isinstance(message, BaseException):
                 raise message
             return message
         raise StopAsyncIteration
@@ -134,7 +137,9 @@ async def reply(engines: Engines, **body: Any) -> Reply:
 # Before anything was sent
 
 
-@pytest.mark.parametrize("failure", [DEAD, AWAY, CUT, STOPS], ids=["died", "away", "cut", "stops"])
+@pytest.mark.parametrize(
+    "failure", [DEAD, AWAY, CUT, STOPS, GONE], ids=["died", "away", "cut", "stops", "gone"]
+)
 async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) -> None:
     engines = Engines([[failure], [failure], [ANSWER]])
     received = await reply(engines)
@@ -214,7 +219,9 @@ def stream(
 WHOLE = stream(([1, 2], event("ab", id="b")), ([3], event("c", "length", id="b") + END))
 
 
-@pytest.mark.parametrize("failure", [LOST, DEAD, AWAY, CUT], ids=["lost", "died", "away", "cut"])
+@pytest.mark.parametrize(
+    "failure", [LOST, DEAD, AWAY, CUT, GONE], ids=["lost", "died", "away", "cut", "gone"]
+)
 async def test_a_stream_goes_on_from_its_tokens(failure: bytes | Exception) -> None:
     engines = Engines([stream(([1], event("a")), then=failure), WHOLE])
     received = await reply(engines)
