@@ -1,12 +1,15 @@
 """A request that an Engine has, for as long as that gives signs of life."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
 from serve_app import cancelling
 from serve_app.pulse import PULSE_S
 from serve_app.trail import EngineLostError
+
+logger = logging.getLogger("ray.serve")
 
 SILENCE_S = 4 * PULSE_S
 """Seconds without a sign of life after which an Engine is taken for lost. Twice what one that is at work
@@ -104,14 +107,17 @@ class Call:
                 self._asking = asyncio.ensure_future(self._ask())
 
     async def _ask(self) -> None:
-        """Give up if an Engine is there that could have answered."""
+        """Give up if an Engine is there that could have answered; where nobody knows, wait on."""
         try:
-            if await self._served():
-                self._give_up()
-            else:
-                self._missed = 0
-        finally:
-            self._asking = None
+            served = await self._served()
+        except Exception as error:
+            logger.warning("whether an engine is there can't be told: %r", error)
+            served = False
+        self._asking = None
+        if not served:
+            self._missed = 0
+        elif not self._heard:
+            self._give_up()
 
     def _give_up(self) -> None:
         self._silent = True

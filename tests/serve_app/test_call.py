@@ -108,6 +108,25 @@ async def test_a_request_that_no_engine_can_have_yet_is_waited_for() -> None:
     assert replicas.asked == 4
 
 
+async def test_it_is_waited_for_while_nobody_knows() -> None:
+    answer = Answer()
+    asked = 0
+
+    async def unknown() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise ConnectionError
+        answer.said.put_nowait(b"a")
+        await asyncio.sleep(SILENCE_S / 4)
+        return True
+
+    # It says something while that is asked.
+    assert await soon(anext(Call(answer, unknown))) == b"a"
+    assert asked == 3
+    assert not answer.cancelled.is_set()
+
+
 async def test_a_client_that_is_slow_says_nothing_of_the_engine() -> None:
     answer = Answer()
     asked = Call(answer, Replicas(True))
