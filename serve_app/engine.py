@@ -122,9 +122,10 @@ class Engine:
         receipt = verdict.receipt
         try:
             if request.path == "/generate":
-                async with aclosing(with_pulse(answer(self._answer_generate(request, receipt)))) as messages:
+                body = self._answer_generate(request, receipt)
+                async with aclosing(with_pulse(answer(body, receipt.pack))) as messages:
                     async for message in messages:
-                        yield message and message + receipt.pack()
+                        yield message
                 return
             admission.current.set(verdict)
             messages = run_app(

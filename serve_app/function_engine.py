@@ -77,9 +77,9 @@ class FunctionEngine:
         receipt = Receipt()
         embeds = request.path == "/v1/embeddings"
         body = self._answer_embeddings(request, receipt) if embeds else self._answer_process(request)
-        async with aclosing(with_pulse(answer(body))) as messages:
+        async with aclosing(with_pulse(answer(body, receipt.pack))) as messages:
             async for message in messages:
-                yield message and message + receipt.pack()
+                yield message
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics."""

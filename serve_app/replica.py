@@ -1,7 +1,7 @@
 """What the replicas of every kind of model have in common."""
 
 import dataclasses
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 
 from ray import serve
 
@@ -14,13 +14,18 @@ DRAIN_S = 30.0
 """Seconds that a replica which is told to stop gives to the requests that it has admitted."""
 
 
-async def answer(body: Awaitable[bytes]) -> bytes:
-    """Return a whole answer as one relay message: the JSON that `body` makes, or why it can't."""
+async def answer(body: Awaitable[bytes], closing: Callable[[], bytes] = lambda: b"") -> bytes:
+    """Return a whole answer as one relay message: the JSON that `body` makes, or why it can't.
+
+    Args:
+        body: Makes it.
+        closing: Asked when that is done; what it returns goes behind the answer, as for `run_app`.
+    """
     try:
-        text = await body
+        message = Head(200, [(b"content-type", b"application/json")]).pack(await body, whole=True)
     except RequestError as error:
-        return pack_error(error)
-    return Head(200, [(b"content-type", b"application/json")]).pack(text, whole=True)
+        message = pack_error(error)
+    return message + closing()
 
 
 def replica_stats(stats: Stats, **limits: int) -> JSON:

@@ -6,7 +6,7 @@ import sys
 from tests.e2e.load import Load
 
 BEFORE, AFTER = 10, 30
-"""Requests that end well before the word is given that it's on, and after the line has come."""
+"""Requests that have to end well before it says that it is running, and once the line has come."""
 
 LIMIT_S = 240.0
 

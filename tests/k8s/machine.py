@@ -184,6 +184,7 @@ class Machine:
         self._folder = folder
         self._count = 1
         self._pods: list[Running] = []
+        self._programs: list[subprocess.Popen[str]] = []
         self._names: dict[str, str] = {"localhost": "127.0.0.1"}
         self._hosts = folder / "hosts"
         self._write_hosts()
@@ -266,17 +267,22 @@ class Machine:
         self._ip("link", "set", pod.link, "down")
 
     def program(self, module: str, *arguments: str) -> "subprocess.Popen[str]":
-        """Start a module of these tests in the pods' network."""
-        return subprocess.Popen(
+        """Start a module of these tests in the pods' network; it ends with the pods at the latest."""
+        program = subprocess.Popen(
             [*self._inside(), sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
         )
+        self._programs.append(program)
+        return program
 
     def stop(self) -> None:
-        """End all pods, and the network."""
+        """End all programs and pods, and the network."""
+        for program in self._programs:
+            program.kill()
+            program.wait()
         for pod in self._pods:
             pod.lose()
         self._holder.kill()
