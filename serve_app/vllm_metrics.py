@@ -5,11 +5,15 @@ Only files whose names begin with vllm_ import vllm. The imports are those of vL
 
 import dataclasses
 import logging
+from copy import copy
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+from vllm.v1.metrics.ray_wrappers import RayGaugeWrapper, RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
+
+from serve_app.telemetry.catalogue import Metric
+from serve_app.telemetry.histogram import Histogram, Record
 
 logger = logging.getLogger("ray.serve")
 
@@ -46,6 +50,30 @@ MAX_PENDING = 10_000
 TOKEN_COUNTS = tuple(field.name for field in dataclasses.fields(PromptTokenStats))
 
 
+def _gauge(metric: Metric) -> Record:
+    gauge = RayGaugeWrapper(metric.name, metric.help, list(metric.labels))
+    return lambda value, labels: gauge.labels(**labels).set(value)
+
+
+class _Histogram:
+    """What vLLM takes for one of its histograms."""
+
+    def __init__(self, name: str, documentation: str, labelnames: list[str], buckets: list[float]) -> None:
+        metric = Metric(name, "histogram", documentation, tuple(labelnames), tuple(map(float, buckets)))
+        self._labelnames = labelnames
+        self._labels: dict[str, str] = {}
+        self._histogram = Histogram(metric, _gauge)
+        self.report = self._histogram.report
+
+    def labels(self, *values: Any) -> "_Histogram":
+        series = copy(self)
+        series._labels = dict(zip(self._labelnames, map(str, values), strict=True))
+        return series
+
+    def observe(self, value: float) -> None:
+        self._histogram(value, self._labels)
+
+
 class _Ignored:
     """A histogram that takes no notice."""
 
@@ -57,11 +85,13 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
     """vLLM's metrics through Ray, many steps at a time.
 
     vLLM reports some twenty values per step and one per token, and each takes Ray 3 µs. Here a step is only
-    added to those before it, and `flush` reports them together. Of its histograms most are left out: Ray's
-    agent takes each value of each by itself, some 10 µs of Python, and vLLM has 16 per request.
+    added to those before it, and `flush` reports them together. Of its histograms, 16 values per request,
+    most are left out.
 
     An error that left `record` would end the engine; it ends the metrics instead.
     """
+
+    _histogram_cls = _Histogram
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int] | None = None) -> None:
         super().__init__(vllm_config, engine_indexes)
@@ -100,6 +130,8 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
                 cache, self._caches[index] = self._caches[index], PrefixCacheStats()
                 step = dataclasses.replace(scheduler, prefix_cache_stats=cache)
                 super().record(step, self._iterations.pop(index, None), None, index)
+                for name in HISTOGRAMS:
+                    getattr(self, name)[index].report()
                 # What was counted is not counted again.
                 once = dict.fromkeys(OF_ONE_STEP) | {"kv_cache_eviction_events": []}
                 self._schedulers[index] = dataclasses.replace(scheduler, **once)

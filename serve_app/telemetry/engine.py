@@ -36,6 +36,7 @@ class EngineTelemetry:
             meters = Meters(metrics_of(batcher))
             jobs.append(BatcherMetrics(model, batcher, meters, Tenants(settings.tenants)))
             jobs += [make(meters) for make in more]
+            jobs.append(meters.report)
         if settings.traces is not None:
             # Imported where spans are made and nowhere else.
             from serve_app.telemetry.tracing import Tracing

@@ -36,6 +36,7 @@ class IngressTelemetry:
             meters = Meters(catalogue.INGRESS)
             reports.append(RequestMetrics(meters))
             jobs.append(lambda: meters.record(catalogue.IN_PROGRESS, self.accounts.under_way))
+            jobs.append(meters.report)
         if settings.traces is not None:
             # Imported where spans are made and nowhere else.
             from serve_app.telemetry.tracing import Tracing, pass_on

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
-from ray.serve.metrics import Counter, Gauge, Histogram
+from ray.serve.metrics import Counter, Gauge
 
 from serve_app.telemetry.catalogue import Metric
-
-Record = Callable[[float, dict[str, str]], None]
-"""Takes a value and the value of each label: adds to a counter, sets a gauge, observes in a histogram."""
+from serve_app.telemetry.histogram import Histogram, Record
 
 
 def instrument(metric: Metric) -> Record:
@@ -16,7 +14,7 @@ def instrument(metric: Metric) -> Record:
         return Counter(metric.name, metric.help, metric.labels).inc  # type: ignore[arg-type]
     if metric.kind == "gauge":
         return Gauge(metric.name, metric.help, metric.labels).set  # type: ignore[arg-type]
-    return Histogram(metric.name, metric.help, list(metric.buckets), metric.labels).observe  # type: ignore[arg-type]
+    return Histogram(metric, instrument)
 
 
 class Meters:
@@ -48,3 +46,9 @@ class Meters:
         if grown > 0:
             self._totals[key] = total
             self.record(metric, grown, *labels)
+
+    def report(self) -> None:
+        """Tell what histograms have taken in since the last call."""
+        for record in self._records.values():
+            if isinstance(record, Histogram):
+                record.report()

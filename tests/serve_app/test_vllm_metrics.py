@@ -8,6 +8,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from serve_app import vllm_metrics
 from serve_app.vllm_metrics import EngineMetrics
+from tests.serve_app.telemetry.recording import Instruments
 
 
 @pytest.fixture
@@ -20,9 +21,16 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, int]]:
     ) -> None:
         told.append((scheduler, iteration, engine))
 
-    monkeypatch.setattr(RayPrometheusStatLogger, "__init__", lambda self, config, indexes: None)
+    monkeypatch.setattr(RayPrometheusStatLogger, "__init__", init)
     monkeypatch.setattr(RayPrometheusStatLogger, "record", record)
     return told
+
+
+def init(self: Any, config: object, indexes: list[int]) -> None:
+    """Make what vLLM makes of its histograms, among them one that isn't kept."""
+    for name in (*vllm_metrics.HISTOGRAMS, "histogram_queue_time_request"):
+        histogram = self._histogram_cls(f"vllm:{name}", "", ["model_name", "engine"], [1, 2.5])
+        setattr(self, name, {index: histogram.labels("m", str(index)) for index in indexes})
 
 
 def step(running: int, tokens: int) -> tuple[SchedulerStats, IterationStats]:
@@ -112,18 +120,30 @@ def test_an_error_ends_the_metrics_and_not_the_engine(
     assert len(logged) == 1
 
 
-def test_only_the_histograms_of_the_dashboard_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = object()
-
-    def init(self: object, config: object, indexes: object) -> None:
-        for name in (*vllm_metrics.HISTOGRAMS, "histogram_queue_time_request", "counter_prompt_tokens"):
-            setattr(self, name, {0: kept, 1: kept})
-
-    monkeypatch.setattr(RayPrometheusStatLogger, "__init__", init)
+def test_only_the_histograms_of_the_dashboard_are_kept(
+    reported: list[tuple[Any, Any, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = Instruments()
+    monkeypatch.setattr(vllm_metrics, "_gauge", told.make)
     metrics = EngineMetrics(None, [0, 1])
-    ignored = metrics.histogram_queue_time_request
-    assert ignored.keys() == {0, 1}
-    assert kept not in ignored.values()
-    ignored[1].observe(1.0)
-    assert all(getattr(metrics, name)[1] is kept for name in vllm_metrics.HISTOGRAMS)
-    assert metrics.counter_prompt_tokens[1] is kept
+    first_token = metrics.histogram_time_to_first_token
+    observed: list[list[float]] = [[0.5, 2, 2.5, 9], [3]]
+    for index, values in enumerate(observed):
+        for value in values:
+            first_token[index].observe(value)
+            metrics.histogram_queue_time_request[index].observe(value)
+    metrics.flush()
+    metrics.flush()
+    name = "vllm:histogram_time_to_first_token"
+    assert {(series, *labels): values for (series, labels), values in told.told.items()} == {
+        (f"{name}_bucket", "m", "0", "1.0"): [1],
+        (f"{name}_bucket", "m", "0", "2.5"): [3],
+        (f"{name}_bucket", "m", "0", "+Inf"): [4],
+        (f"{name}_sum", "m", "0"): [14],
+        (f"{name}_count", "m", "0"): [4],
+        (f"{name}_bucket", "m", "1", "1.0"): [0],
+        (f"{name}_bucket", "m", "1", "2.5"): [0],
+        (f"{name}_bucket", "m", "1", "+Inf"): [1],
+        (f"{name}_sum", "m", "1"): [3],
+        (f"{name}_count", "m", "1"): [1],
+    }

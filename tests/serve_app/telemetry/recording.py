@@ -1,7 +1,7 @@
 """Instruments that remember what they were told."""
 
 from serve_app.telemetry.catalogue import Metric
-from serve_app.telemetry.meters import Record
+from serve_app.telemetry.histogram import Record
 
 Labels = tuple[str, ...]
 
