@@ -12,6 +12,7 @@ from serve_app.admission import Admission
 from serve_app.errors import RequestError, engine_failed
 from serve_app.handlers import kept_handlers, write_warnings
 from serve_app.lifeline import tie_children
+from serve_app.own_cores import OwnCores
 from serve_app.precedence import let_others_finish
 from serve_app.protocol import (
     JSON,
@@ -78,6 +79,8 @@ class Engine:
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
         # The engine's own processes run by now, and don't.
         let_others_finish()
+        self._own_cores = OwnCores(settings.own_cores)
+        self._own_cores.claim()
 
     def reconfigure(self, user_config: JSON) -> None:
         """Take in the `user_config` of the deployment: at the start, and whenever it alone has changed.
@@ -162,6 +165,8 @@ class Engine:
         """Raise if the engine has died or nobody watches it, so that Serve replaces this replica."""
         if self._watching.done():
             self._watching.result()
+        # Another engine's may have come free: that of the replica which this one replaces.
+        self._own_cores.claim()
         await self._engine.check_health()
 
     async def _watch(self, timeout_s: float) -> None:

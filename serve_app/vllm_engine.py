@@ -133,6 +133,9 @@ class VLLMEngine:
             | settings.sampling.sampling()
         )
         self._tokenizer = self.llm.get_tokenizer()
+        # vLLM asks for it with every request, and its tokenizer looks it up each time.
+        eos_token_id = self.llm.renderer.get_eos_token_id()
+        self.llm.renderer.get_eos_token_id = lambda: eos_token_id
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._ids = itertools.count()
         self.steps = 0

@@ -1,12 +1,25 @@
 """`vllm.LLM.generate` on the rows of a file, once for each line that comes in; nothing around it."""
 
 import json
+import os
 import sys
 import time
 
+from serve_app.processes import descendants
+
+
+def keep_engine_to(cores: list[int]) -> None:
+    """Keep the processes below this one to `cores`."""
+    for process in descendants():
+        for thread in os.listdir(f"/proc/{process}/task"):
+            os.sched_setaffinity(int(thread), cores)
+
 
 def main() -> None:
-    """Load the model, say so, then answer each request for a run with the seconds that it took."""
+    """Load the model, say so, then answer each request for a run with the seconds that it took.
+
+    A request is a JSON list: a file, and the cores on which the engine may run.
+    """
     from vllm import LLM, SamplingParams
 
     arguments = json.loads(sys.argv[1])
@@ -16,7 +29,9 @@ def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=16)
     out.write("ready\n")
     for line in sys.stdin:
-        prompts = [json.loads(row)["prompt"] for row in open(line.strip())]  # noqa: SIM115
+        file, cores = json.loads(line)
+        keep_engine_to(cores)
+        prompts = [json.loads(row)["prompt"] for row in open(file)]  # noqa: SIM115
         started = time.monotonic()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.monotonic() - started
