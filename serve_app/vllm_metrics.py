@@ -130,11 +130,12 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
                 cache, self._caches[index] = self._caches[index], PrefixCacheStats()
                 step = dataclasses.replace(scheduler, prefix_cache_stats=cache)
                 super().record(step, self._iterations.pop(index, None), None, index)
-                for name in HISTOGRAMS:
-                    getattr(self, name)[index].report()
                 # What was counted is not counted again.
                 once = dict.fromkeys(OF_ONE_STEP) | {"kv_cache_eviction_events": []}
                 self._schedulers[index] = dataclasses.replace(scheduler, **once)
+            for name in HISTOGRAMS:
+                # One has the series of all engines.
+                next(iter(getattr(self, name).values())).report()
         except Exception:
             self._fail()
 

@@ -33,7 +33,6 @@ class Histogram:
         self._count = make(replace(gauge, name=f"{metric.name}_count"))
         self._counts: dict[tuple[str, ...], list[int]] = {}
         self._sums: dict[tuple[str, ...], float] = {}
-        self._changed: set[tuple[str, ...]] = set()
 
     def __call__(self, value: float, labels: dict[str, str]) -> None:
         """Take in a value."""
@@ -43,16 +42,14 @@ class Histogram:
             self._sums[key] = 0.0
         self._counts[key][bisect_left(self._bounds, value)] += 1
         self._sums[key] += value
-        self._changed.add(key)
 
     def report(self) -> None:
-        """Tell of the series that have changed since the last call."""
-        for key in self._changed:
+        """Tell all series; Ray forgets a gauge of which it hears nothing between two of its own reports."""
+        for key, counts in self._counts.items():
             labels = dict(zip(self._labels, key, strict=True))
             count = 0
-            for le, fallen in zip(self._les, self._counts[key], strict=True):
+            for le, fallen in zip(self._les, counts, strict=True):
                 count += fallen
                 self._bucket(count, labels | {"le": le})
             self._sum(self._sums[key], labels)
             self._count(count, labels)
-        self._changed.clear()

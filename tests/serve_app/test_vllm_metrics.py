@@ -133,7 +133,6 @@ def test_only_the_histograms_of_the_dashboard_are_kept(
             first_token[index].observe(value)
             metrics.histogram_queue_time_request[index].observe(value)
     metrics.flush()
-    metrics.flush()
     name = "vllm:histogram_time_to_first_token"
     assert {(series, *labels): values for (series, labels), values in told.told.items()} == {
         (f"{name}_bucket", "m", "0", "1.0"): [1],

@@ -46,15 +46,15 @@ def test_its_series_are_those_of_prometheus_whenever_it_reports(
     assert len(told.told) == len(values) * (len(BOUNDS) + 3)
 
 
-def test_what_has_not_changed_is_not_told_again() -> None:
+def test_what_has_not_changed_is_told_again() -> None:
     told = Instruments()
     histogram = Histogram(METRIC, told.make)
-    for model in "ab":
-        histogram(1.0, {"model": model, "tier": "flex"})
-    histogram.report()
     histogram(1.0, {"model": "a", "tier": "flex"})
     histogram.report()
-    assert told.told["seconds_count", ("a", "flex")] == [1, 2]
+    histogram(1.0, {"model": "b", "tier": "flex"})
+    histogram.report()
+    assert told.told["seconds_count", ("a", "flex")] == [1, 1]
+    assert told.told["seconds_bucket", ("a", "flex", "1.0")] == [1, 1]
     assert told.told["seconds_count", ("b", "flex")] == [1]
 
 
