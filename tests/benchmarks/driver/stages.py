@@ -1,51 +1,73 @@
-"""A file through an Engine as a Ray Data stage: a list in each call, or a call for each row."""
+"""A file through an Engine as a Ray Data stage: ours, and Ray's own."""
 
 import argparse
-import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pyarrow as pa
 import ray
-from ray import serve
+from ray.data import Dataset
+from ray.data.llm import ServeDeploymentProcessorConfig, build_processor
 
 from serve_app.driver.ray_data import Generate
+from serve_app.health import engine_name
 
-ROW: dict[str, Any] = {"fn_constructor_args": ["llm", "demo"], "batch_format": "pyarrow", "batch_size": 50}
-POOL: dict[str, Any] = {"concurrency": 1, "max_concurrency": 10, "num_cpus": 0}
+BATCH = 50
+CALLS = 10
 
 
-class PerRow:
-    """One handle call for each row, all of a batch at once: what Ray's own `ServeDeploymentProcessor` does.
+def ours(rows: Dataset) -> Dataset:
+    """Return the results of rows: a list in each call."""
+    return rows.map_batches(
+        Generate,
+        fn_constructor_args=["llm", "demo"],
+        batch_format="pyarrow",
+        batch_size=BATCH,
+        concurrency=1,
+        max_concurrency=CALLS,
+        num_cpus=0,
+    )
 
-    That one calls a streaming method with fields of its own, so it can't call ours as it is.
-    """
 
-    def __init__(self, app: str, model: str) -> None:
-        self._engine: Any = serve.get_deployment_handle(f"Engine:{model}", app_name=app)
+def processor(rows: Dataset) -> Dataset:
+    """Return the results of rows: a call for each, as many at once as ours has prompts in its calls."""
+    config = ServeDeploymentProcessorConfig(
+        deployment_name=engine_name("demo"), app_name="llm", batch_size=BATCH * CALLS, concurrency=1
+    )
+    process = build_processor(
+        config,
+        preprocess=_to_request,
+        postprocess=_to_result,
+        preprocess_map_kwargs={"num_cpus": 0},
+        postprocess_map_kwargs={"num_cpus": 0},
+    )
+    return process(rows)
 
-    async def __call__(self, batch: pa.Table) -> AsyncIterator[pa.Table]:
-        """Yield the batch with its results."""
-        bodies = [{"prompts": [prompt], "service_tier": "flex"} for prompt in batch["prompt"].to_pylist()]
-        answers = await asyncio.gather(*(self._engine.generate.remote(body) for body in bodies))
-        results = [answer["results"][0] for answer in answers]
-        yield batch.append_column("result", pa.array(results, pa.string()))
+
+def _to_request(row: dict[str, Any]) -> dict[str, Any]:
+    kwargs = {"prompts": [row["prompt"]], "service_tier": "flex"}
+    return {"id": row["id"], "method": "answer", "request_kwargs": kwargs}
+
+
+def _to_result(row: dict[str, Any]) -> dict[str, Any]:
+    return {"id": row["id"], "result": row["results"][0]}
+
+
+STAGES = {"lists": ours, "processor": processor}
 
 
 def main() -> None:
     """Run a stage over a file, and print the seconds that it took and its results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file")
-    parser.add_argument("stage", choices=["lists", "rows"])
+    parser.add_argument("stage", choices=STAGES)
     options = parser.parse_args()
     ray.init(address="auto", log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.from_items([json.loads(line) for line in open(options.file)])  # noqa: SIM115
-    stage: Any = Generate if options.stage == "lists" else PerRow
+    stage = STAGES[options.stage]
     started = time.monotonic()
-    done = rows.map_batches(stage, **ROW, **POOL).take_all()
+    done = stage(rows).take_all()
     seconds = time.monotonic() - started
     print(json.dumps([seconds, {row["id"]: row["result"] for row in done}]))
 
