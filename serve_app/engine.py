@@ -12,7 +12,7 @@ from serve_app.admission import Admission
 from serve_app.errors import RequestError, engine_failed
 from serve_app.handlers import kept_handlers, write_warnings
 from serve_app.lifeline import tie_children
-from serve_app.own_cores import OwnCores
+from serve_app.own_cores import OwnCores, compute_threads
 from serve_app.precedence import let_others_finish
 from serve_app.protocol import (
     JSON,
@@ -79,7 +79,7 @@ class Engine:
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
         # The engine's own processes run by now, and don't.
         let_others_finish()
-        self._own_cores = OwnCores(settings.own_cores)
+        self._own_cores = OwnCores(compute_threads() if settings.own_cores else 0)
         self._own_cores.claim()
 
     def reconfigure(self, user_config: JSON) -> None:

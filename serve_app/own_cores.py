@@ -58,6 +58,14 @@ class OwnCores:
         return claim
 
 
+def compute_threads() -> int:
+    """Return with how many threads an engine computes that this process starts; Ray sets it to `num_cpus`."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    # OpenMP takes a list too, of which the first counts; without any number it takes every core.
+    first = threads.partition(",")[0].strip()
+    return int(first) if first.isdecimal() else os.cpu_count() or 1
+
+
 def _keep_to(cores: list[int]) -> None:
     for process in descendants():
         # A process or thread may have ended meanwhile, or a container forbid the call.

@@ -151,9 +151,10 @@ class LLMSettings(Strict):
             replaced. It has to be above the longest step, with what a kernel takes to compile on its first
             use. With `disable_log_stats` a step shows only when it brings a token: then above the longest
             prompt's time to first token.
-        own_cores: Cores that each replica's engine keeps to, and shares with no other engine of the machine;
-            see `serve_app.own_cores`. On few cores this is worth a tenth of its speed. Replicas in containers
-            that share a machine would claim the same ones: there leave it at 0, any core.
+        own_cores: Each replica's engine keeps to as many cores as it computes with threads, which Ray sets to
+            the replica's `num_cpus`, and shares them with no other engine of the machine, if there are so
+            many and one more: see `serve_app.own_cores`. On few cores that is worth a tenth of its speed.
+            Not for containers that share a machine: they would take the same cores.
     """
 
     id: ModelId
@@ -163,7 +164,7 @@ class LLMSettings(Strict):
     batcher: BatcherSettings = BatcherSettings()
     sampling: SamplingFields = SamplingFields()
     engine_hang_timeout_s: Seconds = 60.0
-    own_cores: NotNegative = 0
+    own_cores: Flag = False
 
     @property
     def path(self) -> str:

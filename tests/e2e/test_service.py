@@ -1,6 +1,7 @@
 """Health, statistics, the page, disconnects and the queue's bound."""
 
 import asyncio
+import os
 import time
 
 import httpx
@@ -42,6 +43,17 @@ def test_health(http: httpx.Client) -> None:
 def test_on_loopback_nobody_is_warned_of_strangers(service: Service) -> None:
     """The Ingress knows on which address Serve listens."""
     assert not [path for path, text in service.logs().items() if "asks for no API key" in text]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_the_engine_keeps_to_a_core(service: Service) -> None:
+    (engine,) = service.pids("VLLM::EngineCore")
+    deadline = time.monotonic() + 20
+    while len(os.sched_getaffinity(engine)) > 1:
+        assert time.monotonic() < deadline, "another engine on this machine may have the cores"
+        time.sleep(0.2)
+    threads = {tuple(os.sched_getaffinity(int(each))) for each in os.listdir(f"/proc/{engine}/task")}
+    assert len(threads) == 1
 
 
 def test_page(http: httpx.Client) -> None:

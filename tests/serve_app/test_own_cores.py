@@ -6,6 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from serve_app.own_cores import compute_threads
+
 SCRIPT = """
 import os, subprocess, sys, threading
 from serve_app.own_cores import OwnCores
@@ -97,3 +99,15 @@ def test_without_enough_of_them_it_runs_anywhere(count: int, start: Start) -> No
 def test_it_takes_none_that_it_may_not_use(start: Start) -> None:
     assert start(1, ALL[:1]).claim() == ALL[:1]
     assert start(1, ALL[:2]).claim() == ALL[:1]
+
+
+@pytest.mark.parametrize(
+    ("threads", "count"), [("3", 3), (" 4,2", 4), ("", os.cpu_count()), (None, os.cpu_count())]
+)
+def test_an_engine_has_as_many_threads_as_openmp_is_told(
+    threads: str | None, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert compute_threads() == count
