@@ -85,8 +85,11 @@ class Bench:
         return float(body["elapsed_s"])
 
     def _ray_data(self, file: Path, stage: str) -> float:
-        command = [sys.executable, "-m", "tests.benchmarks.driver.stages", str(file), stage]
-        seconds, results = json.loads(self._service.run(command).splitlines()[-1])
+        out = self._folder / "stage.json"
+        self._service.run(
+            [sys.executable, "-m", "tests.benchmarks.driver.stages", str(file), str(out), stage]
+        )
+        seconds, results = json.loads(out.read_text())
         self._check([results[json.loads(line)["id"]] for line in file.read_text().splitlines()])
         return float(seconds)
 

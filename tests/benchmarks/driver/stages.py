@@ -3,6 +3,7 @@
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -57,19 +58,21 @@ STAGES = {"lists": ours, "processor": processor}
 
 
 def main() -> None:
-    """Run a stage over a file, and print the seconds that it took and its results."""
+    """Run a stage over a file, and write the seconds that it took and its results."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("file")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("out", type=Path)
     parser.add_argument("stage", choices=STAGES)
     options = parser.parse_args()
     ray.init(address="auto", log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = ray.data.from_items([json.loads(line) for line in open(options.file)])  # noqa: SIM115
+    rows = ray.data.from_items([json.loads(line) for line in options.file.read_text().splitlines()])
     stage = STAGES[options.stage]
     started = time.monotonic()
     done = stage(rows).take_all()
     seconds = time.monotonic() - started
-    print(json.dumps([seconds, {row["id"]: row["result"] for row in done}]))
+    # Not to standard output, where Ray writes too.
+    options.out.write_text(json.dumps([seconds, {row["id"]: row["result"] for row in done}]))
 
 
 if __name__ == "__main__":
