@@ -44,7 +44,7 @@ class OwnCores:
         for claim in free.values():
             claim.close()
         if cores:
-            _keep_to(cores)
+            keep_to(cores)
             logger.info("the engine has core %s to itself", ", ".join(map(str, cores)))
 
     def _take(self, core: int) -> socket.socket | None:
@@ -66,7 +66,8 @@ def compute_threads() -> int:
     return int(first) if first.isdecimal() else os.cpu_count() or 1
 
 
-def _keep_to(cores: list[int]) -> None:
+def keep_to(cores: list[int]) -> None:
+    """Keep all processes below this one to `cores`."""
     for process in descendants():
         # A process or thread may have ended meanwhile, or a container forbid the call.
         with suppress(OSError):

@@ -9,7 +9,7 @@ import pytest
 from serve_app.own_cores import compute_threads
 
 SCRIPT = """
-import os, subprocess, sys, threading
+import os, subprocess, sys
 from serve_app.own_cores import OwnCores
 
 child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)

@@ -1,18 +1,10 @@
 """`vllm.LLM.generate` on the rows of a file, once for each line that comes in; nothing around it."""
 
 import json
-import os
 import sys
 import time
 
-from serve_app.processes import descendants
-
-
-def keep_engine_to(cores: list[int]) -> None:
-    """Keep the processes below this one to `cores`."""
-    for process in descendants():
-        for thread in os.listdir(f"/proc/{process}/task"):
-            os.sched_setaffinity(int(thread), cores)
+from serve_app.own_cores import keep_to
 
 
 def main() -> None:
@@ -30,7 +22,7 @@ def main() -> None:
     out.write("ready\n")
     for line in sys.stdin:
         file, cores = json.loads(line)
-        keep_engine_to(cores)
+        keep_to(cores)
         prompts = [json.loads(row)["prompt"] for row in open(file)]  # noqa: SIM115
         started = time.monotonic()
         outputs = llm.generate(prompts, params, use_tqdm=False)
