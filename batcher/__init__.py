@@ -11,17 +11,17 @@ from batcher.costs import (
     TokenEstimatorFn,
 )
 from batcher.dynamic import DynamicBatcher
+from batcher.entries import Ticket
 from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
+from batcher.fair_share import Queued
 from batcher.forming import Former
-from batcher.goals import Goals
-from batcher.lanes import Queued
 from batcher.observations import BatchObservation, Observation, Observations
 from batcher.profiles import PROFILES, profile
 from batcher.queue import Entry, RequestQueue
+from batcher.slo import Goals
 from batcher.slot import Slot
 from batcher.stats import BatchStats, ContinuousStats, Stats
 from batcher.threads import ThreadClient
-from batcher.tickets import Ticket
 from batcher.tokens import TokenBatcher
 
 __all__ = [

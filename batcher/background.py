@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from batcher.goals import Goals, Window
+from batcher.slo import Goals, Window
 
 BACKGROUND = 1
 """The priority from which on records are background, unless told otherwise."""

@@ -8,16 +8,16 @@ from types import EllipsisType
 from typing import Any, Literal, TypeVar
 
 from batcher import checks
+from batcher.admission import UNKNOWN_WAIT_S, Intake, State
 from batcher.background import BACKGROUND, Background
 from batcher.costs import OutputEstimator, whole_cost
 from batcher.errors import BatcherError, Expired, Oversize
-from batcher.goals import Goals
-from batcher.intake import UNKNOWN_WAIT_S, Intake, State
 from batcher.lead import Lead
 from batcher.lifecycle import Lifecycle
 from batcher.observations import Observation, Outcome
 from batcher.queue import RequestQueue
 from batcher.rates import ServiceRate
+from batcher.slo import Goals
 from batcher.slot import Slot
 from batcher.stats import ContinuousStats, WindowRecorder
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from batcher import checks
+from batcher.admission import UNKNOWN_WAIT_S, Intake, State
+from batcher.batch_delay import Company
 from batcher.calls import ProcessCall, ProcessFn
-from batcher.company import Company
 from batcher.costs import CostEstimatorFn, CostRule
+from batcher.entries import Ticket
 from batcher.errors import BatcherError, Closed, Oversize, separate
 from batcher.forming import FORMINGS, LOOKAHEAD_BATCHES, Former, Forming
-from batcher.intake import UNKNOWN_WAIT_S, Intake, State
 from batcher.lifecycle import Lifecycle
 from batcher.mapping import map_records
 from batcher.processing import Processor
 from batcher.queue import RequestQueue
 from batcher.stats import BatchRecorder, BatchStats
-from batcher.tickets import Ticket
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")

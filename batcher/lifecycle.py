@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any, Self
 
-from batcher.intake import Intake, State
+from batcher.admission import Intake, State
 from batcher.observations import Observations
 from batcher.stats import Recorder
 

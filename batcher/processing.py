@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+from batcher.admission import LATE
 from batcher.calls import ProcessCall
+from batcher.entries import Ticket
 from batcher.errors import Aborted, BadResults, Expired, fit, separate
-from batcher.intake import LATE
 from batcher.observations import BatchObservation, Observation, Outcome
 from batcher.stats import BatchRecorder
-from batcher.tickets import Ticket
 
 ResultT = TypeVar("ResultT")
 

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from batcher import checks
 from batcher.errors import QueueFull
-from batcher.lanes import Lane, PriorityClass, Queued
+from batcher.fair_share import Lane, PriorityClass, Queued
 
 BACKGROUND_SHARE = 0.9
 """Share of the bounds that the background may fill."""

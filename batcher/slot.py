@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from batcher.errors import BatcherError
-from batcher.lanes import Queued
+from batcher.fair_share import Queued
 
 
 class Window(Protocol):

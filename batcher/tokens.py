@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 from batcher.calls import ProcessFn
 from batcher.costs import CostEstimatorFn
 from batcher.dynamic import DynamicBatcher
-from batcher.tickets import Ticket
+from batcher.entries import Ticket
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")

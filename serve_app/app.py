@@ -6,11 +6,11 @@ from ray import serve
 from ray.serve import Application
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 
-from serve_app.engine import Engine
-from serve_app.function_engine import FunctionEngine
-from serve_app.health import engine_name
-from serve_app.ingress import Ingress
-from serve_app.settings import FunctionSettings, ModelSettings, Settings, parse
+from serve_app.engine.function import FunctionEngine
+from serve_app.engine.llm import Engine
+from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.health import engine_name
+from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings, parse
 
 UNBOUNDED = 100_000
 """The batcher bounds what waits, by tokens and with an answer that says when to come back; Serve's own
@@ -29,7 +29,7 @@ def build(args: dict[str, Any]) -> Application:
     """Return the application that a config describes: one Engine per model behind an Ingress.
 
     Args:
-        args: See `serve_app.settings.Settings`.
+        args: See `serve_app.settings.schema.Settings`.
 
     Raises:
         SettingsError: The args are wrong.

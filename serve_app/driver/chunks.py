@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import CommandError, RowError
 from serve_app.driver.prompts import Prompt, Prompter
 from serve_app.driver.rows import Row
 from serve_app.driver.spans import Spans
-from serve_app.protocol import JSON
 
 
 @dataclass(slots=True, frozen=True)

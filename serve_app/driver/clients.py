@@ -8,11 +8,11 @@ from typing import Any, Protocol, Self
 import httpx
 from pydantic_core import from_json, to_json
 
-from serve_app import cancelling
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import RETRY_COUNT
 from serve_app.driver.errors import DriverError
-from serve_app.errors import RequestError
-from serve_app.protocol import JSON
-from serve_app.terms import RETRY_COUNT
+from serve_app.system import cancellation
 
 STATS_TIMEOUT_S = 10.0
 
@@ -145,7 +145,7 @@ class HandleClient:
         import ray
         from ray import serve
 
-        from serve_app.health import engine_name
+        from serve_app.ingress.health import engine_name
 
         if not ray.is_initialized():
             try:
@@ -187,7 +187,7 @@ class HandleClient:
             message = f"{self._name}: no answer in {self._read_s:g} s"
             raise RequestError(503, "service_unavailable", message) from None
         except asyncio.CancelledError:
-            if not cancelling.is_own():
+            if not cancellation.is_own():
                 message = f"{self._name}: its replica was taken away"
                 raise RequestError(503, "service_unavailable", message) from None
             response.cancel()
@@ -223,7 +223,7 @@ class HandleClient:
             found: list[JSON] = await broadcast.results_async(timeout_s=STATS_TIMEOUT_S)
             return found
         except asyncio.CancelledError:
-            if cancelling.is_own():
+            if cancellation.is_own():
                 raise
             return None
         except Exception:

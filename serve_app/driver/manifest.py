@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import OutputError
 from serve_app.driver.journal import write_whole
-from serve_app.protocol import JSON
 
 VERSION = 1
 

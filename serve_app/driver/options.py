@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from serve_app.api.protocol import JSON, SamplingFields
+from serve_app.api.scheduling import CLASSES
 from serve_app.driver.errors import DriverError
-from serve_app.protocol import JSON, SamplingFields
-from serve_app.terms import CLASSES
 
 PROG = "python -m serve_app.driver"
 COMMAND = "saturate-batch"

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import OutputError
 from serve_app.driver.journal import Journal
 from serve_app.driver.manifest import Manifest, manifest_path, read_manifest
 from serve_app.driver.parquet import write_parquet
 from serve_app.driver.spans import Spans
-from serve_app.protocol import JSON
 
 Existing = Literal["same", "resume", "overwrite"]
 """What to do with rows that are there: go on if options and input are the same, go on anyway, begin anew."""

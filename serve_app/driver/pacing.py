@@ -99,4 +99,4 @@ class Auto:
             self.limit = max(1, self.limit - 1)
 
 
-Pace = Fixed | Auto
+StreamInterval = Fixed | Auto

@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import OutputError
 from serve_app.driver.journal import put_in_place
-from serve_app.protocol import JSON
 
 GROUP_ROWS = 5_000
 """Rows of a row group: as many as are held in memory."""

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import DriverError, RowError
-from serve_app.protocol import JSON
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import ServiceTier
 from serve_app.driver.chunks import cut
 from serve_app.driver.clients import HandleClient
 from serve_app.driver.pacing import Backoff, Fixed
@@ -13,8 +15,6 @@ from serve_app.driver.rows import numbered
 from serve_app.driver.running import call_body
 from serve_app.driver.sending import Sender
 from serve_app.driver.tally import Tally
-from serve_app.protocol import JSON
-from serve_app.terms import ServiceTier
 
 
 class Generate:

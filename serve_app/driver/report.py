@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import OutputError
 from serve_app.driver.journal import write_whole
-from serve_app.protocol import JSON
 
 
 def report(

@@ -9,8 +9,8 @@ from typing import IO, Any
 
 from pydantic_core import from_json
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import InputError, RowError
-from serve_app.protocol import JSON
 
 BATCH_ROWS = 1_000
 """Rows of a Parquet file that are taken apart at a time."""

@@ -6,17 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Literal
 
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import ServiceTier
 from serve_app.driver.chunks import Chunk, cut
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError
-from serve_app.driver.pacing import Auto, Backoff, Fixed, Pace
+from serve_app.driver.pacing import Auto, Backoff, Fixed, StreamInterval
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import numbered
 from serve_app.driver.sending import Sender, StoppedError
 from serve_app.driver.sources import open_source
 from serve_app.driver.tally import Tally
-from serve_app.protocol import JSON
-from serve_app.terms import ServiceTier
 
 POLL_S = 1.0
 """Seconds between two looks at the service's statistics."""
@@ -44,7 +44,7 @@ class Run:
         body: JSON,
         *,
         chat: bool = False,
-        pace: Pace | None = None,
+        pace: StreamInterval | None = None,
         retries: int = 20,
         backoff: Backoff | None = None,
     ) -> None:

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError, RowError
-from serve_app.driver.pacing import Backoff, Pace
+from serve_app.driver.pacing import Backoff, StreamInterval
 from serve_app.driver.tally import Tally
-from serve_app.errors import RequestError
-from serve_app.protocol import JSON
 
 PASSING = {408, 425, 429, 500, 502, 503, 504}
 """Statuses that another try may cure."""
@@ -92,7 +92,7 @@ class Sender:
         chat: bool,
         retries: int,
         backoff: Backoff,
-        pace: Pace,
+        pace: StreamInterval,
         tally: Tally,
         stopping: asyncio.Event,
     ) -> None:

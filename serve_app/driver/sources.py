@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.errors import InputError, RowError
 from serve_app.driver.rows import Values, read_csv, read_jsonl, read_parquet
-from serve_app.protocol import JSON
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}

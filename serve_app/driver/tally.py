@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from serve_app.protocol import JSON
+from serve_app.api.protocol import JSON
 
 SAMPLE = 10_000
 """Calls over which latency percentiles are taken; of more calls, as many drawn evenly."""

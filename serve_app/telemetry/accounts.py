@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.receipts import MARK, Receipt, split
-from serve_app.terms import Terms
+from serve_app.api.scheduling import Scheduling
+from serve_app.relay.usage import MARK, RequestUsage, split
 
 Outcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 
@@ -38,7 +38,7 @@ class Account:
         streams: Its answer is a stream of events.
         complete: The last piece of its answer has left.
         left: Its client has gone, or the server stops.
-        receipt: What the engine says of it.
+        usage: What the engine says of it.
         trace: Its span, where there is tracing.
     """
 
@@ -48,13 +48,13 @@ class Account:
         "first_at",
         "left",
         "model",
-        "receipt",
         "scope",
         "started_at",
         "status",
         "streams",
         "tenant",
         "trace",
+        "usage",
     )
 
     def __init__(self, scope: MutableMapping[str, Any]) -> None:
@@ -68,13 +68,13 @@ class Account:
         self.streams = False
         self.complete = False
         self.left = False
-        self.receipt: Receipt | None = None
+        self.usage: RequestUsage | None = None
         self.trace: Any = None
 
-    def assign(self, model: str, terms: Terms) -> None:
+    def assign(self, model: str, scheduling: Scheduling) -> None:
         """The request goes to a model."""
         self.model = model
-        self.tenant = terms.tenant
+        self.tenant = scheduling.tenant
 
     @property
     def request_id(self) -> str:
@@ -93,8 +93,8 @@ class Account:
     @property
     def outcome(self) -> Outcome:
         """What became of it."""
-        # With the receipt all has left; a client that knows it goes without waiting for the end.
-        if not self.complete and self.receipt is None:
+        # With the usage all has left; a client that knows it goes without waiting for the end.
+        if not self.complete and self.usage is None:
             return "cancelled" if self.left else "failed"
         match self.status:
             case 429:
@@ -106,7 +106,7 @@ class Account:
             case status if status >= 400:
                 return "refused"
         # An engine that fails in the middle of a stream can't change its status any more.
-        return "failed" if self.streams and self.receipt is None else "ok"
+        return "failed" if self.streams and self.usage is None else "ok"
 
     @property
     def trace_id(self) -> str:
@@ -195,7 +195,7 @@ class Accounting:
             else:
                 body = message.get("body", b"")
                 if body.endswith(MARK):
-                    message["body"], account.receipt = split(body)
+                    message["body"], account.usage = split(body)
                 if not account.first_at:
                     account.first_at = time.monotonic()
                 if not message.get("more_body", False):

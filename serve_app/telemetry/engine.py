@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher
-from serve_app.receipts import Receipt
-from serve_app.settings import TelemetrySettings
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.schema import TelemetrySettings
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
@@ -44,16 +44,16 @@ class EngineTelemetry:
             self._tracing = Tracing(settings.traces)
         self._reporter = Reporter(*jobs).start()
 
-    def answered(self, headers: list[tuple[bytes, bytes]], began_at: float, receipt: Receipt) -> None:
+    def answered(self, headers: list[tuple[bytes, bytes]], began_at: float, usage: RequestUsage) -> None:
         """The engine has answered a request, or its client has left.
 
         Args:
             headers: Those of the request.
             began_at: When it came, on the clock of `time.monotonic`.
-            receipt: What it took.
+            usage: What it took.
         """
         if self._tracing is not None:
-            self._tracing.engine(headers, self._model, began_at, receipt)
+            self._tracing.engine(headers, self._model, began_at, usage)
 
     def stop(self) -> None:
         """Report for the last time."""

@@ -6,14 +6,14 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
-from serve_app.settings import TelemetrySettings
+from serve_app.api.scheduling import Scheduling
+from serve_app.settings.schema import TelemetrySettings
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.accounts import Account, Accounting, Accounts, account_of
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.request_log import RequestLog, serve_logs
 from serve_app.telemetry.requests import RequestMetrics
-from serve_app.terms import Terms
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -65,8 +65,10 @@ class IngressTelemetry:
             for stop in self._stop:
                 stop()
 
-    def assign(self, scope: MutableMapping[str, Any], model: str, terms: Terms, headers: Headers) -> Headers:
+    def assign(
+        self, scope: MutableMapping[str, Any], model: str, scheduling: Scheduling, headers: Headers
+    ) -> Headers:
         """A request goes to a model; return the headers that go with it."""
         account = account_of(scope)
-        account.assign(model, terms)
+        account.assign(model, scheduling)
         return headers if self._pass_on is None else self._pass_on(account, headers)

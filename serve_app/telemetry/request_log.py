@@ -25,7 +25,7 @@ def fields(account: Account, offset_s: float) -> dict[str, Any]:
         account: The request.
         offset_s: What the clock of `time.time` is ahead of that of `time.monotonic`.
     """
-    receipt = account.receipt
+    usage = account.usage
     told: dict[str, Any] = {
         "time": datetime.fromtimestamp(account.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
         "request_id": account.request_id,
@@ -36,9 +36,9 @@ def fields(account: Account, offset_s: float) -> dict[str, Any]:
         "status": account.status,
         "outcome": account.outcome,
         "stream": account.streams,
-        "prompt_tokens": receipt.prompt_tokens if receipt else None,
-        "output_tokens": receipt.output_tokens if receipt else None,
-        "wait_s": round(receipt.wait_s, 6) if receipt else None,
+        "prompt_tokens": usage.prompt_tokens if usage else None,
+        "output_tokens": usage.output_tokens if usage else None,
+        "wait_s": round(usage.wait_s, 6) if usage else None,
         "first_s": round(account.first_at - account.started_at, 6) if account.first_at else None,
         "total_s": round(account.seconds, 6),
     }

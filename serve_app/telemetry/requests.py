@@ -32,12 +32,12 @@ class RequestMetrics:
         if outcome != "ok" or not account.model:
             return
         record(catalogue.REQUEST_SECONDS, account.seconds, model, "yes" if account.streams else "no")
-        receipt = account.receipt
+        usage = account.usage
         if account.streams:
             first_s = account.first_at - account.started_at
             record(catalogue.FIRST_TOKEN, first_s, model)
-            if receipt and receipt.output_tokens > 1:
-                per_token_s = (account.seconds - first_s) / (receipt.output_tokens - 1)
+            if usage and usage.output_tokens > 1:
+                per_token_s = (account.seconds - first_s) / (usage.output_tokens - 1)
                 record(catalogue.PER_TOKEN, per_token_s, model)
-        if receipt and receipt.engine_s:
-            record(catalogue.PATH_SECONDS, max(account.seconds - receipt.engine_s, 0.0), model)
+        if usage and usage.engine_s:
+            record(catalogue.PATH_SECONDS, max(account.seconds - usage.engine_s, 0.0), model)

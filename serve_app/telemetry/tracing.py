@@ -13,8 +13,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from serve_app.receipts import Part, Receipt
-from serve_app.settings import SettingsError, TraceSettings
+from serve_app.relay.usage import PromptUsage, RequestUsage
+from serve_app.settings.schema import SettingsError, TraceSettings
 from serve_app.telemetry.accounts import QUIET, Account
 
 Headers = list[tuple[bytes, bytes]]
@@ -74,14 +74,14 @@ class Tracing:
                     span.set_status(Status(StatusCode.ERROR))
             span.end(_ns(account.ended_at, offset))
 
-    def engine(self, headers: Headers, model: str, began_at: float, receipt: Receipt) -> None:
+    def engine(self, headers: Headers, model: str, began_at: float, usage: RequestUsage) -> None:
         """Make the spans of a request that an engine has answered: its whole, and each prompt's wait and run.
 
         Args:
             headers: The request's, as the Ingress has passed them on.
             model: The model's id.
             began_at: When the engine got it, on the clock of `time.monotonic`.
-            receipt: What it took.
+            usage: What it took.
         """
         offset = _offset_ns()
         parent = W3C.extract(_text(headers))
@@ -91,16 +91,16 @@ class Tracing:
             start_time=_ns(began_at, offset),
             attributes={
                 "gen_ai.request.model": model,
-                "gen_ai.usage.input_tokens": receipt.prompt_tokens,
-                "gen_ai.usage.output_tokens": receipt.output_tokens,
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.output_tokens": usage.output_tokens,
             },
         )
         if whole.is_recording():
-            for part in receipt.parts:
+            for part in usage.parts:
                 self._part(whole, part, offset)
         whole.end()
 
-    def _part(self, whole: Span, part: Part, offset: int) -> None:
+    def _part(self, whole: Span, part: PromptUsage, offset: int) -> None:
         inside = set_span_in_context(whole)
         times = [_ns(at, offset) for at in (part.submitted_at, part.started_at, part.ended_at)]
         self._tracer.start_span("queue", context=inside, start_time=times[0]).end(times[1])

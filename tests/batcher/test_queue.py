@@ -482,7 +482,7 @@ def test_tenants_are_forgotten_while_another_waits() -> None:
 
 
 def test_the_memory_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batcher.lanes.MAX_IDLE_TENANTS", 100)
+    monkeypatch.setattr("batcher.fair_share.MAX_IDLE_TENANTS", 100)
     queue = queue_of()
     add(queue, "m", tenant="modest", cost=1)
     for i in range(1000):

@@ -11,7 +11,7 @@ from tests.e2e.service import ROOT, Service
 MINILM = {
     "id": "minilm",
     "kind": "function",
-    "target": "serve_app.embedding:MiniLM",
+    "target": "serve_app.demo.minilm:MiniLM",
     "embeddings": True,
     "batcher": {"profile": "variable_length", "target_batch_cost": 4096, "max_batch_size": 64},
 }
@@ -24,7 +24,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     (app,) = config["applications"]
     # However slow the machine, a class that waits stays where it is.
     app["args"]["models"][0]["batcher"]["priority_aging_s"] = None
-    app["args"]["models"][0]["own_cores"] = True
     app["args"]["models"].append(MINILM)
     # The demo model and the ingress have reserved what two cores have.
     app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from serve_app.protocol import GenerateRequest, ProcessRequest
+from serve_app.api.protocol import GenerateRequest, ProcessRequest
 
 QUESTION = "What is 1+1?"
 CHAT = [{"role": "user", "content": QUESTION}]

@@ -15,7 +15,7 @@ import openai
 import pytest
 import yaml
 
-from serve_app.keys import hash_key, new_key
+from serve_app.auth.keys import hash_key, new_key
 from tests.e2e.service import ROOT, Service
 
 KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late")}

@@ -16,7 +16,7 @@ CAT, KITTEN, RATES = "A cat sleeps on the sofa.", "A kitten naps on the couch.",
 SCRIPT = """
 import json, ray
 from ray import serve
-from serve_app.errors import RequestError
+from serve_app.api.errors import RequestError
 
 ray.init(address="auto", log_to_driver=False)
 handle = serve.get_deployment_handle("Engine:minilm", app_name="llm")

@@ -21,7 +21,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from serve_app.protocol import GenerateRequest, ProcessRequest
+from serve_app.api.protocol import GenerateRequest, ProcessRequest
 from tests.e2e.service import Service
 from tests.e2e.shots import Shot, dump, shots
 from tests.e2e.test_service import wait_until_idle

@@ -7,7 +7,7 @@ from tests.e2e.service import Service
 SCRIPT = """
 import json, ray
 from ray import serve
-from serve_app.errors import RequestError
+from serve_app.api.errors import RequestError
 
 ray.init(address="auto", log_to_driver=False)
 handle = serve.get_deployment_handle("Engine:demo", app_name="llm")

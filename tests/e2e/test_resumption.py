@@ -13,10 +13,10 @@ SCRIPT = """
 import asyncio, json, sys
 import ray
 from ray import serve
-from serve_app.receipts import cut
-from serve_app.relay import Head, RelayRequest
-from serve_app.resumption import Splice
-from serve_app.trail import to_ids, unframe
+from serve_app.relay.usage import cut
+from serve_app.relay.asgi import Head, RelayRequest
+from serve_app.ingress.splice import Splice
+from serve_app.relay.resume import to_ids, unframe
 
 # What comes out of the engine faster than it is read travels together: a short answer may have no seam.
 TRIES = 20

@@ -31,7 +31,7 @@ SCALING = {
     "max_replicas": 2,
     # By calls alone one replica would do: the tests make one at a time, or 32.
     "target_ongoing_requests": 64,
-    "policy": {"policy_function": "serve_app.scaling:ByTokens", "policy_kwargs": {"target": 0.8}},
+    "policy": {"policy_function": "serve_app.engine.autoscaling:ByTokens", "policy_kwargs": {"target": 0.8}},
     "upscale_delay_s": 1,
     # Two replicas have to stay while they share a load.
     "downscale_delay_s": 15,

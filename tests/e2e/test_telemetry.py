@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from serve_app.request_lines import LOGS
+from serve_app.cli.log_tail import LOGS
 from tests.e2e.service import Service
 
 LIMIT_S = 30.0

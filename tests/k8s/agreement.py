@@ -8,7 +8,7 @@ import yaml
 from ray.serve._private.build_app import build_app
 
 from serve_app.app import build
-from serve_app.settings import parse
+from serve_app.settings.schema import parse
 from tests.k8s.pods import Pod, of_kind, pods
 from tests.k8s.rendering import Document
 

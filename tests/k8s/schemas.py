@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel
 from ray.serve.schema import ServeDeploySchema
 
-from serve_app.settings import SettingsError, parse
+from serve_app.settings.schema import SettingsError, parse
 from tests.k8s import monitoring
 from tests.k8s.rendering import REPOSITORY, Document
 

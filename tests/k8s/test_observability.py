@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from k8s.dashboard.__main__ import dashboard, text
 from serve_app.telemetry import catalogue
-from serve_app.telemetry.dashboard import dashboard, text
 from tests.k8s.prometheus import (
     OBSERVABILITY,
     PROMTOOL,

@@ -9,9 +9,9 @@ import pytest
 from ray.serve._private.build_app import BuiltApplication, build_app
 
 from serve_app.app import build
-from serve_app.engine import Engine
-from serve_app.function_engine import FunctionEngine
-from serve_app.settings import LLMSettings, SettingsError, TelemetrySettings
+from serve_app.engine.function import FunctionEngine
+from serve_app.engine.llm import Engine
+from serve_app.settings.schema import LLMSettings, SettingsError, TelemetrySettings
 
 DEMO = {"id": "demo", "source": "saturate://demo"}
 OTHER = {"id": "org/other", "source": "org/other", "engine": {"max_num_seqs": 8}}
@@ -94,8 +94,9 @@ def test_neither_the_app_nor_its_front_imports_torch_or_vllm() -> None:
     """In a process of its own, since this one may have them."""
     script = """
 import sys
-import serve_app.app, serve_app.ingress, serve_app.engine, serve_app.function_engine, serve_app.embedding
-embedder = {"id": "minilm", "kind": "function", "target": "serve_app.embedding:MiniLM"}
+import serve_app.app, serve_app.ingress.deployment, serve_app.engine.llm, serve_app.engine.function
+import serve_app.demo.minilm
+embedder = {"id": "minilm", "kind": "function", "target": "serve_app.demo.minilm:MiniLM"}
 serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}, embedder]})
 heavy = {"torch", "vllm", "transformers", "tokenizers"}
 print(sorted({name.partition(".")[0] for name in sys.modules} & heavy))

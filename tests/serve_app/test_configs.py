@@ -10,9 +10,9 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.app import build
-from serve_app.launch import IMPORT_PATH, read_config
-from serve_app.scaling import ByTokens
-from serve_app.settings import LLMSettings, parse
+from serve_app.cli.serve import IMPORT_PATH, read_config
+from serve_app.engine.autoscaling import ByTokens
+from serve_app.settings.schema import LLMSettings, parse
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
@@ -67,7 +67,7 @@ def test_what_a_config_offers_in_comments_can_be_taken(name: str) -> None:
     assert model.batcher.tenant_weights
     engine = app.deployments[1].autoscaling_config
     assert isinstance(engine, dict)
-    assert engine["policy"]["policy_function"] == "serve_app.scaling:ByTokens"
+    assert engine["policy"]["policy_function"] == "serve_app.engine.autoscaling:ByTokens"
     ByTokens(**engine["policy"]["policy_kwargs"])
 
 

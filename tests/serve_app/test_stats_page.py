@@ -15,7 +15,7 @@ import pytest
 from starlette.requests import Request
 
 from batcher import BatchStats, ContinuousStats
-from serve_app.page import STATS_PAGE, wants_page
+from serve_app.ingress.pages import STATS_PAGE, wants_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [

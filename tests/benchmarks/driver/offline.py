@@ -4,13 +4,11 @@ import json
 import sys
 import time
 
-from serve_app.own_cores import keep_to
-
 
 def main() -> None:
     """Load the model, say so, then answer each request for a run with the seconds that it took.
 
-    A request is a JSON list: a file, and the cores on which the engine may run.
+    A request is the name of a file, as JSON.
     """
     from vllm import LLM, SamplingParams
 
@@ -21,9 +19,7 @@ def main() -> None:
     params = SamplingParams(temperature=0, max_tokens=16)
     out.write("ready\n")
     for line in sys.stdin:
-        file, cores = json.loads(line)
-        keep_to(cores)
-        prompts = [json.loads(row)["prompt"] for row in open(file)]  # noqa: SIM115
+        prompts = [json.loads(row)["prompt"] for row in open(json.loads(line))]  # noqa: SIM115
         started = time.monotonic()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.monotonic() - started

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from ray.serve import Application
 
 from serve_app import app
-from serve_app.engine import Engine
-from serve_app.protocol import JSON
+from serve_app.api.protocol import JSON
+from serve_app.engine.llm import Engine
 
 FIELDS = {"prompts", "service_tier"}
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_app.processes import adopt_orphans
+from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
 from tests.benchmarks.goals import plot
 from tests.benchmarks.goals.beside import LENGTHS, Traffic, send, steps_ms

@@ -26,7 +26,7 @@ RULES = (
     ("Ray", "dashboard"),
     ("Ray", "ray::"),
     ("Ray", "ray/_private"),
-    ("launcher", "serve_app.launch"),
+    ("launcher", "serve_app.cli.serve"),
     ("launcher", "serve run"),
     ("other", "resource_tracker"),
 )

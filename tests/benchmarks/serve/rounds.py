@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.processes import adopt_orphans
+from serve_app.system.processes import adopt_orphans
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.serve.groups import CLIENT, memory_mib
 from tests.benchmarks.serve.loads import LOADS, Load

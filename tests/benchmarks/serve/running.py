@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from serve_app.processes import descendants, end_descendants
+from serve_app.system.processes import descendants, end_descendants
 from tests.benchmarks.serve import groups
 from tests.benchmarks.serve.groups import Usage
 from tests.benchmarks.serve.models import config

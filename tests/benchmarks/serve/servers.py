@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from serve_app.processes import end_descendants
-from serve_app.settings import SILENT as SILENT_TELEMETRY
+from serve_app.settings.schema import SILENT as SILENT_TELEMETRY
+from serve_app.system.processes import end_descendants
 from tests.benchmarks.serve import ray_llm
 from tests.benchmarks.serve.models import Model, config
 from tests.benchmarks.serve.pipes import Pipe
@@ -45,7 +45,7 @@ def saturate(
     ports = give_ports(content)
     path = folder / "saturate.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    command = [sys.executable, "-m", "serve_app.launch", "--verbose", str(path)]
+    command = [sys.executable, "-m", "serve_app.cli.serve", "--verbose", str(path)]
     with over_http("saturate", command, port, folder, env=model.env | ports) as server:
         yield server
 
@@ -110,5 +110,5 @@ SERVERS: Mapping[str, tuple[Start, str]] = {
 }
 """How to start each, and a few words."""
 
-USUAL = [name for name in SERVERS if name != SILENT]
+DEFAULT_SCHEDULING = [name for name in SERVERS if name != SILENT]
 """Those that are measured when none is named."""

@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse, Response
 
+from serve_app.api.errors import RequestError
 from serve_app.driver import DriverError, HTTPClient, Prompter
 from serve_app.driver.chunks import cut
 from serve_app.driver.errors import CommandError
-from serve_app.driver.pacing import Auto, Backoff, Fixed, Pace
+from serve_app.driver.pacing import Auto, Backoff, Fixed, StreamInterval
 from serve_app.driver.rows import numbered
 from serve_app.driver.running import Run, call_body, run
 from serve_app.driver.spans import Spans
-from serve_app.errors import RequestError
 from tests.serve_app.driver.fake import FakeService, failure, no_route, texts
 
 JSON = dict[str, Any]
@@ -33,7 +33,7 @@ async def send(
     service: FakeService,
     prompts: list[str],
     size: int = 5,
-    pace: Pace | None = None,
+    pace: StreamInterval | None = None,
     retries: int = 20,
     prompter: Prompter | None = None,
 ) -> tuple[list[JSON], Run]:

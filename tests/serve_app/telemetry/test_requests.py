@@ -1,4 +1,4 @@
-"""What becomes of a request: its outcome, its metrics, its line, and the receipt that nobody else sees."""
+"""What becomes of a request: its outcome, its metrics, its line, and the usage that nobody else sees."""
 
 import asyncio
 import json
@@ -14,29 +14,29 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from serve_app.receipts import MARK, MAX_PARTS, Part, Receipt, split
+from serve_app.api.scheduling import Scheduling
+from serve_app.relay.usage import MARK, MAX_PARTS, PromptUsage, RequestUsage, split
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.accounts import MAX_PENDING, Account, Accounting, Accounts, account_of
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_log import RequestLog, as_text, fields
 from serve_app.telemetry.requests import RequestMetrics
-from serve_app.terms import Terms
 from tests.serve_app.telemetry.recording import Instruments
 
-RECEIPT = Receipt()
-RECEIPT.add(Part(submitted_at=1.0, started_at=1.5, ended_at=2.0, prompt_tokens=12, output_tokens=5))
+RECEIPT = RequestUsage()
+RECEIPT.add(PromptUsage(submitted_at=1.0, started_at=1.5, ended_at=2.0, prompt_tokens=12, output_tokens=5))
 SECRET = "the prompt"
 
 
 async def answer(request: Request) -> Response:
-    account_of(request.scope).assign("m", Terms(tenant="a"))
+    account_of(request.scope).assign("m", Scheduling(tenant="a"))
     status = int(request.query_params.get("status", 200))
     body = b"answer" + (RECEIPT.pack() if status == 200 else b"")
     return Response(body, status, {"content-length": str(6 if status == 200 else len(body))})
 
 
 async def stream(request: Request) -> Response:
-    account_of(request.scope).assign("m", Terms(tenant="a"))
+    account_of(request.scope).assign("m", Scheduling(tenant="a"))
     broken = "broken" in request.query_params
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -51,7 +51,7 @@ async def fail(request: Request) -> Response:
 
 
 async def hang(request: Request) -> Response:
-    account_of(request.scope).assign("m", Terms(tenant="a"))
+    account_of(request.scope).assign("m", Scheduling(tenant="a"))
     await asyncio.Event().wait()
     return Response()
 
@@ -103,9 +103,9 @@ async def test_a_receipt_is_taken_off_and_read(front: Front) -> None:
     response = await front.ask("POST", "/answer")
     assert response.content == b"answer"
     (account,) = front.ended
-    assert account.receipt
-    assert (account.receipt.prompt_tokens, account.receipt.output_tokens) == (12, 5)
-    assert (account.receipt.wait_s, account.receipt.engine_s) == (0.5, 1.0)
+    assert account.usage
+    assert (account.usage.prompt_tokens, account.usage.output_tokens) == (12, 5)
+    assert (account.usage.wait_s, account.usage.engine_s) == (0.5, 1.0)
     assert front.told.total(catalogue.REQUESTS, "m", "ok", "200") == 1
     assert len(front.told.of(catalogue.REQUEST_SECONDS, "m", "no")) == 1
     assert front.told.of(catalogue.FIRST_TOKEN, "m") == []
@@ -234,14 +234,14 @@ async def test_a_line_for_people(front: Front) -> None:
 
 
 def test_a_receipt_adds_up_and_is_bounded() -> None:
-    receipt = Receipt()
-    assert receipt.pack() == b""
+    usage = RequestUsage()
+    assert usage.pack() == b""
     for n in range(100):
-        receipt.add(Part(n, n + 0.25 * (n % 2), n + 3.0, 10, 1))
-    body, read = split(b"body" + receipt.pack())
+        usage.add(PromptUsage(n, n + 0.25 * (n % 2), n + 3.0, 10, 1))
+    body, read = split(b"body" + usage.pack())
     assert body == b"body"
     assert (read.prompt_tokens, read.output_tokens, read.wait_s, read.engine_s) == (1000, 100, 0.25, 102.0)
-    assert len(receipt.parts) == MAX_PARTS
+    assert len(usage.parts) == MAX_PARTS
     # No text can end like that.
     with pytest.raises(UnicodeDecodeError):
         MARK.decode()

@@ -7,11 +7,11 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from serve_app.receipts import Part, Receipt
-from serve_app.settings import SettingsError, TraceSettings, parse
+from serve_app.api.scheduling import Scheduling
+from serve_app.relay.usage import PromptUsage, RequestUsage
+from serve_app.settings.schema import SettingsError, TraceSettings, parse
 from serve_app.telemetry.accounts import Account
 from serve_app.telemetry.tracing import Tracing, pass_on
-from serve_app.terms import Terms
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SENDER = "b7ad6b7169203331"
@@ -34,13 +34,13 @@ def finished(tracing: Tracing, exporter: InMemorySpanExporter) -> dict[str, Read
 def serve(tracing: Tracing, request: Account) -> dict[bytes, bytes]:
     """Play one request through both ends; return the headers that the engine got."""
     tracing.begin(request)
-    request.assign("m", Terms(tenant="a"))
+    request.assign("m", Scheduling(tenant="a"))
     headers = pass_on(request, [*request.scope["headers"], (b"x", b"y")])
-    receipt = Receipt()
+    usage = RequestUsage()
     start = request.started_at
-    receipt.add(Part(start + 1, start + 3, start + 7, 12, 5))
-    tracing.engine(headers, "m", start + 0.5, receipt)
-    request.complete, request.status, request.receipt = True, 200, receipt
+    usage.add(PromptUsage(start + 1, start + 3, start + 7, 12, 5))
+    tracing.engine(headers, "m", start + 0.5, usage)
+    request.complete, request.status, request.usage = True, 200, usage
     request.first_at, request.ended_at = start + 6, start + 8
     tracing.end([request])
     return dict(headers)

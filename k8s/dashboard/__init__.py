@@ -1,0 +1,1 @@
+"""Generator of the Grafana dashboard: `python -m k8s.dashboard`."""

@@ -1,0 +1,219 @@
+"""What crosses HTTP and the handle: the requests and responses of `/generate` and `/process`."""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from serve_app.api.errors import RequestError
+from serve_app.api.scheduling import SchedulingFields
+
+JSON = dict[str, Any]
+BodyT = TypeVar("BodyT", bound=BaseModel)
+
+Probability = Annotated[float, Field(strict=True, gt=0, le=1)]
+Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
+Flag = Annotated[bool, Field(strict=True)]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class SamplingFields(BaseModel):
+    """How tokens are drawn; a field left out falls back to the config, then to vLLM's default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_tokens: Annotated[int, Field(strict=True, ge=1)] | None = None
+    min_tokens: Annotated[int, Field(strict=True, ge=0)] | None = None
+    temperature: Annotated[float, Field(strict=True, ge=0, le=2)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1)] | None = None
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)] | None = None
+    stop: Annotated[list[str], Field(max_length=64), BeforeValidator(_as_list)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(strict=True)]], Field(max_length=64)] | None = None
+    ignore_eos: Flag | None = None
+
+    def sampling(self) -> JSON:
+        """Return the fields that were given, by their vLLM names."""
+        return self.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+
+
+class GenerateRequest(SamplingFields, SchedulingFields):
+    """The body of `POST /generate` and the argument of the handle's `generate`.
+
+    Attributes:
+        prompts: Texts to complete; at least one.
+        messages: Chats to answer, in place of `prompts`: each a list of OpenAI's messages, of text, which
+            pass through the model's chat template. Everything said of prompts holds for them.
+        task_id: Comes back unchanged, so that a driver can tell its calls apart.
+        model: Which model answers; may be left out where only one is served.
+        details: Also return the finish reason and the token counts of each prompt.
+        partial: Return a prompt that can't be served as an entry of `errors`, instead of failing
+            the whole call.
+    """
+
+    prompts: list[str] | None = None
+    messages: list[list[JSON]] | None = None
+    task_id: str | None = None
+    model: str | None = None
+    details: Flag = False
+    partial: Flag = False
+
+
+class Detail(BaseModel):
+    """How one prompt ended."""
+
+    finish_reason: str | None
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class PromptError(BaseModel):
+    """Why one prompt or record of a `partial` call has no result."""
+
+    index: int
+    type: str
+    message: str
+
+
+class Usage(BaseModel):
+    """Tokens of the whole call."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    total_tokens: int = 0
+
+
+class GenerateResponse(BaseModel):
+    """The answer of `/generate`: one result per prompt, in the order of the prompts.
+
+    Attributes:
+        results: Generated texts; null for a prompt that is in `errors`.
+        task_id: The one of the request.
+        usage: Tokens of the whole call.
+        details: With `details`, one entry per prompt; null for a prompt that is in `errors`.
+        errors: With `partial`, the prompts that failed.
+    """
+
+    results: list[str | None]
+    task_id: str | None
+    usage: Usage
+    details: list[Detail | None] | None = None
+    errors: list[PromptError] | None = None
+
+
+class ProcessRequest(SchedulingFields):
+    """The body of `POST /process` and the argument of the handle's `process`.
+
+    Attributes:
+        records: What the model's function is given, each on its own: any JSON; at least one.
+        task_id: Comes back unchanged, so that a driver can tell its calls apart.
+        model: Which model answers; may be left out where only one function is served.
+        partial: Return a record that can't be served as an entry of `errors`, instead of failing the
+            whole call.
+    """
+
+    records: list[Any]
+    task_id: str | None = None
+    model: str | None = None
+    partial: Flag = False
+
+
+def parse_generate(body: bytes | JSON, *, max_prompts: int) -> GenerateRequest:
+    """Check the body of a `/generate` call.
+
+    Args:
+        body: JSON text, or the object that it stands for.
+        max_prompts: Most prompts that one call may carry.
+
+    Raises:
+        RequestError: 400 that names the field and what is allowed.
+    """
+    request = parse_body(GenerateRequest, body)
+    if request.prompts is not None and request.messages is not None:
+        message = "messages: prompts are given too; send one of the two"
+        raise RequestError(400, "invalid_request_error", message, param="messages")
+    if request.messages is not None:
+        check_count("messages", len(request.messages), max_prompts)
+    elif request.prompts is not None:
+        check_count("prompts", len(request.prompts), max_prompts)
+    else:
+        message = "prompts: required, but missing"
+        raise RequestError(400, "invalid_request_error", message, param="prompts")
+    return request
+
+
+def parse_process(body: bytes | JSON, *, max_records: int) -> ProcessRequest:
+    """Check the body of a `/process` call.
+
+    Args:
+        body: JSON text, or the object that it stands for.
+        max_records: Most records that one call may carry.
+
+    Raises:
+        RequestError: 400 that names the field and what is allowed.
+    """
+    request = parse_body(ProcessRequest, body)
+    check_count("records", len(request.records), max_records)
+    return request
+
+
+def check_count(field: str, count: int, most: int) -> None:
+    """Raise a RequestError if the list in `field` is empty or longer than `most`."""
+    if not count:
+        raise RequestError(400, "invalid_request_error", f"No {field} provided", param=field)
+    if count > most:
+        message = (
+            f"{field}: {count} {field} in one call, at most {most} are allowed; send them in several calls"
+        )
+        raise RequestError(400, "invalid_request_error", message, param=field)
+
+
+def parse_body(kind: type[BodyT], body: bytes | JSON) -> BodyT:
+    """Check a body against a model of it.
+
+    Args:
+        kind: The model.
+        body: JSON text, or the object that it stands for.
+
+    Raises:
+        RequestError: 400 that names the field and what is allowed.
+    """
+    try:
+        return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
+    except ValidationError as error:
+        raise _bad_field(error, list(kind.model_fields)) from None
+
+
+def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
+    item = error.errors(include_url=False)[0]
+    if item["type"] == "json_invalid":
+        return RequestError(
+            400, "invalid_request_error", f"The body is not valid JSON: {item['ctx']['error']}"
+        )
+    param = ""
+    for part in item["loc"]:
+        # pydantic puts the branch of a union behind the field; it means nothing to a client.
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif part in fields:
+            param += part if not param else f".{part}"
+        elif not param:
+            param = part
+    if not item["loc"]:
+        return RequestError(400, "invalid_request_error", "The body must be a JSON object")
+    match item["type"]:
+        case "extra_forbidden":
+            message = f"{param}: unknown field; allowed are {', '.join(fields)}"
+        case "missing":
+            message = f"{param}: required, but missing"
+        case "value_error":
+            message = f"{param}: {item['ctx']['error']}"
+        case _:
+            message = f"{param}: {item['msg']}"
+    return RequestError(400, "invalid_request_error", message, param=param)

@@ -1,0 +1,136 @@
+"""The scheduling on which a request waits: how urgent it is, whose it is, and how long it may wait."""
+
+import hashlib
+from collections.abc import Iterable
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from serve_app.api.errors import RequestError
+
+ServiceTier = Literal["auto", "default", "scale", "priority", "fast", "flex"]
+"""OpenAI's names; "scale" is capacity that was paid ahead, which is no class of its own here."""
+
+CLASSES: dict[ServiceTier, int] = {"priority": -1, "fast": -1, "auto": 0, "default": 0, "scale": 0, "flex": 1}
+RETRY_COUNT = b"x-stainless-retry-count"
+"""How OpenAI's clients say that a request is not the first try."""
+
+MAX_TENANT = 128
+MAX_QUEUE_TIMEOUT_S = 86_400.0
+
+
+class Scheduling(NamedTuple):
+    """The scheduling of one request.
+
+    Attributes:
+        priority: Lower goes first.
+        tenant: Who shares the engine fairly with the other tenants.
+        queue_timeout_s: Seconds that it may wait for its start; None: no limit.
+        weight: The tenant's share in relation to the others; None: what the model's batcher says.
+        returning: It says that it was refused before.
+    """
+
+    priority: int = 0
+    tenant: str = "default"
+    queue_timeout_s: float | None = None
+    weight: float | None = None
+    returning: bool = False
+
+    def deadline(self, now: float) -> float | None:
+        """Return when a request that arrives `now` must have started, on the same clock."""
+        return None if self.queue_timeout_s is None else now + self.queue_timeout_s
+
+
+DEFAULT_SCHEDULING = Scheduling()
+"""The scheduling of a request that states none."""
+
+
+def _printable(tenant: str) -> str:
+    if not 1 <= len(tenant) <= MAX_TENANT or not tenant.isprintable():
+        raise ValueError(f"must be 1 to {MAX_TENANT} printable characters")
+    return tenant
+
+
+Tenant = Annotated[str, AfterValidator(_printable)]
+
+
+class SchedulingFields(BaseModel):
+    """The scheduling as fields of a body.
+
+    Attributes:
+        service_tier: OpenAI's field: "priority" and "fast" go before "default", "flex" goes behind.
+        tenant: Who shares the engine fairly with the other tenants.
+        queue_timeout_s: Seconds that the request may wait for its start.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    service_tier: ServiceTier | None = None
+    tenant: Tenant | None = None
+    queue_timeout_s: Annotated[float, Field(strict=True, gt=0, le=MAX_QUEUE_TIMEOUT_S)] | None = None
+
+    def scheduling(self) -> Scheduling:
+        """Return the scheduling that the fields state, with defaults for the rest."""
+        return Scheduling(
+            CLASSES[self.service_tier or "default"], self.tenant or "default", self.queue_timeout_s
+        )
+
+
+def scheduling_of(
+    headers: Iterable[tuple[bytes, bytes]], fields: SchedulingFields, *, tenant: str | None = None
+) -> Scheduling:
+    """Return the scheduling of an HTTP request.
+
+    A header goes before the field of the body that says the same. Who states no tenant is known by
+    the API key, of which nothing can be told from the tenant's name.
+
+    Args:
+        headers: The request's headers, their names in lower case.
+        fields: What the body says.
+        tenant: Who states no tenant is this one; None: we don't know who calls.
+
+    Raises:
+        RequestError: 400 that names the header that is wrong.
+    """
+    given = dict(headers)
+    scheduling = fields.scheduling()
+    if (name := given.get(b"x-tenant")) is not None:
+        scheduling = scheduling._replace(tenant=_tenant(name))
+    elif fields.tenant is None and tenant is not None:
+        scheduling = scheduling._replace(tenant=tenant)
+    elif fields.tenant is None and (key := _bearer(given.get(b"authorization", b""))):
+        scheduling = scheduling._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
+    if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
+        scheduling = scheduling._replace(queue_timeout_s=_seconds(seconds))
+    if given.get(RETRY_COUNT, b"0") != b"0":
+        scheduling = scheduling._replace(returning=True)
+    return scheduling
+
+
+def _bearer(value: bytes) -> bytes:
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _tenant(value: bytes) -> str:
+    try:
+        return _printable(value.decode())
+    except ValueError:
+        message = f"x-tenant: must be 1 to {MAX_TENANT} printable characters"
+        raise RequestError(400, "invalid_request_error", message, param="x-tenant") from None
+
+
+def _seconds(value: bytes) -> float:
+    try:
+        # Python's own extras, like 1_000, are no numbers elsewhere.
+        seconds = float(value.replace(b"_", b"x"))
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_QUEUE_TIMEOUT_S:
+        name = "x-queue-timeout-seconds"
+        message = (
+            f"{name}: must be a number of seconds above 0 and at most {MAX_QUEUE_TIMEOUT_S:.0f}, "
+            f"not {value.decode('latin-1')!r}"
+        )
+        raise RequestError(400, "invalid_request_error", message, param=name)
+    return seconds

@@ -1,0 +1,219 @@
+"""Who gets in: the keys that hold now, and the gate in front of the Ingress that asks for one."""
+
+import hmac
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.api.errors import RequestError
+from serve_app.api.scheduling import CLASSES, Scheduling, SchedulingFields, scheduling_of
+from serve_app.auth.keys import Key, check_together, hash_key, read_keys
+from serve_app.auth.rate_limit import RateLimit
+from serve_app.ingress.proxy import error_response
+from serve_app.settings.schema import AccessSettings, SettingsError
+
+logger = logging.getLogger("ray.serve")
+
+POLL_S = 2.0
+"""Seconds after which a changed keys file holds."""
+
+OPEN = "/health"
+"""The one path that asks for no key: load balancers have none."""
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Caller:
+    """A key that holds, and what it has left in this process."""
+
+    __slots__ = ("_priorities", "_usual", "key", "rate_limit")
+
+    def __init__(self, key: Key, rate_limit: RateLimit) -> None:
+        self.key = key
+        self.rate_limit = rate_limit
+        self._priorities = key.priorities()
+        usual = CLASSES["default"]
+        self._usual = usual if usual in self._priorities else CLASSES[key.tiers[0]]
+
+    def scheduling(self, headers: Headers, fields: SchedulingFields) -> Scheduling:
+        """Return the scheduling of a request of this caller; see `scheduling_of`.
+
+        Raises:
+            RequestError: 403, the key doesn't allow them; 400, a header is wrong.
+        """
+        key = self.key
+        scheduling = scheduling_of(headers, fields, tenant=key.tenant)
+        if scheduling.tenant != key.tenant and not key.any_tenant:
+            message = f"tenant: this API key is for {key.tenant!r}; leave the field and x-tenant out"
+            raise RequestError(403, "permission_error", message, param="tenant")
+        if scheduling.priority not in self._priorities:
+            if fields.service_tier not in (None, "auto"):
+                message = (
+                    f"service_tier: this API key may use {', '.join(key.tiers)}, not {fields.service_tier!r}"
+                )
+                raise RequestError(403, "permission_error", message, param="service_tier")
+            scheduling = scheduling._replace(priority=self._usual)
+        # Of another tenant, this key knows nothing.
+        return (
+            scheduling._replace(weight=key.weight)
+            if key.weight and scheduling.tenant == key.tenant
+            else scheduling
+        )
+
+
+class Access:
+    """The keys that hold now, by their hashes.
+
+    Args:
+        settings: Where the keys are.
+        clock: Returns seconds that only rise.
+
+    Raises:
+        SettingsError: They can't be read.
+    """
+
+    def __init__(
+        self,
+        settings: AccessSettings,
+        *,
+        environment: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file = Path(settings.keys_file) if settings.keys_file else None
+        self._clock = clock
+        self._fixed: list[Key] = []
+        if name := settings.keys_env:
+            if name not in environment:
+                raise SettingsError(f"access.keys_env: the environment has no variable {name}")
+            self._fixed = read_keys(environment[name], f"access.keys_env ({name})")
+        self._seen: object = None
+        self._callers: dict[str, Caller] = {}
+        if self._file:
+            self._seen = _signature(self._file)
+        self._load()
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; a file that can't be read leaves the keys as they were."""
+        if self._file is None or (signature := _signature(self._file)) == self._seen:
+            return
+        self._seen = signature
+        try:
+            self._load()
+        except SettingsError as error:
+            logger.warning("the API keys stay as they were: %s", error)
+        else:
+            logger.info("read the API keys again: %d hold now", len(self._callers))
+
+    def watch(self) -> None:
+        """Refresh from time to time, in a thread of its own, for as long as this object lives."""
+        if self._file:
+            threading.Thread(target=_watch, args=(weakref.ref(self),), name="api-keys", daemon=True).start()
+
+    def find(self, headers: Headers) -> Caller:
+        """Return whose request this is.
+
+        Args:
+            headers: The request's headers, their names in lower case.
+
+        Raises:
+            RequestError: 401.
+        """
+        if not (key := _presented(headers)):
+            message = "An API key is required: send the header `Authorization: Bearer KEY`."
+            raise RequestError(401, "authentication_error", message)
+        # How long the look-up takes depends on the hash, which nobody can steer towards another one.
+        digest = hash_key(key)
+        caller = self._callers.get(digest)
+        if caller is None or not hmac.compare_digest(caller.key.sha256, digest):
+            raise RequestError(401, "authentication_error", "This API key is not valid here.")
+        return caller
+
+    def _load(self) -> None:
+        keys = self._fixed
+        if self._file:
+            try:
+                text = self._file.read_text()
+            except (OSError, ValueError) as error:
+                reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
+                raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
+            keys = keys + read_keys(text, f"access.keys_file ({self._file})")
+        check_together(keys, "access: keys_file and keys_env together")
+        # One step for those who look: another thread may be here.
+        self._callers = {key.sha256: Caller(key, self._allowance(key)) for key in keys}
+
+    def _allowance(self, key: Key) -> RateLimit:
+        """Return the key's rate_limit: what it has used up stays so when the file changes."""
+        old = self._callers.get(key.sha256)
+        rate_limit = old.rate_limit if old else RateLimit(self._clock)
+        rate_limit.rate_per_minute = key.requests_per_minute
+        rate_limit.max_concurrency = key.max_concurrency
+        return rate_limit
+
+
+class AuthMiddleware:
+    """ASGI middleware that asks for a key: what is behind it is reached with one, or not at all.
+
+    The caller is in the scope, as "caller".
+
+    Args:
+        app: What is behind it.
+        access: The keys.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            # Nothing here speaks it.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http" or scope["path"] == scope.get("root_path", "") + OPEN:
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = self._access.find(scope["headers"])
+            rate_limit = caller.rate_limit
+            entered = rate_limit.enter()
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        scope["caller"] = caller
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            rate_limit.leave(entered)
+
+
+def _presented(headers: Headers) -> bytes:
+    """Return the key of a request: OpenAI's clients have one header for it, Anthropic's another."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                return key.strip()
+        elif name == b"x-api-key":
+            return value.strip()
+    return b""
+
+
+def _signature(path: Path) -> object:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.errno
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _watch(reference: "weakref.ref[Access]") -> None:
+    while access := reference():
+        access.refresh()
+        del access
+        time.sleep(POLL_S)

@@ -1,0 +1,170 @@
+"""The FunctionEngine deployment: a model that is a function of a batch, and its batcher."""
+
+import asyncio
+import importlib
+import inspect
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from batcher import DynamicBatcher, Ticket
+from serve_app.api.embeddings import embedding_response, parse_embedding
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON, ProcessRequest, parse_process
+from serve_app.api.scheduling import Scheduling
+from serve_app.engine.batch_call import run_records
+from serve_app.engine.replica import DRAIN_S, answer, replica_stats
+from serve_app.relay.asgi import RelayRequest
+from serve_app.relay.keepalive import with_keepalive
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.schema import SILENT, FunctionSettings, SettingsError, TelemetrySettings
+from serve_app.system.serve_logging import flush_warnings
+from serve_app.telemetry.engine import EngineTelemetry
+
+
+class FunctionEngine:
+    """One copy of a model that is a function: an object with `process(batch)`, and its batcher.
+
+    The object is built once, in the constructor. Its `process` takes a list of records and returns as
+    many results; it runs in a thread unless it is `async def`. It may have `estimate_cost(record)`, which
+    returns what a record costs, and `check_health()`, which raises when it can't go on.
+
+    Args:
+        settings: The model.
+        max_records: Most records that one call may carry.
+        telemetry: What to tell of itself.
+
+    Raises:
+        SettingsError: There is no such class, it doesn't take the options, or it has no `process`.
+    """
+
+    # Serve awaits a constructor that is a coroutine.
+    async def __init__(  # type: ignore[misc]
+        self, settings: FunctionSettings, max_records: int, telemetry: TelemetrySettings = SILENT
+    ) -> None:
+        flush_warnings()
+        self._id = settings.id
+        self._max_records = max_records
+        self._model = _build(settings)
+        self._batcher: DynamicBatcher[Any, Any] = DynamicBatcher(
+            self._model.process,
+            cost_estimator=getattr(self._model, "estimate_cost", None),
+            **settings.batcher.arguments(),
+        )
+        await self._batcher.start()
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._batcher)
+
+    async def process(self, request: ProcessRequest | JSON) -> JSON:
+        """Process a list of records.
+
+        Args:
+            request: A `ProcessRequest`, or an object with its fields.
+
+        Returns:
+            What `POST /process` answers: `results` in the order of the records, `task_id`, and with
+            `partial` the `errors`.
+
+        Raises:
+            RequestError: The request is wrong, can't be served now, or the function failed on a record.
+        """
+        if not isinstance(request, ProcessRequest):
+            request = parse_process(request, max_records=self._max_records)
+        return await self._process(request, request.scheduling())
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as relay messages."""
+        usage = RequestUsage()
+        embeds = request.path == "/v1/embeddings"
+        body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
+        async with aclosing(with_keepalive(answer(body, usage.pack))) as messages:
+            async for message in messages:
+                yield message
+
+    async def stats(self) -> JSON:
+        """Return the batcher's statistics."""
+        return replica_stats(self._batcher.stats)
+
+    async def check_health(self) -> None:
+        """Raise if the batcher has stopped or the object says that it can't go on."""
+        if not self._batcher.is_running:
+            raise RuntimeError("the batcher has stopped")
+        if check := getattr(self._model, "check_health", None):
+            if inspect.iscoroutinefunction(check):
+                await check()
+            else:
+                # It may take its time, to ask a device for instance.
+                await asyncio.to_thread(check)
+
+    async def __del__(self) -> None:
+        if batcher := getattr(self, "_batcher", None):
+            await batcher.stop(timeout=DRAIN_S)
+        if telemetry := getattr(self, "_telemetry", None):
+            telemetry.stop()
+
+    async def _answer_process(self, relayed: RelayRequest) -> bytes:
+        request = parse_process(relayed.body, max_records=self._max_records)
+        return _json(await self._process(request, relayed.scheduling_now()))
+
+    async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
+        request = parse_embedding(relayed.body, max_texts=self._max_records)
+        outcomes = await run_records(
+            self._batcher, request.input, relayed.scheduling_now(), field="input", partial=False
+        )
+        tickets = [outcome for outcome in outcomes if isinstance(outcome, Ticket)]
+        vectors = [ticket.result() for ticket in tickets]
+        usage.prompt_tokens = sum(ticket.cost for ticket in tickets)
+        return _json(embedding_response(request, self._id, vectors, usage.prompt_tokens))
+
+    async def _process(self, request: ProcessRequest, scheduling: Scheduling) -> JSON:
+        outcomes = await run_records(
+            self._batcher, request.records, scheduling, field="records", partial=request.partial
+        )
+        response: JSON = {
+            "results": [outcome.result() if isinstance(outcome, Ticket) else None for outcome in outcomes],
+            "task_id": request.task_id,
+        }
+        if request.partial:
+            response["errors"] = [
+                {"index": index, "type": error.type, "message": error.message}
+                for index, error in enumerate(outcomes)
+                if isinstance(error, RequestError)
+            ]
+        return response
+
+
+def _build(settings: FunctionSettings) -> Any:
+    """Build the object that a target names.
+
+    Raises:
+        SettingsError: It can't be imported, doesn't take the options, or has no `process`.
+    """
+    where = f"models[{settings.id}]"
+    module, _, name = settings.target.partition(":")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SettingsError(f"{where}.target: {settings.target} can't be imported: {error}") from error
+    try:
+        inspect.signature(kind).bind(**settings.options)
+    except TypeError as error:
+        raise SettingsError(f"{where}.options: {settings.target} doesn't take them: {error}") from None
+    model = kind(**settings.options)
+    if not callable(getattr(model, "process", None)):
+        raise SettingsError(f"{where}.target: {settings.target} has no method process(batch)")
+    return model
+
+
+def _json(response: JSON) -> bytes:
+    try:
+        return json.dumps(response, default=_plain, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        message = f"The model's results can't be written as JSON: {error}"
+        raise RequestError(500, "internal_error", message) from error
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or a tensor as lists."""
+    if callable(to_list := getattr(value, "tolist", None)):
+        return to_list()
+    raise TypeError(f"{type(value).__name__} is no JSON")

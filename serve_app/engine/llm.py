@@ -1,0 +1,270 @@
+"""The Engine deployment: a model and its batcher, behind a handle."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from serve_app.api.errors import RequestError, engine_failed
+from serve_app.api.protocol import (
+    JSON,
+    Detail,
+    GenerateRequest,
+    GenerateResponse,
+    PromptError,
+    Usage,
+    parse_generate,
+)
+from serve_app.api.scheduling import Scheduling
+from serve_app.engine import admission, error_mapping
+from serve_app.engine.admission import Admission
+from serve_app.engine.autoscaling import autoscaling_stats
+from serve_app.engine.replica import DRAIN_S, answer, replica_stats
+from serve_app.engine.watchdog import Watchdog
+from serve_app.relay.asgi import RelayRequest, run_app
+from serve_app.relay.keepalive import with_keepalive
+from serve_app.relay.resume import Trail, to_ids
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.schema import SILENT, LLMSettings, TelemetrySettings
+from serve_app.settings.user_config import parse_user_config
+from serve_app.system.cpu_scheduling import use_batch_scheduling
+from serve_app.system.parent_death import tie_children
+from serve_app.system.serve_logging import flush_warnings, preserved_handlers
+from serve_app.telemetry.catalogue import OUTPUT_TOKENS, PROMPT_TOKENS
+from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.telemetry.meters import Meters
+
+logger = logging.getLogger("ray.serve")
+
+WATCH_S = 0.25
+"""Seconds between two looks at the engine."""
+
+LAST_WORDS_S = 0.25
+"""Seconds in which those who wait for a dead engine are told; they would learn it from the connection too."""
+
+RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
+"""Routes whose streams may go on in another replica when this one dies."""
+
+PARTIAL = {400, 408}
+"""Errors of one prompt, which leave the others of a `partial` call as they are."""
+
+
+class Engine:
+    """One copy of a model: a vLLM engine and its batcher, built once, in the constructor.
+
+    Args:
+        settings: The model.
+        max_prompts: Most prompts that one call may carry.
+        telemetry: What to tell of itself.
+    """
+
+    # Serve awaits a constructor that is a coroutine.
+    async def __init__(  # type: ignore[misc]
+        self, settings: LLMSettings, max_prompts: int, telemetry: TelemetrySettings = SILENT
+    ) -> None:
+        tie_children()
+        flush_warnings()
+        self._id = settings.id
+        self._max_prompts = max_prompts
+        with preserved_handlers():
+            # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
+            from serve_app.engine.vllm_engine import VLLMEngine
+
+            self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
+            self._app = await self._engine.start()
+        self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
+        # The engine's own processes run by now, and don't.
+        use_batch_scheduling()
+
+    def reconfigure(self, user_config: JSON) -> None:
+        """Take in the `user_config` of the deployment: at the start, and whenever it alone has changed.
+
+        Args:
+            user_config: The fields of a `UserConfig`.
+
+        Raises:
+            SettingsError: It is wrong; what was set before stays.
+        """
+        self._engine.tune(parse_user_config(user_config).batcher)
+
+    async def generate(self, request: GenerateRequest | JSON) -> JSON:
+        """Complete a list of prompts.
+
+        Args:
+            request: A `GenerateRequest`, or an object with its fields.
+
+        Returns:
+            The fields of a `GenerateResponse`: what `POST /generate` answers.
+
+        Raises:
+            RequestError: The request is wrong, or can't be served now.
+        """
+        if not isinstance(request, GenerateRequest):
+            request = parse_generate(request, max_prompts=self._max_prompts)
+        response = await self._generate(request, request.scheduling(), RequestUsage())
+        return response.model_dump(exclude_unset=True)
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as relay messages."""
+        began = time.monotonic()
+        scheduling = request.scheduling_now()
+        trail = Trail(lambda: self._engine.died) if request.path in RESUMABLE else None
+        verdict = Admission(
+            scheduling,
+            scheduling.deadline(began),
+            wait=request.resumes,
+            trail=trail,
+            token_ids=to_ids(request.token_ids),
+        )
+        usage = verdict.usage
+        try:
+            if request.path == "/generate":
+                body = self._answer_generate(request, usage)
+                async with aclosing(with_keepalive(answer(body, usage.pack))) as messages:
+                    async for message in messages:
+                        yield message
+                return
+            admission.current.set(verdict)
+            messages = run_app(
+                self._app,
+                request,
+                refusal=lambda: verdict.refusal or self._failure(),
+                trail=trail,
+                closing=usage.pack,
+            )
+            answered = False
+            async with aclosing(messages):
+                async for message in messages:
+                    if message and not answered:
+                        answered = True
+                        if self._is_unseen(verdict):
+                            message = error_mapping.of_the_request(message)
+                    yield message
+        finally:
+            self._telemetry.answered(request.headers, began, usage)
+
+    def _is_unseen(self, request: Admission) -> bool:
+        """Return whether a request was answered without the engine, though that is there."""
+        return not request.admitted and request.refusal is None and not self._engine.died
+
+    async def stats(self) -> JSON:
+        """Return the batcher's statistics and the engine's limits."""
+        return replica_stats(self._engine.batcher.stats, max_model_len=self._engine.max_model_len)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what this replica holds, in tokens; Serve asks for it under this name."""
+        return autoscaling_stats(self._engine.batcher.stats)
+
+    async def check_health(self) -> None:
+        """Raise if the engine has died or nobody watches it, so that Serve replaces this replica."""
+        if self._watching.done():
+            self._watching.result()
+        await self._engine.check_health()
+
+    async def _watch(self, timeout_s: float) -> None:
+        """End this process when its engine has died or hangs.
+
+        Serve would take three failed health checks for it, and send requests here for so long. Of a process
+        that is gone it knows at once, and so does everyone who waits for an answer. What the engine started
+        ends with this process, even what is stopped.
+        """
+        watchdog = Watchdog(timeout_s, WATCH_S)
+        while True:
+            await asyncio.sleep(WATCH_S)
+            engine = self._engine
+            if engine.died:
+                logger.error("vLLM's engine has died; this replica ends, and Serve starts another")
+                await asyncio.sleep(LAST_WORDS_S)
+            elif watchdog.look(busy=engine.busy, steps=engine.steps):
+                logger.error(
+                    "vLLM's engine has work and made no step for %.0f s (engine_hang_timeout_s); this "
+                    "replica ends, and Serve starts another",
+                    timeout_s,
+                )
+            else:
+                continue
+            os._exit(1)
+
+    async def __del__(self) -> None:
+        if watching := getattr(self, "_watching", None):
+            watching.cancel()
+        if engine := getattr(self, "_engine", None):
+            await engine.stop(DRAIN_S)
+        if telemetry := getattr(self, "_telemetry", None):
+            telemetry.stop()
+
+    def _failure(self) -> RequestError | None:
+        """Return what its requests are told if the engine has died, whatever vLLM's application says."""
+        return engine_failed() if self._engine.died else None
+
+    def _token_metrics(self, meters: Meters) -> Callable[[], None]:
+        engine, model = self._engine, self._id
+
+        def report() -> None:
+            meters.count(PROMPT_TOKENS, engine.llm.prompt_tokens, model)
+            meters.count(OUTPUT_TOKENS, engine.batcher.stats.output_tokens, model)
+            engine.report_metrics()
+
+        return report
+
+    async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
+        request = parse_generate(relayed.body, max_prompts=self._max_prompts)
+        response = await self._generate(request, relayed.scheduling_now(), usage)
+        return response.model_dump_json(exclude_unset=True).encode()
+
+    async def _generate(
+        self, request: GenerateRequest, scheduling: Scheduling, usage: RequestUsage
+    ) -> GenerateResponse:
+        deadline = scheduling.deadline(time.monotonic())
+        sampling = self._engine.sampling(request)
+        field = "prompts" if request.messages is None else "messages"
+        prompts: Sequence[list[int] | RequestError]
+        if request.messages is None:
+            prompts = await self._engine.tokenize(request.prompts or [])
+        else:
+            prompts = await self._engine.render(request.messages)
+        results: list[str | None] = [None] * len(prompts)
+        details: list[Detail | None] = [None] * len(prompts)
+        errors: list[PromptError] = []
+
+        async def complete(index: int, token_ids: list[int] | RequestError) -> None:
+            # The first prompt is refused when the queue is full, and its call with it; once it has a
+            # place, the others wait for theirs. So a list longer than the queue can still be served.
+            admission.current.set(Admission(scheduling, deadline, wait=index > 0, usage=usage))
+            try:
+                if isinstance(token_ids, RequestError):
+                    raise token_ids
+                done = await self._engine.complete(token_ids, sampling)
+            except RequestError as error:
+                if not request.partial or error.status not in PARTIAL:
+                    raise error.at(f"{field}[{index}]") from None
+                errors.append(PromptError(index=index, type=error.type, message=error.message))
+                return
+            results[index] = done.text
+            details[index] = Detail(
+                finish_reason=done.finish_reason,
+                prompt_tokens=len(token_ids),
+                completion_tokens=done.tokens,
+            )
+
+        tasks = [asyncio.ensure_future(complete(i, ids)) for i, ids in enumerate(prompts)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        response = GenerateResponse(results=results, task_id=request.task_id, usage=_usage(details))
+        if request.details:
+            response.details = details
+        if request.partial:
+            response.errors = sorted(errors, key=lambda error: error.index)
+        return response
+
+
+def _usage(details: list[Detail | None]) -> Usage:
+    prompt = sum(detail.prompt_tokens for detail in details if detail)
+    completion = sum(detail.completion_tokens for detail in details if detail)
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

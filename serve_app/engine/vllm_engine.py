@@ -1,0 +1,365 @@
+"""A vLLM engine behind a token batcher. Only files whose names begin with vllm_ import vllm.
+
+The imports are those of vLLM 0.32; they move between minor versions.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+from fastapi import FastAPI
+from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+from vllm.envs import enable_envs_cache
+from vllm.exceptions import VLLMClientError, VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from batcher import ContinuousBatcher, Goals
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON, SamplingFields
+from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.vllm_gated import GatedLLM, RefusedError
+from serve_app.engine.vllm_metrics import EngineMetrics
+from serve_app.relay.asgi import ASGIApp
+from serve_app.settings.schema import BatcherSettings, EngineSettings, LLMSettings, SettingsError
+from serve_app.settings.user_config import BatcherUserConfig
+
+HOT = {"/v1/chat/completions", "/v1/completions"}
+"""Routes that are called most."""
+
+UNUSED: tuple[object, ...] = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
+"""Middleware of vLLM's application."""
+
+DEFAULT_MAX_TOKENS = 512
+"""Output tokens of a `/generate` prompt where neither the request nor the config says."""
+
+
+class _Steps(StatLoggerBase):  # type: ignore[misc]
+    """Tells the batcher how long the engine's steps take, as they come out of it."""
+
+    batcher: ContinuousBatcher | None = None
+
+    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
+        self._last = 0.0
+        self._busy = False
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is None or self.batcher is None:
+            return
+        now = time.monotonic()
+        if self._busy:
+            # Not here: an error in a logger would end vLLM's client for good.
+            asyncio.get_running_loop().call_soon(self.batcher.step, now - self._last)
+        self._last = now
+        self._busy = scheduler_stats.num_running_reqs > 0
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """How to draw tokens.
+
+    Attributes:
+        params: vLLM's parameters.
+        may_shorten: `max_tokens` is a default, which a long prompt may cut short.
+    """
+
+    params: SamplingParams
+    may_shorten: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Completion:
+    """What the engine made of one prompt."""
+
+    text: str
+    finish_reason: str | None
+    tokens: int
+
+
+class VLLMEngine:
+    """One model in vLLM, its batcher and vLLM's own OpenAI application on top of both.
+
+    Args:
+        settings: The model.
+        metrics: Whether vLLM's own metrics go to Ray's endpoint.
+
+    Raises:
+        SettingsError: vLLM has no such option.
+    """
+
+    def __init__(self, settings: LLMSettings, *, metrics: bool = False) -> None:
+        self._args = _vllm_args(settings)
+        engine_args = AsyncEngineArgs.from_cli_args(self._args)
+        steps = _Steps()
+        self.llm: GatedLLM = GatedLLM.from_engine_args(
+            engine_args,
+            usage_context=UsageContext.OPENAI_API_SERVER,
+            stat_loggers=[
+                *([lambda *_: steps] if settings.batcher.goals else []),
+                *([EngineMetrics] if metrics else []),
+            ],
+        )
+        self.llm.pace = StreamInterval()
+        self.llm.by_class = self._args.scheduling_policy == "priority"
+        self._limits = _limits(settings.batcher, self.llm)
+        self.batcher = self.llm.batcher = steps.batcher = _batcher(settings.batcher, self._limits)
+        self.max_model_len: int = self.llm.model_config.max_model_len
+        self._sampling: JSON = (
+            {"max_tokens": DEFAULT_MAX_TOKENS}
+            | self.llm.model_config.get_diff_sampling_param()
+            | settings.sampling.sampling()
+        )
+        self._tokenizer = self.llm.get_tokenizer()
+        # vLLM asks for it with every request, and its tokenizer looks it up each time.
+        eos_token_id = self.llm.renderer.get_eos_token_id()
+        self.llm.renderer.get_eos_token_id = lambda: eos_token_id
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._ids = itertools.count()
+        self.steps = 0
+        self._count_steps()
+
+    def _count_steps(self) -> None:
+        """Count what comes out of the engine: with vLLM's statistics on, something does after each step."""
+        core = self.llm.engine_core
+        get_output = core.get_output_async
+
+        async def counted() -> Any:
+            outputs = await get_output()
+            self.steps += 1
+            return outputs
+
+        core.get_output_async = counted
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine is gone, so that nothing more will come out of it."""
+        return bool(self.llm.errored)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the engine itself has work, apart from what still has to be sent."""
+        return bool(self.llm.output_processor.has_unfinished_requests())
+
+    def tune(self, tuning: BatcherUserConfig) -> None:
+        """Change what the gate lets through, while requests run; a field left out is as it was at first."""
+        self.batcher.set_capacity(
+            tuning.capacity_tokens or self._limits.capacity,
+            max_running=tuning.max_running or self._limits.max_running,
+        )
+        self.batcher.set_tenant_weights(
+            self._limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
+        )
+
+    async def start(self) -> ASGIApp:
+        """Open the gate and return vLLM's application."""
+        await self.batcher.start()
+        tasks = await self.llm.get_supported_tasks()
+        app = build_app(self._args, tasks, self.llm.model_config)
+        # vLLM gives its errors OpenAI's shape, but not the ones of the router: no such path or method.
+        app.exception_handler(HTTPException)(http_exception_handler)
+        _lighten(app)
+        app.middleware_stack = app.build_middleware_stack()
+        await init_app_state(self.llm, app.state, self._args, tasks)
+        self._renderer = app.state.online_renderer
+        # vLLM asks the environment for its settings several times per request.
+        enable_envs_cache()
+        return cast(ASGIApp, app)
+
+    async def tokenize(self, prompts: list[str]) -> list[list[int] | RequestError]:
+        """Return the token ids of each prompt, special tokens as the model wants them, or why it has none."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._encode, prompts)
+
+    def _encode(self, prompts: list[str]) -> list[list[int] | RequestError]:
+        # The tokens of a text take hundreds of times its memory: one that can't fit isn't taken apart.
+        most = self.max_model_len * self._tokenizer.max_chars_per_token
+        short = [prompt for prompt in prompts if len(prompt) <= most]
+        ids = iter(self._tokenizer(short).input_ids if short else ())
+        return [next(ids) if len(prompt) <= most else self._too_long(prompt) for prompt in prompts]
+
+    def _too_long(self, prompt: str) -> RequestError:
+        message = f"the prompt has {len(prompt)} characters; this model takes {self.max_model_len - 1} tokens"
+        return RequestError(400, "invalid_request_error", message)
+
+    async def render(self, chats: list[list[JSON]]) -> list[list[int] | RequestError]:
+        """Return the token ids of each chat, through the model's chat template, or why there are none."""
+        return await asyncio.gather(*map(self._render, chats))
+
+    async def _render(self, messages: list[JSON]) -> list[int] | RequestError:
+        try:
+            # As vLLM's own chat route does it.
+            rendered = await self._renderer.render_chat(ChatCompletionRequest(messages=messages))
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            return RequestError(400, "invalid_request_error", str(item["msg"]))
+        except (VLLMClientError, ValueError, TypeError) as error:
+            return RequestError(400, "invalid_request_error", str(error))
+        if isinstance(rendered, ErrorResponse):
+            return RequestError(400, "invalid_request_error", rendered.error.message)
+        _, (prompt,) = rendered
+        if prompt["type"] != "token":
+            return RequestError(
+                400, "invalid_request_error", "only text can be sent here, not images or sound"
+            )
+        ids: list[int] = prompt["prompt_token_ids"]
+        return ids
+
+    def sampling(self, fields: SamplingFields) -> Sampling:
+        """Return how to draw tokens: `fields` over the config's over the model's own defaults.
+
+        Raises:
+            RequestError: 400, in vLLM's words.
+        """
+        given = fields.sampling()
+        try:
+            params = SamplingParams(**(self._sampling | given), output_kind=RequestOutputKind.FINAL_ONLY)
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        return Sampling(params, may_shorten="max_tokens" not in given)
+
+    async def complete(self, token_ids: list[int], sampling: Sampling) -> Completion:
+        """Generate one completion.
+
+        Raises:
+            RequestError: The prompt doesn't fit, the gate refused it, or the engine failed.
+        """
+        params = self._fit(len(token_ids), sampling)
+        request_id = f"generate-{next(self._ids)}"
+        try:
+            # There is one result, the last; reading on lets the generator end and free its slot.
+            output = None
+            async for result in self.llm.generate(tokens_input(token_ids), params, request_id):
+                output = result.outputs[0]
+        except RefusedError as error:
+            raise error.error from None
+        except VLLMClientError as error:
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error
+        if output is None:
+            raise RequestError(500, "internal_error", "The engine ended the request without a result.")
+        return Completion(output.text, output.finish_reason, len(output.token_ids))
+
+    def _fit(self, length: int, sampling: Sampling) -> SamplingParams:
+        limit = self.max_model_len
+        if length >= limit:
+            message = f"the prompt has {length} tokens; this model takes {limit - 1} at most"
+            raise RequestError(400, "invalid_request_error", message)
+        if length == 0:
+            raise RequestError(400, "invalid_request_error", "the prompt is empty")
+        params = sampling.params
+        if length + params.max_tokens <= limit:
+            return params
+        if sampling.may_shorten:
+            shorter: SamplingParams = params.clone()
+            shorter.max_tokens = limit - length
+            return shorter
+        message = (
+            f"the prompt's {length} tokens and max_tokens={params.max_tokens} exceed this model's "
+            f"context of {limit} tokens; lower max_tokens to {limit - length} or less"
+        )
+        raise RequestError(400, "invalid_request_error", message)
+
+    def report_metrics(self) -> None:
+        """Report what vLLM has counted since the last call."""
+        for each in self.llm.logger_manager.stat_loggers if self.llm.logger_manager else ():
+            if isinstance(each, EngineMetrics):
+                each.flush()
+
+    async def check_health(self) -> None:
+        """Raise if the engine has died."""
+        await self.llm.check_health()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Finish what was admitted, for `timeout_s` at most, then end vLLM's processes."""
+        try:
+            await self.batcher.stop(timeout=timeout_s)
+        finally:
+            self.llm.shutdown()
+            self._threads.shutdown(wait=False)
+
+
+def _lighten(app: FastAPI) -> None:
+    """Take off what a request pays for behind the relay and nobody uses.
+
+    The router tries one route after the other, so those that are called most go first. The Ingress
+    measures requests and answers browsers, once for all models.
+    """
+    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in HOT)
+    app.user_middleware = [each for each in app.user_middleware if each.cls not in UNUSED]
+
+
+def _vllm_args(settings: LLMSettings) -> Any:
+    """Return the namespace that `vllm serve` would have parsed from the same options."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    options = settings.engine.options()
+    for name, value in options.items():
+        if not hasattr(args, name):
+            where = "engine" if name in EngineSettings.model_fields else "engine.extra"
+            raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
+        setattr(args, name, value)
+    if settings.batcher.goals and settings.engine.scheduling_policy is None:
+        args.scheduling_policy = "priority"
+    args.model = settings.path
+    args.served_model_name = [settings.id]
+    return args
+
+
+@dataclass(slots=True, frozen=True)
+class _Limits:
+    """What the gate lets through, as the config has it or else vLLM."""
+
+    capacity: int
+    max_running: int | None
+    places: int
+    tenant_weights: Mapping[str, float]
+
+
+def _limits(settings: BatcherSettings, llm: AsyncLLM) -> _Limits:
+    cache = llm.vllm_config.cache_config
+    # vLLM keeps one block for itself.
+    capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    return _Limits(
+        settings.capacity_tokens or max(capacity, cache.block_size),
+        settings.max_running,
+        llm.vllm_config.scheduler_config.max_num_seqs,
+        settings.tenant_weights,
+    )
+
+
+def _batcher(settings: BatcherSettings, limits: _Limits) -> ContinuousBatcher:
+    return ContinuousBatcher(
+        capacity=limits.capacity,
+        max_running=limits.max_running,
+        places=limits.places,
+        max_queue_size=settings.max_queue_size,
+        max_queue_cost=settings.max_queue_tokens,
+        policy=settings.policy,
+        oversize="alone",
+        priority_aging_s=settings.aging_s,
+        tenant_weights=limits.tenant_weights,
+        goals=Goals(**settings.goals.model_dump()) if settings.goals else None,
+    )

@@ -1,0 +1,250 @@
+"""The Ingress deployment: HTTP in, deployment handles out."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import from_json, to_json
+from ray import serve
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from serve_app.api.errors import ErrorType, RequestError
+from serve_app.api.protocol import JSON, parse_generate, parse_process
+from serve_app.api.scheduling import SchedulingFields, ServiceTier, scheduling_of
+from serve_app.auth import bind_check
+from serve_app.auth.middleware import Access, AuthMiddleware
+from serve_app.ingress.engine_call import Call
+from serve_app.ingress.health import Health
+from serve_app.ingress.limits import Asked, check_tokens
+from serve_app.ingress.pages import STATS_PAGE, page, wants_page
+from serve_app.ingress.proxy import ProxyResponse, error_response
+from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card
+from serve_app.relay.asgi import RelayRequest
+from serve_app.settings.schema import Settings
+from serve_app.system import cancellation
+from serve_app.system.cpu_scheduling import use_batch_scheduling
+from serve_app.system.serve_logging import flush_warnings
+from serve_app.telemetry.ingress import IngressTelemetry
+
+logger = logging.getLogger("ray.serve")
+
+STATS_TIMEOUT_S = 5.0
+HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"host"}
+SECRET = {b"authorization", b"x-api-key", b"cookie"}
+"""Headers that go no further than here."""
+
+LEFT_BEHIND = HOP_BY_HOP | SECRET
+MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
+"""What vLLM serves beside `/v1/` and clients expect under it."""
+
+
+class Ingress:
+    """A thin HTTP front: limits, routing by model, and the relay. It holds no model.
+
+    Args:
+        settings: The config's `args`.
+        engines: The handle of each model's Engine, by model id.
+    """
+
+    def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
+        flush_warnings()
+        self._settings = settings
+        self._engines = dict(engines)
+        self._routing = Routing(settings.models)
+        # Bytes cross as they are: an answer needs no serializer, and its errors travel in band.
+        self._relays = {
+            model: handle.options(
+                method_name="relay",
+                stream=True,
+                _by_reference=False,
+                request_serialization="pickle",
+                response_serialization="noop",
+            )
+            for model, handle in self._engines.items()
+        }
+        context = serve.get_replica_context()
+        self._health = Health(context.app_name, list(self._engines))
+        self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
+        self._started = int(time.time())
+        self._access = Access(settings.access) if settings.access else None
+        if self._access:
+            self._access.watch()
+        elif warning := bind_check.warning(bind_check.serve_host(), keys=False):
+            logger.warning(warning)
+        use_batch_scheduling()
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Return the application that Serve runs in this replica."""
+        return Starlette(
+            # The router tries one after the other: first those that are called most. What vLLM's own
+            # application serves beside them, its administration above all, can't be reached.
+            routes=[
+                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[:2]),
+                Route(GENERATE, self._generate, methods=["POST"]),
+                Route("/", self._index),
+                Route("/health", self._report_health),
+                Route("/stats", self._stats),
+                Route("/stats.html", self._stats),
+                Route(PROCESS, self._process, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{model:path}", self._model),
+                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
+                *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
+            ],
+            # Who is turned away at the gate is counted too.
+            middleware=[
+                self._telemetry.middleware,
+                *([Middleware(AuthMiddleware, self._access)] if self._access else []),
+            ],
+            exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
+            lifespan=self._telemetry.lifespan,
+        )
+
+    async def _index(self, request: Request) -> Response:
+        return HTMLResponse(page(self._settings, str(request.base_url).rstrip("/")))
+
+    async def _report_health(self, request: Request) -> Response:
+        try:
+            health = await self._health.read()
+        except Exception as error:
+            logger.warning("Ray Serve's controller doesn't answer: %r", error)
+            body = {"status": "unknown", "awaits": "Ray Serve's controller"}
+            return JSONResponse(body, status_code=503)
+        return JSONResponse(health.body(), status_code=200 if health.ready else 503)
+
+    async def _stats(self, request: Request) -> Response:
+        if wants_page(request):
+            return HTMLResponse(STATS_PAGE)
+        reports = await asyncio.gather(*(self._replica_stats(model) for model in self._engines))
+        return JSONResponse({"models": dict(zip(self._engines, reports, strict=True))})
+
+    async def _replica_stats(self, model: str) -> JSON:
+        try:
+            # A broadcast to a model without replicas waits for one to come.
+            if not (await self._health.read()).replicas(model):
+                return {"replicas": []}
+            response = self._engines[model].options(_by_reference=True).broadcast("stats")
+            return {"replicas": await response.results_async(timeout_s=STATS_TIMEOUT_S)}
+        except asyncio.CancelledError:
+            if cancellation.is_own():
+                raise
+            return {"replicas": [], "error": "a replica stopped while it was asked"}
+        except Exception as error:
+            return {"replicas": [], "error": str(error) or type(error).__name__}
+
+    async def _generate(self, request: Request) -> Response:
+        body = await self._body(request)
+        parsed = parse_generate(body, max_prompts=self._settings.ingress.max_prompts)
+        check_tokens(parsed.max_tokens, self._settings.ingress)
+        return self._relay(parsed.model, request, body, GENERATE, parsed)
+
+    async def _process(self, request: Request) -> Response:
+        body = await self._body(request)
+        parsed = parse_process(body, max_records=self._settings.ingress.max_prompts)
+        return self._relay(parsed.model, request, body, PROCESS, parsed)
+
+    async def _openai(self, request: Request) -> Response:
+        body = await self._body(request)
+        path: str = request.scope["path"]
+        named = _read_named(request, body)
+        named.check(self._settings.ingress)
+        fields = SchedulingFields(service_tier=named.service_tier)
+        if named.service_tier == "fast":
+            # OpenAI's newer name for it, which vLLM refuses.
+            body = to_json(from_json(body) | {"service_tier": "priority"})
+        return self._relay(named.model, request, body, MOVED.get(path, path), fields)
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._routing.cards(self._started)})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(card(self._routing.find(request.path_params["model"]), self._started))
+
+    def _relay(
+        self, model: str | None, request: Request, body: bytes, path: str, fields: SchedulingFields
+    ) -> ProxyResponse:
+        chosen = self._routing.choose(model, path)
+        relay = self._relays[chosen]
+        caller = request.scope.get("caller")
+        given = request.scope["headers"]
+        scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
+        headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
+        headers = self._telemetry.assign(request.scope, chosen, scheduling, headers)
+        query = request.scope["query_string"]
+
+        async def served() -> bool:
+            return (await self._health.read()).replicas(chosen) > 0
+
+        def ask(request: RelayRequest) -> Call:
+            messages = relay.remote(request)
+            assert isinstance(messages, DeploymentResponseGenerator)
+            return Call(messages, served)
+
+        return ProxyResponse(ask, RelayRequest(request.method, path, query, headers, body, scheduling))
+
+    async def _body(self, request: Request) -> bytes:
+        limit = self._settings.ingress.max_body_bytes
+        seconds = self._settings.ingress.body_timeout_s
+        pieces = []
+        size = int(request.headers.get("content-length") or 0)
+        if size <= limit:
+            size = 0
+            try:
+                async with asyncio.timeout(seconds):
+                    async for piece in request.stream():
+                        size += len(piece)
+                        if size > limit:
+                            break
+                        pieces.append(piece)
+            except TimeoutError:
+                message = f"The body was not here after {seconds:g} s (ingress.body_timeout_s)"
+                raise RequestError(408, "timeout_error", message) from None
+            except ClientDisconnect:
+                # Nobody reads it.
+                raise RequestError(400, "invalid_request_error", "The body ended early") from None
+        if size > limit:
+            message = f"The body is larger than the limit of {limit} bytes (ingress.max_body_bytes)"
+            raise RequestError(413, "request_too_large", message)
+        return b"".join(pieces)
+
+
+class _Named(Asked):
+    """The fields of an OpenAI request that matter before it reaches an engine."""
+
+    model: str | None = None
+    service_tier: ServiceTier | None = None
+
+
+def _read_named(request: Request, body: bytes) -> _Named:
+    if not body or "json" not in request.headers.get("content-type", "json").lower():
+        return _Named(model=request.query_params.get("model"))
+    try:
+        return _Named.model_validate_json(body)
+    except ValidationError as error:
+        item = error.errors(include_url=False)[0]
+        param = str(item["loc"][0]) if item["loc"] else None
+        message = f"{param}: {item['msg']}" if param else f"The body is not a JSON object: {item['msg']}"
+        raise RequestError(400, "invalid_request_error", message, param=param) from None
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    type: ErrorType = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = error_response(RequestError(error.status_code, type, message))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,68 @@
+"""What is taken off a request before Ray Serve reads it.
+
+Ray Serve reads some headers by itself, before the Ingress sees the request, and trusts them: the id goes into
+the access log and to the engine as it is, and a value that is not UTF-8 ends as a 500. The variable
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` puts this in front of it.
+"""
+
+import re
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+REQUEST_ID = b"x-request-id"
+_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+NEVER_LEAVES = b"x-request-disconnect-disabled"
+"""With it, Serve doesn't notice that a client has left, and the engine would go on."""
+
+WATCHED = frozenset({REQUEST_ID, NEVER_LEAVES})
+READ_BY_SERVE = frozenset(
+    {
+        b"x_request_timeout_seconds",
+        b"x_session_id",
+        b"serve_multiplexed_model_id",
+        b"traceparent",
+        b"tracestate",
+    }
+)
+"""Headers that Serve decodes, which takes "-" for "_" in some of them."""
+
+
+class HeaderFilter:
+    """ASGI middleware that leaves out headers which would do harm.
+
+    - an id that is not 1 to 128 printable ASCII characters, for which Serve then makes one, and a second id;
+    - the wish that work goes on for a client that has left;
+    - what Serve would read and is no ASCII.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope.get("headers", ())
+        for name, value in headers:
+            if name in WATCHED or not value.isascii():
+                scope["headers"] = _harmless(headers)
+                break
+        await self._app(scope, receive, send)
+
+
+def middlewares() -> list[Middleware]:
+    """Return what Serve puts in front of itself."""
+    return [Middleware(HeaderFilter)]
+
+
+def _harmless(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    kept = []
+    has_id = False
+    for name, value in headers:
+        if name == REQUEST_ID:
+            if has_id or not _ID.fullmatch(value):
+                continue
+            has_id = True
+        elif name == NEVER_LEAVES or (not value.isascii() and name.replace(b"-", b"_") in READ_BY_SERVE):
+            continue
+        kept.append((name, value))
+    return kept

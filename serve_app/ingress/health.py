@@ -1,0 +1,114 @@
+"""Whether the models can be used now, as Ray Serve's controller sees it."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from ray import serve
+from ray.serve.schema import ApplicationStatusOverview
+
+from serve_app.api.protocol import JSON
+
+MAX_AGE_S = 2.0
+"""A status this old is asked for again; probes and clients then can't burden the controller."""
+
+MAX_AGE_AWAITED_S = 0.5
+"""The same while a model is not ready, and somebody may wait for it."""
+
+
+def engine_name(model: str) -> str:
+    """Return the name of a model's deployment."""
+    return f"Engine:{model}"
+
+
+@dataclass(slots=True, frozen=True)
+class ModelHealth:
+    """One model.
+
+    Attributes:
+        running: Replicas that can serve.
+        asleep: There is none because none is needed; the next request wakes one.
+        awaits: What is missing, in Serve's words; empty when ready.
+    """
+
+    running: int
+    asleep: bool
+    awaits: str
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be served."""
+        return self.running > 0 or self.asleep
+
+
+@dataclass(slots=True, frozen=True)
+class Report:
+    """All models of the application."""
+
+    models: dict[str, ModelHealth]
+
+    @property
+    def ready(self) -> bool:
+        """Whether any model would serve a request."""
+        return any(model.ready for model in self.models.values())
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every model would serve a request."""
+        return all(model.ready for model in self.models.values())
+
+    def replicas(self, model: str) -> int:
+        """Return how many replicas of a model can serve."""
+        return self.models[model].running
+
+    def body(self) -> JSON:
+        """Return the report as JSON; `status` is "ok" when all models are ready, "partial" when some are."""
+        models: JSON = {}
+        for name, model in self.models.items():
+            state = "ready" if model.running else "asleep" if model.asleep else "starting"
+            models[name] = {"state": state, "replicas": model.running}
+            if not model.ready:
+                models[name]["awaits"] = model.awaits
+        return {
+            "status": "ok" if self.all_ready else "partial" if self.ready else "starting",
+            "models": models,
+        }
+
+
+class Health:
+    """Reads the state of the models' deployments.
+
+    Args:
+        app: The Serve application.
+        models: The ids of its models.
+    """
+
+    def __init__(self, app: str, models: list[str]) -> None:
+        self._app = app
+        self._models = models
+        self._report: Report | None = None
+        self._read_at = float("-inf")
+        self._lock = asyncio.Lock()
+
+    async def read(self) -> Report:
+        """Return a report that is at most `MAX_AGE_S` old, or `MAX_AGE_AWAITED_S`."""
+        async with self._lock:
+            age = time.monotonic() - self._read_at
+            if self._report is None or age > (MAX_AGE_S if self._report.all_ready else MAX_AGE_AWAITED_S):
+                status = await asyncio.to_thread(serve.status)
+                self._report = self._judge(status.applications.get(self._app))
+                self._read_at = time.monotonic()
+            return self._report
+
+    def _judge(self, app: ApplicationStatusOverview | None) -> Report:
+        models = {}
+        for model in self._models:
+            deployment = app and app.deployments.get(engine_name(model))
+            if not deployment:
+                models[model] = ModelHealth(0, False, "the deployment")
+                continue
+            running = sum(n for state, n in deployment.replica_states.items() if state == "RUNNING")
+            healthy = deployment.status == "HEALTHY"
+            awaits = deployment.message or f"an Engine replica (deployment {deployment.status.lower()})"
+            models[model] = ModelHealth(running, healthy and not running, awaits)
+        return Report(models)

@@ -1,0 +1,89 @@
+"""The pages for people: at `/` what runs here and how to call it, at `/stats.html` how it is doing."""
+
+from html import escape
+from pathlib import Path
+
+from starlette.requests import Request
+
+from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings
+
+STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
+"""Shows what `/stats` says, as it changes. It needs nothing but the service."""
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>saturate</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 3rem auto; padding: 0 1rem; }}
+pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto; border-radius: 6px; }}
+td, th {{ text-align: left; padding: .2rem 1.5rem .2rem 0; }}
+@media (prefers-color-scheme: dark) {{
+  body {{ background: #16181c; color: #ddd; }} pre {{ background: #23262c; }} a {{ color: #8ab4f8; }}
+}}
+</style>
+<h1>saturate</h1>
+<p>Models served here: {models}.</p>
+<h2>Call it</h2>
+{examples}
+<h2>Routes</h2>
+<table>
+<tr><td><code>POST /generate</code></td><td>a list of prompts in, a list of results out</td></tr>
+<tr><td><code>POST /process</code></td><td>a list of records in, a list of results out</td></tr>
+<tr><td><code>/v1/…</code></td><td>the OpenAI API, as vLLM has it, and embeddings</td></tr>
+<tr><td><a href="v1/models"><code>GET /v1/models</code></a></td><td>the models</td></tr>
+<tr><td><a href="health"><code>GET /health</code></a></td><td>200 once a model can answer</td></tr>
+<tr><td><a href="stats"><code>GET /stats</code></a></td><td>each replica's batcher: JSON, or live</td></tr>
+</table>
+</html>
+"""
+
+
+_LLM = """<pre>curl {url}/generate -H 'content-type: application/json' \\
+  -d '{{"model": "{model}", "prompts": ["What is 47+28?"], "temperature": 0}}'</pre>
+<pre>from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="none")
+answer = client.chat.completions.create(
+    model="{model}", messages=[{{"role": "user", "content": "What is 47+28?"}}])
+print(answer.choices[0].message.content)</pre>"""
+
+_FUNCTION = """<pre>curl {url}/process -H 'content-type: application/json' \\
+  -d '{{"model": "{model}", "records": ["What is 47+28?"]}}'</pre>"""
+
+_EMBEDDINGS = """<pre>from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="none")
+answer = client.embeddings.create(model="{model}", input=["What is 47+28?"])
+print(answer.data[0].embedding)</pre>"""
+
+
+def page(settings: Settings, url: str) -> str:
+    """Return the page as HTML.
+
+    Args:
+        settings: The config's `args`.
+        url: Where clients reach this service.
+    """
+    models = ", ".join(f"<code>{escape(model.id)}</code>" for model in settings.models)
+    examples: dict[str, str] = {}
+    for model in settings.models:
+        # One of each kind, for its first model.
+        examples.setdefault(_example(model), model.id)
+    blocks = [example.format(url=escape(url), model=escape(name)) for example, name in examples.items()]
+    return _PAGE.format(models=models, examples="\n".join(blocks))
+
+
+def _example(model: ModelSettings) -> str:
+    """Return how a model of this kind is called."""
+    if not isinstance(model, FunctionSettings):
+        return _LLM
+    return f"{_FUNCTION}\n{_EMBEDDINGS}" if model.embeddings else _FUNCTION
+
+
+def wants_page(request: Request) -> bool:
+    """Return whether who asks for `/stats` is a browser that shows what it gets."""
+    if request.url.path.endswith(".html"):
+        return True
+    return "text/html" in request.headers.get("accept", "") and request.query_params.get("format") != "json"

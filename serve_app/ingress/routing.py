@@ -1,0 +1,112 @@
+"""Which model answers a request, and on which routes."""
+
+from collections.abc import Sequence
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.settings.schema import FunctionSettings, ModelSettings
+
+GENERATE = "/generate"
+PROCESS = "/process"
+EMBEDDINGS = "/v1/embeddings"
+OPENAI = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    EMBEDDINGS,
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/score",
+    "/v1/rerank",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+)
+"""What clients may call of vLLM's application, by POST; those that are called most go first. All of its
+other routes stay inside: a new vLLM may bring some that administer the engine."""
+
+
+class Routing:
+    """The models that are served, by route.
+
+    Args:
+        models: The models, in the order of the config.
+    """
+
+    def __init__(self, models: Sequence[ModelSettings]) -> None:
+        self._models = {model.id: model for model in models}
+
+    def choose(self, name: str | None, path: str) -> str:
+        """Return the id of the model that answers a request.
+
+        Args:
+            name: What the request names; None: the only one that answers on that path.
+            path: Where the request came in.
+
+        Raises:
+            RequestError: 404, there is no such model; 400, it doesn't answer on that path, or has to be
+                named.
+        """
+        if name is not None:
+            model = self.find(name)
+            if not _serves(model, path):
+                message = f"model: {name!r} {_describe(model)}, not {path}"
+                raise RequestError(400, "invalid_request_error", message, param="model")
+            return name
+        models = [model for model in self._models.values() if _serves(model, path)]
+        if path == EMBEDDINGS:
+            # Any language model might; a function that says so does.
+            models = [model for model in models if isinstance(model, FunctionSettings)] or models
+        if len(models) == 1:
+            return models[0].id
+        if models:
+            names = ", ".join(model.id for model in models)
+            message = f"model: required, since several are served: {names}"
+        else:
+            there = "; ".join(f"{model.id!r} {_describe(model)}" for model in self._models.values())
+            message = f"No model answers {path} here: {there}"
+        raise RequestError(400, "invalid_request_error", message, param="model")
+
+    def find(self, name: str) -> ModelSettings:
+        """Return the model of that name.
+
+        Raises:
+            RequestError: 404, there is none.
+        """
+        if name in self._models:
+            return self._models[name]
+        message = f"The model {name!r} does not exist; served here: {', '.join(self._models)}"
+        raise RequestError(404, "not_found_error", message, param="model")
+
+    def cards(self, created: int) -> list[JSON]:
+        """Return the models as `/v1/models` lists them.
+
+        Args:
+            created: When this service started, in seconds since the epoch.
+        """
+        return [card(model, created) for model in self._models.values()]
+
+
+def card(model: ModelSettings, created: int) -> JSON:
+    """Return a model as `/v1/models` shows it; `kind` is ours, the rest is OpenAI's."""
+    return {
+        "id": model.id,
+        "object": "model",
+        "created": created,
+        "owned_by": "saturate",
+        "kind": model.kind,
+    }
+
+
+def _serves(model: ModelSettings, path: str) -> bool:
+    if isinstance(model, FunctionSettings):
+        return path == PROCESS or (path == EMBEDDINGS and model.embeddings)
+    return path != PROCESS
+
+
+def _describe(model: ModelSettings) -> str:
+    if not isinstance(model, FunctionSettings):
+        return "is a language model: POST /generate and the OpenAI API serve it"
+    if model.embeddings:
+        return "is a function: POST /process and POST /v1/embeddings serve it"
+    return "is a function: POST /process serves it"

@@ -1,0 +1,385 @@
+"""What a Serve config may say under `args`, checked before anything starts."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
+
+from batcher import PROFILES, DynamicBatcher, profile
+from batcher.forming import Forming
+from serve_app.api.protocol import Flag, SamplingFields
+from serve_app.settings.messages import explain
+
+DEMO_MODEL = "saturate://demo"
+"""The `source` that stands for the model shipped in this package."""
+
+Positive = Annotated[int, Field(strict=True, ge=1)]
+NotNegative = Annotated[int, Field(strict=True, ge=0)]
+Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Weights = dict[str, Weight]
+ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
+
+
+class SettingsError(ValueError):
+    """The `args` of a config are wrong; the message names each path and what is allowed."""
+
+
+class Strict(BaseModel):
+    """A section that refuses keys it doesn't know, so that a typo can't pass for a default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EngineSettings(Strict):
+    """vLLM's own settings; the names are those of `vllm serve --help`, with underscores.
+
+    A setting left out keeps vLLM's default. `extra` takes any other `vllm serve` option; vLLM
+    checks its value when the engine starts.
+    """
+
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = None
+    quantization: str | None = None
+    load_format: str | None = None
+    trust_remote_code: Flag | None = None
+    seed: Annotated[int, Field(strict=True)] | None = None
+    max_model_len: Positive | None = None
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    kv_cache_memory_bytes: Positive | None = None
+    tensor_parallel_size: Positive | None = None
+    pipeline_parallel_size: Positive | None = None
+    max_num_seqs: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    enable_chunked_prefill: Flag | None = None
+    long_prefill_token_threshold: NotNegative | None = None
+    scheduling_policy: Literal["fcfs", "priority"] | None = None
+    enable_prefix_caching: Flag | None = None
+    enforce_eager: Flag | None = None
+    distributed_executor_backend: str | None = None
+    chat_template: str | None = None
+    enable_auto_tool_choice: Flag | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    extra: dict[str, Any] = {}
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were set, by their vLLM names."""
+        return self.model_dump(exclude={"extra"}, exclude_none=True) | self.extra
+
+    @model_validator(mode="after")
+    def _extra_holds_only_the_rest(self) -> "EngineSettings":
+        for name in self.extra:
+            if name in type(self).model_fields:
+                raise ValueError(f"extra.{name}: put {name} directly under engine, where it is checked")
+            if name in {"model", "served_model_name", "host", "port", "uds", "api_key"}:
+                raise ValueError(f"extra.{name}: saturate sets this itself; leave it out")
+        return self
+
+
+class GoalSettings(Strict):
+    """What 99 of 100 requests are to get that are not `flex`; see `batcher.Goals`.
+
+    Attributes:
+        ttft_p99_s: Seconds from the gate of the replica to the first token.
+        tpot_p99_s: Seconds per token after the first.
+    """
+
+    ttft_p99_s: Seconds
+    tpot_p99_s: Seconds | None = None
+
+
+class BatcherSettings(Strict):
+    """How requests are admitted to one Engine replica.
+
+    Attributes:
+        policy: `guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so
+            a running request is never preempted. `max_utilization` reserves the prompt and the
+            output that finished requests lead us to expect: more run at once, some may be preempted.
+        capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
+        max_running: The most requests in flight. Without it, and at most, vLLM's `max_num_seqs` and as many
+            more as end within two steps: these wait in vLLM, so that no place in a step stays empty.
+        max_queue_size: Requests that may wait; the next one is answered 429.
+        max_queue_tokens: Tokens that may wait; by default no bound beside `max_queue_size`.
+        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        goals: What requests are to get that are not `flex`: `flex` then runs beside them as far as that
+            allows. vLLM schedules by class too, unless `engine.scheduling_policy` says otherwise. Without
+            goals a class goes before the next one, and that is all.
+        priority_aging_s: Seconds after which a class that waits passes the one a level above, for one
+            request; null: never. By default 10, with goals never.
+    """
+
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    capacity_tokens: Positive | None = None
+    max_running: Positive | None = None
+    max_queue_size: Positive = 5_000
+    max_queue_tokens: Positive | None = None
+    tenant_weights: Weights = {}
+    goals: GoalSettings | None = None
+    priority_aging_s: Seconds | None = 10.0
+
+    @property
+    def aging_s(self) -> float | None:
+        """What `priority_aging_s` comes to: it goes against goals, unless it is set on purpose."""
+        left_out = "priority_aging_s" not in self.model_fields_set
+        return None if self.goals and left_out else self.priority_aging_s
+
+
+class LLMSettings(Strict):
+    """A language model in vLLM: one Engine deployment, named `Engine:<id>`.
+
+    Attributes:
+        id: The name that clients put in `model`.
+        kind: May be left out.
+        source: A Hugging Face model id, a directory, or `saturate://demo`.
+        engine: vLLM's settings.
+        batcher: Admission to each replica.
+        sampling: Defaults for `/generate` where a request leaves a field out.
+        engine_hang_timeout_s: Seconds that an engine with work may go without a step before its replica is
+            replaced. It has to be above the longest step, with what a kernel takes to compile on its first
+            use. With `disable_log_stats` a step shows only when it brings a token: then above the longest
+            prompt's time to first token.
+    """
+
+    id: ModelId
+    kind: Literal["llm"] = "llm"
+    source: Annotated[str, Field(min_length=1)]
+    engine: EngineSettings = EngineSettings()
+    batcher: BatcherSettings = BatcherSettings()
+    sampling: SamplingFields = SamplingFields()
+    engine_hang_timeout_s: Seconds = 60.0
+
+    @property
+    def path(self) -> str:
+        """What vLLM is told to load: a directory or a Hugging Face id."""
+        if self.source == DEMO_MODEL:
+            return str(Path(__file__).parents[1] / "demo" / "model")
+        return self.source
+
+
+def _known_profile(name: str) -> str:
+    if name not in PROFILES:
+        raise ValueError(f"must be one of {', '.join(map(repr, PROFILES))}, not {name!r}")
+    return name
+
+
+class FunctionBatcherSettings(Strict):
+    """How records are batched in front of a function; see `batcher.DynamicBatcher` for each.
+
+    Attributes:
+        profile: A preset, see `batcher.PROFILES`; the other settings replace what it says.
+    """
+
+    profile: Annotated[str, AfterValidator(_known_profile)] | None = None
+    target_batch_cost: Positive | None = None
+    max_batch_size: Positive | None = None
+    min_batch_size: Positive | None = None
+    batch_timeout_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    max_queue_size: Positive | None = None
+    max_queue_cost: Positive | None = None
+    prefetch_batches: NotNegative | None = None
+    max_concurrent_batches: Positive | None = None
+    forming: Forming | None = None
+    padded: Flag | None = None
+    on_error: Literal["split", "fail"] | None = None
+    tenant_weights: Weights | None = None
+    priority_aging_s: Seconds | None = 10.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `DynamicBatcher`: the profile's, and over them those that were set."""
+        given = self.model_dump(exclude={"profile", "priority_aging_s"}, exclude_none=True)
+        given["priority_aging_s"] = self.priority_aging_s
+        return given if self.profile is None else profile(self.profile, **given)
+
+    @model_validator(mode="after")
+    def _agree_with_each_other(self) -> "FunctionBatcherSettings":
+        # The batcher knows which of its arguments contradict each other.
+        DynamicBatcher(list, **self.arguments())
+        return self
+
+
+def _target(path: str) -> str:
+    name = r"[A-Za-z_][A-Za-z0-9_]*"
+    if not re.fullmatch(rf"{name}(\.{name})*:{name}", path):
+        raise ValueError(f"must have the form 'package.module:Class', not {path!r}")
+    return path
+
+
+class FunctionSettings(Strict):
+    """A model that is a function of a batch: one deployment, named `Engine:<id>` too.
+
+    Attributes:
+        id: The name that clients put in `model`.
+        kind: "function".
+        target: Import path of a class with a method `process(batch)`, as "package.module:Class".
+        options: Keyword arguments of that class.
+        embeddings: Records are texts and results their vectors: `/v1/embeddings` serves it too.
+        batcher: How records become batches.
+    """
+
+    id: ModelId
+    kind: Literal["function"]
+    target: Annotated[str, AfterValidator(_target)]
+    options: dict[str, Any] = {}
+    embeddings: Flag = False
+    batcher: FunctionBatcherSettings = FunctionBatcherSettings()
+
+
+def _kind(model: object) -> str:
+    """Return which branch of `ModelSettings` a model is checked against."""
+    if not isinstance(model, dict):
+        return str(getattr(model, "kind", "llm"))
+    return str(model.get("kind", "llm"))
+
+
+ModelSettings = Annotated[
+    Annotated[LLMSettings, Tag("llm")] | Annotated[FunctionSettings, Tag("function")], Discriminator(_kind)
+]
+
+
+class IngressSettings(Strict):
+    """Limits of the HTTP side.
+
+    Attributes:
+        max_body_bytes: Largest request body; a larger one is answered 413.
+        body_timeout_s: Seconds in which a request body has to be here; one that is slower is answered 408.
+        max_prompts: Most prompts in one call, and records in one `/process` call.
+        max_tokens: Most tokens that a request may ask for, per answer; by default the model's context
+            is the bound.
+        max_n: Most answers per prompt (`n`).
+    """
+
+    max_body_bytes: Positive = 32 * 1024 * 1024
+    body_timeout_s: Seconds = 60.0
+    max_prompts: Positive = 10_000
+    max_tokens: Positive | None = None
+    max_n: Positive = 128
+
+
+def _absolute(path: str) -> str:
+    if not Path(path).is_absolute():
+        raise ValueError(f"must be an absolute path, on every node that runs an Ingress, not {path!r}")
+    return path
+
+
+class AccessSettings(Strict):
+    """Where the API keys are that let a caller in; `serve_app.auth.keys.Key` says what a key is.
+
+    Attributes:
+        keys_file: A YAML or JSON list of keys. It is read again when it changes.
+        keys_env: The environment variable that holds such a list; it is read once.
+    """
+
+    keys_file: Annotated[str, AfterValidator(_absolute)] | None = None
+    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+
+    @model_validator(mode="after")
+    def _says_where(self) -> "AccessSettings":
+        if self.keys_file is None and self.keys_env is None:
+            raise ValueError("give keys_file or keys_env; to ask nobody for a key, leave access out")
+        return self
+
+
+def _endpoint(url: str) -> str:
+    if not re.fullmatch(r"(https?|file)://\S+", url):
+        raise ValueError(f"must begin with http://, https:// or file://, not {url!r}")
+    return url
+
+
+class TraceSettings(Strict):
+    """Where OpenTelemetry spans go.
+
+    Attributes:
+        endpoint: Where a collector takes OTLP over HTTP, such as http://collector:4318/v1/traces; or
+            file:///DIRECTORY, where each process writes a file of JSON lines.
+        sample_ratio: Share of the requests that bring no trace context of their own; with one, its sender
+            has decided.
+    """
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)]
+    sample_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = 1.0
+
+
+class TelemetrySettings(Strict):
+    """What the service tells of itself.
+
+    Attributes:
+        metrics: Our metrics, on Ray's Prometheus endpoint.
+        engine_metrics: vLLM's beside them.
+        tenants: Tenants that have a series of their own; the others share one.
+        request_log: Each Ingress replica writes a line per request to a file beside Serve's logs: as "json",
+            as "text", or null: not at all. Never what was asked or answered.
+        traces: Where spans go; null: nowhere.
+    """
+
+    metrics: Flag = True
+    engine_metrics: Flag = True
+    tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = 20
+    request_log: Literal["json", "text"] | None = "json"
+    traces: TraceSettings | None = None
+
+
+SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)
+"""For a replica outside of Serve."""
+
+
+class Settings(Strict):
+    """All that `args` may hold.
+
+    Attributes:
+        models: The models to serve. A second one is one more entry.
+        ingress: Limits of the HTTP side.
+        access: Who gets in; left out: everybody.
+        telemetry: What the service tells of itself.
+    """
+
+    models: Annotated[list[ModelSettings], Field(min_length=1)]
+    ingress: IngressSettings = IngressSettings()
+    access: AccessSettings | None = None
+    telemetry: TelemetrySettings = TelemetrySettings()
+
+    @model_validator(mode="after")
+    def _ids_differ(self) -> "Settings":
+        ids = [model.id for model in self.models]
+        if twice := sorted({i for i in ids if ids.count(i) > 1}):
+            raise ValueError(f"models: the id {twice[0]!r} is used twice; each model needs its own")
+        return self
+
+
+def parse(args: dict[str, Any]) -> Settings:
+    """Check the `args` of a Serve config.
+
+    Raises:
+        SettingsError: One line per mistake, with its path, the value and what is allowed.
+    """
+    try:
+        return Settings.model_validate(args)
+    except ValidationError as error:
+        raise SettingsError(explain(error, _SECTIONS)) from None
+
+
+_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    (): Settings,
+    ("models", "llm"): LLMSettings,
+    ("models", "llm", "engine"): EngineSettings,
+    ("models", "llm", "batcher"): BatcherSettings,
+    ("models", "llm", "batcher", "goals"): GoalSettings,
+    ("models", "llm", "sampling"): SamplingFields,
+    ("models", "function"): FunctionSettings,
+    ("models", "function", "batcher"): FunctionBatcherSettings,
+    ("ingress",): IngressSettings,
+    ("access",): AccessSettings,
+    ("telemetry",): TelemetrySettings,
+    ("telemetry", "traces"): TraceSettings,
+}

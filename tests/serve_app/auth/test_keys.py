@@ -1,0 +1,107 @@
+"""API keys: how they are made and written down, and what their errors keep to themselves."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.auth.keys import hash_key, new_key, read_keys
+from serve_app.settings.schema import SettingsError
+
+HASH = "a" * 64
+ADA = {"name": "ada", "sha256": HASH, "tenant": "research"}
+SECRET = "sk-do-not-print-me"
+
+
+def mistake(content: Any) -> str:
+    text = content if isinstance(content, str) else json.dumps(content)
+    with pytest.raises(SettingsError) as caught:
+        read_keys(text, "keys.yaml")
+    assert str(caught.value).startswith("keys.yaml: ")
+    assert SECRET not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_key_is_random_and_long() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    # 256 bits take 43 characters of base64.
+    assert {len(key) for key in keys} == {46}
+
+
+def test_its_hash_is_sha256() -> None:
+    assert hash_key(b"x") == hashlib.sha256(b"x").hexdigest()
+
+
+def test_yaml_and_json_are_read_alike_and_what_is_left_out_is_unlimited() -> None:
+    (key,) = read_keys(json.dumps([ADA]), "x")
+    assert read_keys(yaml.safe_dump([ADA]), "x") == [key]
+    assert (key.tiers, key.any_tenant) == (("priority", "default", "flex"), False)
+    assert key.requests_per_minute is key.max_concurrency is None
+    assert read_keys("[]", "x") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": None}, "[0].name: "),
+        ({"name": "a b"}, "[0].name: "),
+        ({"sha256": SECRET}, "[0].sha256: must be the SHA-256 of the key: 64 hex digits"),
+        ({"sha256": HASH.upper()}, "[0].sha256: must be"),
+        ({"tenant": ""}, "[0].tenant: must be 1 to 128 printable characters"),
+        ({"weight": 0}, "[0].weight: "),
+        ({"tiers": []}, "[0].tiers: "),
+        ({"tiers": ["best"]}, "[0].tiers[0]: "),
+        ({"requests_per_minute": 0}, "[0].requests_per_minute: "),
+        ({"max_concurrency": "5"}, "[0].max_concurrency: "),
+        ({"key": SECRET}, "[0].key: unknown field; allowed are name, sha256, tenant"),
+    ],
+)
+def test_a_mistake_is_named_by_its_place_and_without_its_value(change: dict[str, Any], words: str) -> None:
+    assert words in mistake([ADA | change])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "ada", "{}", f"- sha256: {SECRET}\n  - x", f"[{SECRET}", f'["{SECRET}"]', f"- &a {SECRET}\x01"],
+)
+def test_what_is_no_list_of_keys_is_refused_without_being_quoted(text: str) -> None:
+    mistake(text)
+
+
+@pytest.mark.parametrize("field", ["name", "sha256"])
+def test_two_keys_differ_in_name_and_hash(field: str) -> None:
+    other = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
+    assert f"two keys with the same {field}" in mistake([ADA, other | {field: ADA[field]}])
+
+
+def test_the_keys_of_one_tenant_have_one_weight() -> None:
+    bob = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
+    assert "the tenant 'research' differ in weight" in mistake([ADA | {"weight": 1}, bob | {"weight": 2}])
+    assert [key.weight for key in read_keys(json.dumps([ADA, bob | {"weight": 2}]), "x")] == [None, 2]
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "serve_app.auth.keys", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_prints_a_key_once_and_its_entry() -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", "--tiers", "flex", "--max-concurrency", "5")
+    assert done.returncode == 0, done.stderr
+    (key,) = read_keys(done.stdout, "stdout")
+    (secret,) = (word for word in done.stdout.split() if word.startswith("sk-"))
+    assert key.sha256 == hash_key(secret.encode())
+    assert (key.name, key.tenant, key.tiers, key.max_concurrency) == ("ada", "research", ("flex",), 5)
+
+
+def test_the_command_refuses_what_the_service_would() -> None:
+    done = run("new", "--name", "a b", "--tenant", "research")
+    assert done.returncode == 1
+    assert "name" in done.stderr
+    assert not done.stdout
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,101 @@
+"""The rate and the requests in flight of one key."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.api.errors import RequestError
+from serve_app.auth.rate_limit import RateLimit
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def made(clock: Clock, rate: int | None = None, most: int | None = None) -> RateLimit:
+    rate_limit = RateLimit(clock)
+    rate_limit.rate_per_minute, rate_limit.max_concurrency = rate, most
+    return rate_limit
+
+
+def retry_after(rate_limit: RateLimit) -> float:
+    with pytest.raises(RequestError) as caught:
+        rate_limit.enter()
+    error = caught.value
+    assert (error.status, error.type) == (429, "rate_limit_error")
+    assert error.retry_after_s is not None
+    return error.retry_after_s
+
+
+def test_without_limits_there_are_none() -> None:
+    rate_limit = made(Clock())
+    for _ in range(1000):
+        rate_limit.enter()
+    assert rate_limit.in_flight == 1000
+
+
+def test_a_minute_s_requests_may_come_at_once_and_the_next_is_told_when() -> None:
+    clock = Clock()
+    rate_limit = made(clock, rate=6)
+    for _ in range(6):
+        rate_limit.leave(rate_limit.enter())
+    assert retry_after(rate_limit) == pytest.approx(10)
+    clock.now += 9.9
+    assert retry_after(rate_limit) == pytest.approx(0.1)
+    clock.now += 0.11
+    rate_limit.leave(rate_limit.enter())
+    assert retry_after(rate_limit) > 9
+
+
+@given(rate=st.integers(1, 200), steps=st.lists(st.floats(0, 30), max_size=60))
+def test_no_minute_has_more_than_twice_the_rate_and_the_hint_is_enough(rate: int, steps: list[float]) -> None:
+    clock = Clock()
+    rate_limit = made(clock, rate=rate)
+    let_in = []
+    for step in steps:
+        clock.now += step
+        try:
+            rate_limit.leave(rate_limit.enter())
+        except RequestError as error:
+            clock.now += (error.retry_after_s or 0.0) + 1e-6
+            rate_limit.leave(rate_limit.enter())
+        let_in.append(clock.now)
+    for start in let_in:
+        assert sum(start <= at <= start + 60 for at in let_in) <= 2 * rate + 1
+
+
+def test_the_requests_in_flight_are_bounded_and_the_hint_is_what_one_takes() -> None:
+    clock = Clock()
+    rate_limit = made(clock, most=2)
+    entered = [rate_limit.enter(), rate_limit.enter()]
+    assert retry_after(rate_limit) == pytest.approx(0.5)
+    clock.now += 100
+    rate_limit.leave(entered.pop())
+    entered.append(rate_limit.enter())
+    # One took 100 s; the mean moves towards it.
+    assert retry_after(rate_limit) > 5
+    assert rate_limit.in_flight == 2
+
+
+def test_a_refused_request_uses_nothing_up() -> None:
+    clock = Clock()
+    rate_limit = made(clock, rate=60, most=1)
+    entered = rate_limit.enter()
+    for _ in range(100):
+        retry_after(rate_limit)
+    rate_limit.leave(entered)
+    for _ in range(59):
+        rate_limit.leave(rate_limit.enter())
+    retry_after(rate_limit)
+
+
+def test_a_lower_rate_holds_at_once() -> None:
+    rate_limit = made(Clock(), rate=1000)
+    rate_limit.leave(rate_limit.enter())
+    rate_limit.rate_per_minute = 1
+    rate_limit.leave(rate_limit.enter())
+    assert retry_after(rate_limit) == pytest.approx(60)

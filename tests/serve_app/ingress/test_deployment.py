@@ -1,0 +1,750 @@
+"""The Ingress' own application, in front of engines that the test plays."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from ray import serve
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.applications import Starlette
+
+from serve_app.api.errors import RequestError
+from serve_app.api.scheduling import Scheduling
+from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.health import Health, ModelHealth, Report
+from serve_app.ingress.routing import OPENAI
+from serve_app.relay.asgi import Head, Message, RelayRequest, pack_error
+from serve_app.settings.schema import parse
+
+LIMIT_S = 20.0
+PLAIN = Head(200, [(b"content-type", b"application/json"), (b"x-mine", b"1")])
+STREAM = Head(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+CHAT = "/v1/chat/completions"
+
+Answering = Callable[[RelayRequest], AsyncIterator[bytes]]
+
+
+class Answer(DeploymentResponseGenerator[bytes]):
+    """What a handle returns for a call that streams.
+
+    Attributes:
+        stopped: Set once the call was cancelled.
+    """
+
+    def __init__(self, messages: AsyncIterator[bytes]) -> None:
+        self.stopped = asyncio.Event()
+        self._messages = messages
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._messages
+
+    async def __anext__(self) -> bytes:
+        return await anext(self._messages)
+
+    def cancel(self) -> None:
+        self.stopped.set()
+
+
+@dataclass
+class Engine:
+    """The handle of an Engine.
+
+    Attributes:
+        answering: What it answers with.
+        requests: What it was asked over the relay.
+        answers: What it gave back.
+        stats: What its replicas report; an exception is raised.
+        options_given: The options that its callers set.
+        broadcasts: Methods that were called on every replica.
+        asked: Set once it was asked over the relay.
+    """
+
+    answering: Answering
+    requests: list[RelayRequest] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    stats: list[Any] | Exception = field(default_factory=list)
+    options_given: list[dict[str, Any]] = field(default_factory=list)
+    broadcasts: list[str] = field(default_factory=list)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def options(self, **options: Any) -> "Engine":
+        self.options_given.append(options)
+        return self
+
+    def remote(self, request: RelayRequest) -> Answer:
+        assert self.options_given[0]["method_name"] == "relay"
+        assert self.options_given[0]["stream"] is True
+        self.requests.append(request)
+        self.answers.append(Answer(self.answering(request)))
+        self.asked.set()
+        return self.answers[-1]
+
+    def broadcast(self, method: str) -> "Engine":
+        self.broadcasts.append(method)
+        return self
+
+    async def results_async(self, *, timeout_s: float) -> list[Any]:
+        assert timeout_s > 0
+        if isinstance(self.stats, Exception):
+            raise self.stats
+        return self.stats
+
+
+def answer(*messages: bytes | Exception) -> Answering:
+    """Return how an engine answers with fixed messages; an exception is raised."""
+
+    async def answering(request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        for message in messages:
+            if isinstance(message, Exception):
+                raise message
+            yield message
+
+    return answering
+
+
+async def echo(request: RelayRequest) -> AsyncGenerator[bytes, None]:
+    """Answer with what arrived."""
+    yield PLAIN.pack(json.dumps({"path": request.path, "body": request.body.decode("latin-1")}).encode())
+
+
+@pytest.fixture(autouse=True)
+def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelHealth]:
+    """The health of each model, as the test wants it."""
+    models: dict[str, ModelHealth] = {}
+
+    async def read(self: Health) -> Report:
+        return Report(models)
+
+    context = SimpleNamespace(app_name="llm", replica_tag="one")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(Health, "read", read)
+    # This process has tests to run yet.
+    monkeypatch.setattr("serve_app.ingress.deployment.use_batch_scheduling", lambda: None)
+    monkeypatch.setattr("serve_app.auth.bind_check.serve_host", lambda: "127.0.0.1")
+    return models
+
+
+FUNCTIONS = {"rank", "embed"}
+"""The names that stand for a function; all others are language models."""
+
+
+def application(engines: dict[str, Engine], **limits: float) -> Starlette:
+    function = {"kind": "function", "target": "a:B"}
+    models = [
+        {"id": model}
+        | (function | {"embeddings": model == "embed"} if model in FUNCTIONS else {"source": "x"})
+        for model in engines
+    ]
+    settings = parse({"models": models, "ingress": limits})
+    handles = cast(dict[str, DeploymentHandle[Any]], engines)
+    return Ingress(settings, handles).__serve_build_asgi_app__()
+
+
+class Client(httpx.AsyncClient):
+    """A client of an Ingress in front of `engines`."""
+
+    def __init__(self, engines: Engine | dict[str, Engine] | None = None, **limits: float) -> None:
+        if not isinstance(engines, dict):
+            engines = {"demo": engines or Engine(echo)}
+        self.engines = engines
+        transport = httpx.ASGITransport(application(engines, **limits))
+        super().__init__(transport=transport, base_url="http://saturate:8000", timeout=LIMIT_S)
+
+    async def request(self, *args: Any, **options: Any) -> httpx.Response:
+        async with asyncio.timeout(LIMIT_S):
+            return await super().request(*args, **options)
+
+    @property
+    def engine(self) -> Engine:
+        (engine,) = self.engines.values()
+        return engine
+
+
+class Call:
+    """One request, of which the test sees each ASGI message and decides when the client leaves.
+
+    Attributes:
+        sent: What the application sends, as it sends it.
+        task: Ends when the application has.
+    """
+
+    def __init__(self, app: Starlette, path: str, body: bytes = b"{}") -> None:
+        self.sent: asyncio.Queue[Message] = asyncio.Queue()
+        self._received = [{"type": "http.request", "body": body, "more_body": False}]
+        self._left = asyncio.Event()
+        scope: Message = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"host", b"saturate"), (b"content-type", b"application/json")],
+        }
+        self.task = asyncio.ensure_future(app(scope, self._receive, self.sent.put))
+
+    async def _receive(self) -> Message:
+        if self._received:
+            return self._received.pop()
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def leave(self) -> None:
+        """Leave as a client does: Serve tells the application and cancels it."""
+        self._left.set()
+        self.task.cancel()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.wait({self.task})
+
+    async def next(self) -> Message:
+        async with asyncio.timeout(LIMIT_S):
+            return await self.sent.get()
+
+
+def check_error(response: httpx.Response, status: int, type: str, param: str | None = None) -> str:
+    """Check an error's status and its shape, which is OpenAI's, and return its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert (error["type"], error["param"], error["code"]) == (type, param, status)
+    message: str = error["message"]
+    return message
+
+
+# Routing
+
+
+async def test_a_request_goes_to_the_engine_of_its_model_and_its_answer_comes_back() -> None:
+    engines = {"a": Engine(answer(PLAIN.pack(b"from a"))), "b": Engine(answer(PLAIN.pack(b"from "), b"b"))}
+    async with Client(engines) as client:
+        response = await client.post(CHAT, json={"model": "b", "messages": []})
+    assert (response.status_code, response.content) == (200, b"from b")
+    assert response.headers["x-mine"] == "1"
+    assert engines["a"].requests == []
+    (request,) = engines["b"].requests
+    assert (request.method, request.path) == ("POST", CHAT)
+    assert json.loads(request.body) == {"model": "b", "messages": []}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+async def test_an_unknown_model_is_answered_with_those_that_are_served(path: str) -> None:
+    async with Client({"a": Engine(echo), "b": Engine(echo)}) as client:
+        response = await client.post(path, json={"model": "c", "prompts": ["x"]})
+        message = check_error(response, 404, "not_found_error", "model")
+        assert "'c'" in message
+        assert "served here: a, b" in message
+        assert not any(engine.requests for engine in client.engines.values())
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+@pytest.mark.parametrize("body", [{"prompts": ["x"]}, {"prompts": ["x"], "model": None}])
+async def test_the_model_has_to_be_named_where_several_are_served(path: str, body: object) -> None:
+    async with Client({"a": Engine(echo), "b": Engine(echo)}) as client:
+        message = check_error(await client.post(path, json=body), 400, "invalid_request_error", "model")
+    assert "a, b" in message
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+async def test_the_model_may_be_left_out_where_one_is_served(path: str) -> None:
+    async with Client() as client:
+        assert (await client.post(path, json={"prompts": ["x"]})).status_code == 200
+
+
+async def test_a_request_without_a_body_names_its_model_in_the_query() -> None:
+    engines = {"a": Engine(echo), "b": Engine(echo)}
+    async with Client(engines) as client:
+        assert (await client.post("/v1/audio/transcriptions?model=b")).status_code == 200
+        assert (await client.post("/v1/audio/transcriptions?model=c")).status_code == 404
+    assert [request.query for request in engines["b"].requests] == [b"model=b"]
+
+
+async def test_a_body_that_is_not_json_is_relayed_unread() -> None:
+    async with Client() as client:
+        files = {"file": ("a.wav", b"\xff\xfe{", "audio/wav")}
+        assert (await client.post("/v1/audio/transcriptions", files=files)).status_code == 200
+        assert b"\xff\xfe{" in client.engine.requests[0].body
+        response = await client.post("/v1/score", content=b"{", headers={"content-type": "text/plain"})
+        assert response.json() == {"path": "/v1/score", "body": "{"}
+
+
+async def test_json_is_read_however_its_type_is_written() -> None:
+    async with Client() as client:
+        response = await client.post(
+            CHAT, content=b'{"n": 1000}', headers={"content-type": "Application/JSON"}
+        )
+        check_error(response, 400, "invalid_request_error", "n")
+
+
+@pytest.mark.parametrize("path", OPENAI)
+async def test_the_routes_of_openai_s_api_are_relayed(path: str) -> None:
+    async with Client() as client:
+        response = await client.post(f"{path}?x=1", json={})
+        assert response.json()["path"] == path
+        (request,) = client.engine.requests
+        assert (request.method, request.query) == ("POST", b"x=1")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sleep",
+        "/wake_up",
+        "/collective_rpc",
+        "/metrics",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+        "/v1/chat/completions/",
+        "/v1//chat/completions",
+        "/V1/chat/completions",
+        "/v1/chat/completions%2F..%2F..%2Fsleep",
+        "/v1/responses/abc/cancel",
+    ],
+)
+async def test_no_other_route_is_relayed(path: str) -> None:
+    async with Client() as client:
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            assert (await client.request(method, path)).status_code in {307, 404, 405}
+        assert client.engine.requests == []
+
+
+@pytest.mark.parametrize("path", ["/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"])
+async def test_tokenize_is_found_under_v1_and_beside_it(path: str) -> None:
+    async with Client() as client:
+        response = await client.post(path, json={"prompt": "x"})
+        assert response.json()["path"] == path.removeprefix("/v1")
+
+
+async def test_generate_is_relayed_to_the_engine_s_own_generate() -> None:
+    async with Client() as client:
+        body = b'{"prompts": ["x"], "task_id": "t"}'
+        response = await client.post("/generate", content=body)
+        assert response.json() == {"path": "/generate", "body": body.decode()}
+
+
+async def test_hop_by_hop_headers_and_keys_stay_here_and_all_others_go_along() -> None:
+    headers = {
+        "connection": "keep-alive",
+        "keep-alive": "timeout=5",
+        "te": "trailers",
+        "upgrade": "h2c",
+        "transfer-encoding": "chunked",
+        "authorization": "Bearer x",
+        "x-api-key": "x",
+        "cookie": "a=b",
+        "x-request-id": "7",
+    }
+    async with Client() as client:
+        await client.post(CHAT, content=b"{}", headers=headers)
+        names = dict(client.engine.requests[0].headers)
+    assert not {b"connection", b"keep-alive", b"te", b"upgrade", b"transfer-encoding", b"host"} & set(names)
+    assert not {b"authorization", b"x-api-key", b"cookie"} & set(names)
+    assert names[b"x-request-id"] == b"7"
+
+
+async def test_bytes_cross_the_handle_as_they_are() -> None:
+    async with Client() as client:
+        options = client.engine.options_given[0]
+    assert options["response_serialization"] == "noop"
+
+
+# Functions
+
+
+async def test_process_is_relayed_to_a_function() -> None:
+    engines = {"a": Engine(echo), "rank": Engine(echo)}
+    async with Client(engines) as client:
+        response = await client.post("/process", content=b'{"records": [1]}')
+        assert response.json() == {"path": "/process", "body": '{"records": [1]}'}
+        assert (await client.post("/generate", json={"prompts": ["x"]})).status_code == 200
+    assert len(engines["a"].requests) == len(engines["rank"].requests) == 1
+
+
+async def test_embeddings_go_to_the_function_that_has_vectors() -> None:
+    engines = {"a": Engine(echo), "embed": Engine(echo)}
+    async with Client(engines) as client:
+        assert (await client.post("/v1/embeddings", json={"input": "x"})).status_code == 200
+        assert (await client.post("/v1/embeddings", json={"input": "x", "model": "a"})).status_code == 200
+    assert len(engines["a"].requests) == len(engines["embed"].requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"prompts": ["x"], "model": "rank"}),
+        (CHAT, {"model": "rank"}),
+        ("/v1/embeddings", {"model": "rank"}),
+        ("/process", {"records": ["x"], "model": "a"}),
+    ],
+)
+async def test_a_model_of_the_wrong_kind_is_not_asked(path: str, body: object) -> None:
+    async with Client({"a": Engine(echo), "rank": Engine(echo)}) as client:
+        response = await client.post(path, json=body)
+        assert "POST /" in check_error(response, 400, "invalid_request_error", "model")
+        assert not any(engine.requests for engine in client.engines.values())
+
+
+async def test_a_bad_field_of_process_is_refused_with_its_name() -> None:
+    async with Client(Engine(echo), max_prompts=2) as client:
+        for body, param in (
+            ({"records": []}, "records"),
+            ({"records": ["x"] * 3}, "records"),
+            ({"records": ["x"], "prompts": ["x"]}, "prompts"),
+        ):
+            check_error(await client.post("/process", json=body), 400, "invalid_request_error", param)
+        assert client.engine.requests == []
+
+
+# Scheduling
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/generate", {"prompts": ["x"]}), ("/process", {"records": ["x"], "model": "rank"})],
+)
+async def test_terms_are_those_of_the_body_and_of_the_headers(path: str, body: dict[str, Any]) -> None:
+    engines = {"a": Engine(echo), "rank": Engine(echo)}
+    requests = engines["rank" if path == "/process" else "a"].requests
+    async with Client(engines) as client:
+        await client.post(path, json=body)
+        fields = {"service_tier": "flex", "tenant": "body", "queue_timeout_s": 5}
+        await client.post(path, json=body | fields)
+        headers = {"X-Tenant": "header", "X-Queue-Timeout-Seconds": "2.5"}
+        await client.post(path, json=body | fields, headers=headers)
+        await client.post(path, json=body, headers={"authorization": "Bearer sk-secret"})
+    assert [request.scheduling for request in requests] == [
+        Scheduling(),
+        Scheduling(1, "body", 5),
+        Scheduling(1, "header", 2.5),
+        Scheduling(0, "key-746b4ad1ca91"),
+    ]
+
+
+async def test_a_service_tier_of_openai_is_read_and_goes_along() -> None:
+    async with Client() as client:
+        body = b'{"service_tier":  "flex", "tenant": 5}'
+        assert (await client.post(CHAT, content=body, headers={"x-tenant": "me"})).status_code == 200
+        await client.post("/v1/score", headers={"x-queue-timeout-seconds": "3"})
+        flex, plain = client.engine.requests
+        assert (flex.scheduling, flex.body) == (Scheduling(1, "me"), body)
+        assert plain.scheduling == Scheduling(0, "default", 3)
+
+
+async def test_a_name_that_vllm_does_not_know_is_translated() -> None:
+    async with Client() as client:
+        await client.post(CHAT, json={"service_tier": "fast", "messages": []})
+        (request,) = client.engine.requests
+        assert request.scheduling.priority == -1
+        assert json.loads(request.body) == {"service_tier": "priority", "messages": []}
+        # The rest is as it was.
+        body = b'{"service_tier": "fast", "seed": ' + b"9" * 4000 + b"}"
+        assert (await client.post(CHAT, content=body)).status_code == 200
+        assert b"9" * 4000 in client.engine.requests[1].body
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+async def test_a_wrong_service_tier_is_refused(path: str) -> None:
+    async with Client() as client:
+        for tier in ("best", 5):
+            response = await client.post(path, json={"prompts": ["x"], "service_tier": tier})
+            check_error(response, 400, "invalid_request_error", "service_tier")
+        response = await client.post(path, json={"prompts": ["x"], "service_tier": None})
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+@pytest.mark.parametrize(("name", "value"), [("x-tenant", ""), ("x-queue-timeout-seconds", "soon")])
+async def test_a_wrong_header_is_refused_with_its_name(path: str, name: str, value: str) -> None:
+    async with Client() as client:
+        response = await client.post(path, json={"prompts": ["x"]}, headers={name: value})
+        assert name in check_error(response, 400, "invalid_request_error", name)
+        assert client.engine.requests == []
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"\xff", b"[]", b"5", b'{"prompts": ["\\ud800"]}', b"[" * 10_000]
+)
+async def test_malformed_json_is_refused_before_it_reaches_an_engine(body: bytes) -> None:
+    async with Client() as client:
+        check_error(await client.post("/generate", content=body), 400, "invalid_request_error")
+        if body:
+            check_error(await client.post(CHAT, content=body), 400, "invalid_request_error")
+        assert client.engine.requests == []
+
+
+async def test_a_model_that_is_no_string_is_refused_with_its_field() -> None:
+    async with Client() as client:
+        for path in (CHAT, "/generate"):
+            response = await client.post(path, json={"prompts": ["x"], "model": 5})
+            check_error(response, 400, "invalid_request_error", "model")
+
+
+async def test_a_bad_field_of_generate_is_refused_with_its_name() -> None:
+    async with Client(max_prompts=2) as client:
+        for body, param in (
+            ({"prompts": []}, "prompts"),
+            ({"prompts": ["x"] * 3}, "prompts"),
+            ({"prompts": ["x"], "max_tokens": 0}, "max_tokens"),
+            ({"prompts": ["x"], "temprature": 0}, "temprature"),
+        ):
+            check_error(await client.post("/generate", json=body), 400, "invalid_request_error", param)
+        assert client.engine.requests == []
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate", "/tokenize"])
+async def test_a_body_over_the_limit_by_its_length_is_not_even_read(path: str) -> None:
+    read = []
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        read.append(1)
+        yield b" " * 101
+
+    async with Client(max_body_bytes=100) as client:
+        headers = {"content-length": "101"}
+        response = await client.post(path, content=body(), headers=headers)
+        assert "100 bytes" in check_error(response, 413, "request_too_large")
+        assert read == []
+        assert client.engine.requests == []
+
+
+async def test_a_body_over_the_limit_that_comes_in_pieces_is_read_no_further() -> None:
+    read = []
+
+    async def body() -> AsyncGenerator[bytes, None]:
+        for i in range(100):
+            read.append(i)
+            yield b" " * 30
+
+    async with Client(max_body_bytes=100) as client:
+        check_error(await client.post(CHAT, content=body()), 413, "request_too_large")
+        assert len(read) == 4
+        assert client.engine.requests == []
+
+
+async def test_a_length_that_is_too_small_does_not_get_a_body_past_the_limit() -> None:
+    async with Client(max_body_bytes=100) as client:
+        response = await client.post(CHAT, content=b" " * 101, headers={"content-length": "5"})
+        check_error(response, 413, "request_too_large")
+
+
+async def test_a_body_at_the_limit_is_taken_whole() -> None:
+    async with Client(max_body_bytes=100) as client:
+        body = b"{}".ljust(100)
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            for start in range(0, 100, 7):
+                yield body[start : start + 7]
+
+        for content in (body, pieces()):
+            assert (await client.post(CHAT, content=content)).status_code == 200
+        assert [request.body for request in client.engine.requests] == [body, body]
+
+
+@pytest.mark.parametrize("path", ["/nope", "/v2/chat/completions", "/generate/x"])
+async def test_a_path_that_is_not_there(path: str) -> None:
+    async with Client() as client:
+        assert path in check_error(await client.post(path, json={}), 404, "not_found_error")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/generate"), ("POST", "/health"), ("PUT", "/tokenize")]
+)
+async def test_a_method_that_is_not_there(method: str, path: str) -> None:
+    async with Client() as client:
+        response = await client.request(method, path)
+        check_error(response, 405, "invalid_request_error")
+        assert response.headers["allow"]
+
+
+# An engine that fails
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [RuntimeError("died")], [RequestError(400, "internal_error", "died")]]
+)
+async def test_an_engine_that_fails_before_its_head_is_a_503(messages: list[Exception]) -> None:
+    async with Client(Engine(answer(*messages))) as client:
+        response = await client.post(CHAT, json={})
+        message = check_error(response, 503, "service_unavailable")
+        assert response.headers["retry-after"] == "1"
+        assert "died" not in message, "clients are not told of the inside"
+        assert client.engine.answers[0].stopped.is_set()
+
+
+async def test_serve_s_own_limit_is_a_429() -> None:
+    error = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+    async with Client(Engine(answer(error))) as client:
+        response = await client.post(CHAT, json={})
+        check_error(response, 429, "rate_limit_error")
+        assert response.headers["retry-after"] == "1"
+
+
+async def test_an_engine_s_refusal_comes_through_as_it_is() -> None:
+    error = RequestError(429, "rate_limit_error", "full", retry_after_s=2.5)
+    async with Client(Engine(answer(pack_error(error)))) as client:
+        response = await client.post(CHAT, json={})
+        assert check_error(response, 429, "rate_limit_error") == "full"
+        assert response.headers["retry-after"] == "3"
+
+
+async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event() -> None:
+    messages: list[bytes | Exception] = [
+        STREAM.pack(b'data: {"a": 1}\n\n'),
+        b'data: {"a": 2}\n\n',
+        RuntimeError("died"),
+    ]
+    async with Client(Engine(answer(*messages))) as client:
+        response = await client.post(CHAT, json={"stream": True})
+    assert response.status_code == 200
+    *events, last, end = response.text.split("\n\n")
+    assert events == ['data: {"a": 1}', 'data: {"a": 2}']
+    assert end == ""
+    assert "[DONE]" not in response.text
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("service_unavailable", 503)
+
+
+async def test_a_body_that_fails_in_the_middle_breaks_the_connection() -> None:
+    engine = Engine(answer(PLAIN.pack(b'{"a": '), RuntimeError("died")))
+    call = Call(application({"demo": engine}), CHAT)
+    with pytest.raises(RuntimeError, match="died"):
+        await asyncio.wait_for(call.task, LIMIT_S)
+    sent = [call.sent.get_nowait() for _ in range(call.sent.qsize())]
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[1]["body"] == b'{"a": '
+    # A server that has not seen the last piece closes the connection without an end.
+    assert sent[1]["more_body"] is True
+    assert engine.answers[0].stopped.is_set()
+
+
+# Streaming, and a client that leaves
+
+
+def held() -> tuple[Answering, "asyncio.Queue[bytes | None]"]:
+    """Return how an engine answers with what the test puts into a queue; None ends it."""
+    messages: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    async def answering(request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        while (message := await messages.get()) is not None:
+            yield message
+
+    return answering, messages
+
+
+async def test_each_piece_is_passed_on_when_it_comes() -> None:
+    answering, messages = held()
+    engine = Engine(answering)
+    call = Call(application({"demo": engine}), CHAT)
+    messages.put_nowait(STREAM.pack(b"a"))
+    start = await call.next()
+    assert (start["status"], start["headers"]) == (200, STREAM.headers)
+    assert (await call.next())["body"] == b"a"
+    for body in (b"b", b"c"):
+        messages.put_nowait(body)
+        assert await call.next() == {"type": "http.response.body", "body": body, "more_body": True}
+    messages.put_nowait(None)
+    assert await call.next() == {"type": "http.response.body", "body": b"", "more_body": False}
+    await asyncio.wait_for(call.task, LIMIT_S)
+
+
+@pytest.mark.parametrize("when", ["before the answer", "in the middle of it"])
+@pytest.mark.parametrize("path", [CHAT, "/generate"])
+async def test_a_client_that_leaves_stops_the_engine_s_work(path: str, when: str) -> None:
+    answering, messages = held()
+    engine = Engine(answering)
+    call = Call(application({"demo": engine}), path, b'{"prompts": ["x"]}')
+    if when == "in the middle of it":
+        messages.put_nowait(STREAM.pack(b"a"))
+        await call.next()
+        await call.next()
+    else:
+        await asyncio.wait_for(engine.asked.wait(), LIMIT_S)
+    assert not engine.answers[0].stopped.is_set()
+    await call.leave()
+    assert engine.answers[0].stopped.is_set()
+    messages.put_nowait(b"too late")
+    await asyncio.sleep(0)
+    assert call.sent.empty()
+
+
+# Models, health, statistics, the page
+
+
+async def test_the_models_are_listed() -> None:
+    async with Client({"a": Engine(echo), "org/b": Engine(echo), "rank": Engine(echo)}) as client:
+        body = (await client.get("/v1/models")).json()
+        assert body["object"] == "list"
+        assert [card["id"] for card in body["data"]] == ["a", "org/b", "rank"]
+        assert [card["object"] for card in body["data"]] == ["model"] * 3
+        assert [card["kind"] for card in body["data"]] == ["llm", "llm", "function"]
+        for card in body["data"]:
+            assert (await client.get(f"/v1/models/{card['id']}")).json() == card
+        response = await client.get("/v1/models/c")
+        assert "a, org/b, rank" in check_error(response, 404, "not_found_error", "model")
+
+
+async def test_health_is_200_once_a_model_is_ready(health: dict[str, ModelHealth]) -> None:
+    health["demo"] = ModelHealth(0, asleep=False, awaits="1 GPU")
+    async with Client() as client:
+        response = await client.get("/health")
+        assert response.status_code == 503
+        assert response.json()["models"]["demo"]["awaits"] == "1 GPU"
+        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        response = await client.get("/health")
+        assert response.status_code == 200
+        assert response.json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("path", ["/health", "/stats"])
+async def test_a_controller_that_can_not_be_reached_is_no_500(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def read(self: Health) -> Report:
+        raise RuntimeError("the controller is gone")
+
+    monkeypatch.setattr(Health, "read", read)
+    async with Client() as client:
+        assert (await client.get(path)).status_code == (503 if path == "/health" else 200)
+
+
+async def test_stats_are_those_of_every_replica(health: dict[str, ModelHealth]) -> None:
+    ready = ModelHealth(2, asleep=False, awaits="")
+    health |= {"a": ready, "b": ready, "c": ModelHealth(0, asleep=True, awaits=""), "d": ready}
+    engines = {
+        "a": Engine(echo, stats=[{"replica": "1"}, {"replica": "2"}]),
+        "b": Engine(echo, stats=RuntimeError("no answer")),
+        "c": Engine(echo),
+        "d": Engine(echo, stats=TimeoutError()),
+    }
+    async with Client(engines) as client:
+        response = await client.get("/stats")
+    assert response.json() == {
+        "models": {
+            "a": {"replicas": [{"replica": "1"}, {"replica": "2"}]},
+            "b": {"replicas": [], "error": "no answer"},
+            "c": {"replicas": []},
+            "d": {"replicas": [], "error": "TimeoutError"},
+        }
+    }
+    assert engines["a"].broadcasts == ["stats"]
+    assert engines["c"].broadcasts == [], "a question to a model that sleeps would wake it or wait"
+
+
+async def test_the_page_names_the_models_and_the_address_it_was_asked_at() -> None:
+    async with Client() as client:
+        response = await client.get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "http://saturate:8000/generate" in response.text
+    assert "<code>demo</code>" in response.text

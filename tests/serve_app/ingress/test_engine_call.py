@@ -1,0 +1,166 @@
+"""When an Engine that says nothing is given up, and when it isn't."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from serve_app.ingress import engine_call
+from serve_app.ingress.engine_call import Call, EngineGoneError, EngineSilentError
+from serve_app.ingress.retry import is_lost
+from serve_app.relay.keepalive import ALIVE
+
+T = TypeVar("T")
+LIMIT_S = 5.0
+SILENCE_S = 0.04
+
+
+class Answer:
+    """What a handle returns: what the test says, and nothing else until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+        self.cancelled = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while True:
+            message = asyncio.ensure_future(self.said.get())
+            ended = asyncio.ensure_future(self.cancelled.wait())
+            await asyncio.wait([message, ended], return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            if not message.done():
+                # So does gRPC to who waits.
+                message.cancel()
+                raise asyncio.CancelledError
+            if isinstance(said := message.result(), BaseException):
+                raise said
+            if said is None:
+                return
+            yield said
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class Replicas:
+    """Whether there are any, and how often that was asked."""
+
+    def __init__(self, *there: bool) -> None:
+        self._there = list(there)
+        self.asked = 0
+
+    async def __call__(self) -> bool:
+        self.asked += 1
+        return self._there.pop(0) if len(self._there) > 1 else self._there[0]
+
+
+@pytest.fixture(autouse=True)
+def silence_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_call, "SILENCE_S", SILENCE_S)
+
+
+async def soon(awaitable: Awaitable[T]) -> T:
+    async with asyncio.timeout(LIMIT_S):
+        return await awaitable
+
+
+async def test_signs_of_life_are_no_part_of_the_answer() -> None:
+    answer = Answer()
+    for said in (ALIVE, b"a", ALIVE, ALIVE, b"b", None):
+        answer.said.put_nowait(said)
+    assert await soon(gather(Call(answer, Replicas(True)))) == [b"a", b"b"]
+
+
+async def gather(messages: Call) -> list[bytes]:
+    return [message async for message in messages]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_engine_that_says_nothing_is_given_up(begun: bool) -> None:
+    answer = Answer()
+    asked = Call(answer, Replicas(True))
+    if begun:
+        answer.said.put_nowait(b"a")
+        assert await soon(anext(asked)) == b"a"
+    with pytest.raises(EngineSilentError) as caught:
+        await soon(anext(asked))
+    assert is_lost(caught.value)
+    assert answer.cancelled.is_set()
+
+
+async def test_one_that_gives_signs_of_life_is_waited_for() -> None:
+    answer, replicas = Answer(), Replicas(True)
+    waits = asyncio.ensure_future(anext(Call(answer, replicas)))
+    for _ in range(12):
+        answer.said.put_nowait(ALIVE)
+        await asyncio.sleep(SILENCE_S / 4)
+    assert not waits.done()
+    answer.said.put_nowait(b"a")
+    assert await soon(waits) == b"a"
+
+
+async def test_a_request_that_no_engine_can_have_yet_is_waited_for() -> None:
+    answer, replicas = Answer(), Replicas(False, False, False, True)
+    with pytest.raises(EngineSilentError):
+        await soon(anext(Call(answer, replicas)))
+    assert replicas.asked == 4
+
+
+async def test_it_is_waited_for_while_nobody_knows() -> None:
+    answer = Answer()
+    asked = 0
+
+    async def unknown() -> bool:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise ConnectionError
+        answer.said.put_nowait(b"a")
+        await asyncio.sleep(SILENCE_S / 4)
+        return True
+
+    # It says something while that is asked.
+    assert await soon(anext(Call(answer, unknown))) == b"a"
+    assert asked == 3
+    assert not answer.cancelled.is_set()
+
+
+async def test_a_client_that_is_slow_says_nothing_of_the_engine() -> None:
+    answer = Answer()
+    asked = Call(answer, Replicas(True))
+    answer.said.put_nowait(b"a")
+    assert await soon(anext(asked)) == b"a"
+    # The client takes its time.
+    await asyncio.sleep(4 * SILENCE_S)
+    assert not answer.cancelled.is_set()
+    answer.said.put_nowait(b"b")
+    assert await soon(anext(asked)) == b"b"
+
+
+async def test_other_failures_are_what_they_are() -> None:
+    answer = Answer()
+    answer.said.put_nowait(ActorDiedError())
+    with pytest.raises(ActorDiedError):
+        await soon(anext(Call(answer, Replicas(True))))
+
+
+async def test_a_call_that_serve_ends_is_lost_and_not_the_client_s_doing() -> None:
+    answer = Answer()
+    answer.said.put_nowait(asyncio.CancelledError())
+    with pytest.raises(EngineGoneError) as caught:
+        await soon(anext(Call(answer, Replicas(True))))
+    assert is_lost(caught.value)
+
+
+async def test_who_leaves_is_not_told_of_silence() -> None:
+    answer = Answer()
+    asked = Call(answer, Replicas(True))
+    waits = asyncio.ensure_future(anext(asked))
+    await asyncio.sleep(0)
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await soon(waits)
+    asked.cancel()
+    assert answer.cancelled.is_set()

@@ -1,0 +1,185 @@
+"""Whether the models can be used now, judged from what Serve's controller says."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+from ray import serve
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatusOverview,
+    ServeStatus,
+)
+
+from serve_app.ingress.health import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
+
+
+def deployment(
+    status: DeploymentStatus = DeploymentStatus.HEALTHY,
+    replicas: dict[ReplicaState, int] | None = None,
+    message: str = "",
+) -> DeploymentStatusOverview:
+    trigger = DeploymentStatusTrigger.UNSPECIFIED
+    return DeploymentStatusOverview(status, trigger, replicas or {}, message)
+
+
+class Controller:
+    """Stands for Serve's controller.
+
+    Attributes:
+        deployments: What it knows, by deployment.
+        calls: How often it was asked.
+        now: The time, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.deployments: dict[str, DeploymentStatusOverview] = {}
+        self.app = "llm"
+        self.calls = 0
+        self.now = 100.0
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+        self.error: Exception | None = None
+
+    def status(self) -> ServeStatus:
+        self.calls += 1
+        assert self.may_answer.wait(5)
+        if self.error:
+            raise self.error
+        app = ApplicationStatusOverview(ApplicationStatus.RUNNING, "", 0.0, self.deployments)
+        return ServeStatus(applications={self.app: app})
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    controller = Controller()
+    monkeypatch.setattr(serve, "status", controller.status)
+    # Not `time.monotonic` itself: the event loop has to keep its clock.
+    monkeypatch.setattr("serve_app.ingress.health.time", SimpleNamespace(monotonic=lambda: controller.now))
+    return controller
+
+
+async def read(*models: str) -> Report:
+    return await Health("llm", list(models or ["demo"])).read()
+
+
+def test_a_model_s_deployment_carries_its_name() -> None:
+    assert engine_name("demo") == "Engine:demo"
+
+
+async def test_a_running_replica_makes_a_model_ready(controller: Controller) -> None:
+    controller.deployments["Engine:demo"] = deployment(replicas={ReplicaState.RUNNING: 2})
+    report = await read()
+    assert report.ready
+    assert report.replicas("demo") == 2
+    assert report.body() == {"status": "ok", "models": {"demo": {"state": "ready", "replicas": 2}}}
+
+
+async def test_a_replica_that_starts_is_awaited(controller: Controller) -> None:
+    controller.deployments["Engine:demo"] = deployment(
+        DeploymentStatus.UPDATING, {ReplicaState.STARTING: 1}, "waiting for 1 GPU"
+    )
+    report = await read()
+    assert not report.ready
+    assert report.replicas("demo") == 0
+    assert report.body() == {
+        "status": "starting",
+        "models": {"demo": {"state": "starting", "replicas": 0, "awaits": "waiting for 1 GPU"}},
+    }
+
+
+async def test_what_is_awaited_is_said_even_where_serve_says_nothing(controller: Controller) -> None:
+    controller.deployments["Engine:demo"] = deployment(DeploymentStatus.UPDATING)
+    body = (await read()).body()
+    assert body["models"]["demo"]["awaits"] == "an Engine replica (deployment updating)"
+
+
+async def test_only_running_replicas_count(controller: Controller) -> None:
+    states = dict.fromkeys(ReplicaState, 1)
+    controller.deployments["Engine:demo"] = deployment(DeploymentStatus.UPDATING, states)
+    assert (await read()).replicas("demo") == 1
+
+
+async def test_a_model_scaled_to_zero_is_asleep_and_ready(controller: Controller) -> None:
+    controller.deployments["Engine:demo"] = deployment()
+    report = await read()
+    assert report.ready
+    assert report.replicas("demo") == 0
+    assert report.body()["models"]["demo"] == {"state": "asleep", "replicas": 0}
+
+
+async def test_a_model_that_keeps_a_replica_through_an_update_stays_ready(controller: Controller) -> None:
+    controller.deployments["Engine:demo"] = deployment(
+        DeploymentStatus.UPDATING, {ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
+    )
+    assert (await read()).ready
+
+
+async def test_an_unhealthy_model_without_replicas_is_not_asleep(controller: Controller) -> None:
+    controller.deployments["Engine:demo"] = deployment(DeploymentStatus.UNHEALTHY, {}, "engine died")
+    report = await read()
+    assert not report.ready
+    assert report.body()["models"]["demo"]["awaits"] == "engine died"
+
+
+async def test_one_model_that_is_ready_is_enough(controller: Controller) -> None:
+    controller.deployments["Engine:a"] = deployment(DeploymentStatus.UPDATING)
+    controller.deployments["Engine:b"] = deployment(replicas={ReplicaState.RUNNING: 1})
+    report = await read("a", "b")
+    assert report.ready
+    assert report.body()["status"] == "partial"
+    assert [model["state"] for model in report.body()["models"].values()] == ["starting", "ready"]
+
+
+async def test_a_deployment_that_is_not_there_yet(controller: Controller) -> None:
+    assert (await read()).models == {"demo": ModelHealth(0, asleep=False, awaits="the deployment")}
+
+
+async def test_another_application_s_model_is_not_ours(controller: Controller) -> None:
+    controller.app = "other"
+    controller.deployments["Engine:demo"] = deployment(replicas={ReplicaState.RUNNING: 1})
+    assert not (await read()).ready
+
+
+async def test_the_controller_is_asked_now_and_then_and_more_often_while_a_model_is_awaited(
+    controller: Controller,
+) -> None:
+    health = Health("llm", ["demo"])
+    first = await health.read()
+    controller.deployments["Engine:demo"] = deployment()
+    controller.now += MAX_AGE_AWAITED_S
+    assert await health.read() is first
+    controller.now += 0.001
+    second = await health.read()
+    assert second.ready
+    controller.now += MAX_AGE_S
+    assert await health.read() is second
+    controller.now += 0.001
+    await health.read()
+    assert controller.calls == 3
+
+
+async def test_readers_at_one_time_share_an_answer_and_leave_the_loop_free(controller: Controller) -> None:
+    health = Health("llm", ["demo"])
+    controller.may_answer.clear()
+    readers = [asyncio.ensure_future(health.read()) for _ in range(20)]
+    await asyncio.sleep(0)
+    assert not any(reader.done() for reader in readers)
+    controller.may_answer.set()
+    async with asyncio.timeout(5):
+        reports = await asyncio.gather(*readers)
+    assert controller.calls == 1
+    assert all(report is reports[0] for report in reports)
+
+
+async def test_after_a_failed_read_the_next_one_asks_again(controller: Controller) -> None:
+    health = Health("llm", ["demo"])
+    controller.error = RuntimeError("the controller is gone")
+    with pytest.raises(RuntimeError, match="is gone"):
+        await health.read()
+    controller.error = None
+    controller.deployments["Engine:demo"] = deployment()
+    assert (await health.read()).ready

@@ -1,0 +1,154 @@
+"""What one request may ask for, and how long its body may take."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.auth.keys import hash_key
+from serve_app.ingress.deployment import Ingress
+from serve_app.settings.schema import parse
+from tests.serve_app.ingress.test_deployment import (
+    CHAT,
+    LIMIT_S,
+    Client,
+    Engine,
+    answer,
+    check_error,
+    echo,
+    health,
+)
+
+__all__ = ["health"]
+
+PROMPT = {"prompt": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"n": 3}, "n"),
+        (CHAT, {"n": "3"}, "n"),
+        (CHAT, {"n": 3.0}, "n"),
+        ("/v1/completions", {"best_of": 3}, "best_of"),
+        (CHAT, {"max_tokens": 11}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 11}, "max_completion_tokens"),
+        ("/v1/responses", {"max_output_tokens": 11}, "max_output_tokens"),
+        ("/v1/messages", {"max_tokens": 11}, "max_tokens"),
+        ("/v1/completions", {"prompt": ["x"] * 4}, "prompt"),
+        ("/v1/completions", {"prompt": [[1]] * 4}, "prompt"),
+        ("/v1/embeddings", {"input": ["x"] * 4}, "input"),
+        ("/generate", {"prompts": ["x"], "max_tokens": 11}, "max_tokens"),
+        ("/generate", {"prompts": ["x"] * 4}, "prompts"),
+    ],
+)
+async def test_more_than_the_limit_is_refused_with_the_field(path: str, body: object, param: str) -> None:
+    async with Client(max_n=2, max_tokens=10, max_prompts=3) as client:
+        message = check_error(await client.post(path, json=body), 400, "invalid_request_error", param)
+        assert message.startswith(f"{param}: ")
+        assert client.engine.requests == []
+
+
+async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm() -> None:
+    async with Client(max_n=2) as client:
+        content = b'{"n": 1, "n": 1000}'
+        assert json.loads(content) == {"n": 1000}
+        check_error(await client.post(CHAT, content=content), 400, "invalid_request_error", "n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"n": 2, "max_tokens": 10}),
+        (CHAT, {"n": None, "max_completion_tokens": None}),
+        # One prompt, in tokens.
+        ("/v1/completions", {"prompt": list(range(100))}),
+        ("/v1/completions", {"prompt": ["x"] * 3}),
+        ("/generate", {"prompts": ["x"] * 3, "max_tokens": 10}),
+    ],
+)
+async def test_what_is_within_the_limit_goes_through(path: str, body: object) -> None:
+    async with Client(max_n=2, max_tokens=10, max_prompts=3) as client:
+        assert (await client.post(path, json=body)).status_code == 200
+
+
+async def test_a_body_that_does_not_come_is_given_up() -> None:
+    async def body() -> AsyncGenerator[bytes, None]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with Client(body_timeout_s=0.05) as client:
+        message = check_error(await client.post(CHAT, content=body()), 408, "timeout_error")
+        assert message == "The body was not here after 0.05 s (ingress.body_timeout_s)"
+
+
+# With keys
+
+
+KEY = "sk-ada"
+
+
+@pytest.fixture
+def guarded(monkeypatch: pytest.MonkeyPatch) -> tuple[httpx.AsyncClient, Engine]:
+    """A client of an Ingress that asks for keys, and the engine behind it."""
+    ada = {
+        "name": "ada",
+        "sha256": hash_key(KEY.encode()),
+        "tenant": "research",
+        "tiers": ["default", "flex"],
+    }
+    monkeypatch.setenv("KEYS", json.dumps([ada]))
+    engine = Engine(echo)
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "access": {"keys_env": "KEYS"}})
+    engines: Any = {"demo": engine}
+    app = Ingress(settings, engines).__serve_build_asgi_app__()
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S), engine
+
+
+async def test_no_route_but_health_answers_without_a_key(guarded: tuple[httpx.AsyncClient, Engine]) -> None:
+    client, engine = guarded
+    app: Any = client._transport
+    paths = {route.path for route in app.app.routes}
+    assert {"/", "/stats", "/generate", "/process", "/v1/models", CHAT, "/tokenize"} < paths
+    for path in paths - {"/health"}:
+        for method in ("GET", "POST"):
+            check_error(await client.request(method, path, json={}), 401, "authentication_error")
+    assert engine.requests == []
+
+
+async def test_a_key_decides_tenant_and_tiers_and_goes_no_further(
+    guarded: tuple[httpx.AsyncClient, Engine],
+) -> None:
+    client, engine = guarded
+    client.headers["authorization"] = f"Bearer {KEY}"
+    for path, body in ((CHAT, {}), ("/generate", {"prompts": ["x"]})):
+        assert (await client.post(path, json=body | {"service_tier": "flex"})).status_code == 200
+        check_error(
+            await client.post(path, json=body | {"service_tier": "fast"}),
+            403,
+            "permission_error",
+            "service_tier",
+        )
+        check_error(
+            await client.post(path, json=body, headers={"x-tenant": "b"}), 403, "permission_error", "tenant"
+        )
+    assert [(request.scheduling.tenant, request.scheduling.priority) for request in engine.requests] == [
+        ("research", 1)
+    ] * 2
+    assert KEY.encode() not in b"".join(value for request in engine.requests for _, value in request.headers)
+
+
+async def test_an_open_ingress_warns_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    guarded: tuple[httpx.AsyncClient, Engine],
+) -> None:
+    monkeypatch.setattr("serve_app.auth.bind_check.serve_host", lambda: "0.0.0.0")
+    assert caplog.records == []
+    async with Client(Engine(answer())):
+        (record,) = caplog.records
+    assert (record.levelname, "asks for no API key" in record.getMessage()) == ("WARNING", True)

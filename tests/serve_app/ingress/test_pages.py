@@ -1,0 +1,87 @@
+"""The page at `/` says what runs here and how to call it."""
+
+from html.parser import HTMLParser
+
+from serve_app.ingress.pages import page
+from serve_app.settings.schema import Settings, parse
+
+VOID = {"meta", "link", "br"}
+
+
+class Reader(HTMLParser):
+    """The text of a page, its links, and whether its tags are balanced."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.blocks: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "pre":
+            self.blocks.append("")
+        self.links += [value for name, value in attrs if name == "href" and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if "pre" in self.open:
+            self.blocks[-1] += data
+
+
+def settings(*ids: str) -> Settings:
+    return parse({"models": [{"id": name, "source": "x"} for name in ids]})
+
+
+def test_all_models_are_named() -> None:
+    reader = Reader(page(settings("demo", "org/other"), "http://host:8000"))
+    assert "demo, org/other" in reader.text
+    assert reader.open == []
+
+
+def test_the_examples_call_this_service_and_its_first_model() -> None:
+    curl, client = Reader(page(settings("demo", "other"), "http://host:8000")).blocks
+    assert "curl http://host:8000/generate" in curl
+    assert '{"model": "demo", "prompts": [' in curl
+    assert 'base_url="http://host:8000/v1"' in client
+    assert 'model="demo"' in client
+    compile(client, "example", "exec")
+
+
+def test_a_function_is_called_as_a_function() -> None:
+    functions = [
+        {"id": "rank", "kind": "function", "target": "a:B"},
+        {"id": "embed", "kind": "function", "target": "a:B", "embeddings": True},
+        {"id": "other", "kind": "function", "target": "a:B"},
+    ]
+    (curl, *rest) = Reader(page(parse({"models": functions[:1]}), "http://host:8000")).blocks
+    assert "curl http://host:8000/process" in curl
+    assert '{"model": "rank", "records": [' in curl
+    assert rest == []
+
+    models = [*functions, {"id": "demo", "source": "x"}]
+    blocks = Reader(page(parse({"models": models}), "http://host:8000")).blocks
+    named = [name for block in blocks for name in ("rank", "embed", "other", "demo") if f'"{name}"' in block]
+    assert named == ["rank", "embed", "embed", "demo", "demo"], "one of each kind, in the config's order"
+    compile(blocks[2], "example", "exec")
+    assert "embeddings.create" in blocks[2]
+
+
+def test_links_stay_below_the_prefix_that_the_page_is_served_under() -> None:
+    links = Reader(page(settings("demo"), "http://host/prefix")).links
+    assert {"v1/models", "health", "stats"} <= set(links)
+    assert not any(link.startswith("/") for link in links)
+
+
+def test_an_address_can_not_bring_html_of_its_own() -> None:
+    # A client chooses the host that its request names.
+    html = page(settings("demo"), 'http://x"><script>alert(1)</script>')
+    assert "<script" not in html
+    Reader(html)

@@ -1,0 +1,313 @@
+"""What a client gets when the Engines behind the Ingress die, one after the other."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from ray import ActorID
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.handle import DeploymentResponseGenerator
+
+from serve_app.api.errors import RequestError, engine_failed
+from serve_app.ingress import retry
+from serve_app.ingress.engine_call import Call
+from serve_app.ingress.proxy import ProxyResponse
+from serve_app.ingress.retry import TRIES
+from serve_app.relay.asgi import Head, Message, RelayRequest, pack_error
+from serve_app.relay.resume import LOST, Resume, Trail, to_ids
+
+LIMIT_S = 5.0
+PLAIN = [(b"content-type", b"application/json")]
+STREAM = [(b"content-type", b"text/event-stream")]
+ANSWER = Head(200, PLAIN).pack(b'{"text": "abc"}', whole=True)
+FULL = pack_error(RequestError(429, "rate_limit_error", "full", retry_after_s=2))
+STOPS = pack_error(engine_failed())
+DEAD = ActorDiedError()
+GONE = asyncio.CancelledError()
+"""What Serve leaves of a call when it takes its replica away."""
+
+AWAY = ActorUnavailableError("Actor is unavailable.", ActorID.nil().binary())
+CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+WRONG = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
+END = b"data: [DONE]\n\n"
+
+Script = list[bytes | BaseException]
+
+
+class Answer(DeploymentResponseGenerator[bytes]):
+    """What a handle returns: the messages of a script, of which an exception is raised."""
+
+    def __init__(self, script: Script) -> None:
+        self.left = False
+        self._script = iter(script)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await asyncio.sleep(0)
+        for message in self._script:
+            if isinstance(message, BaseException):
+                raise message
+            return message
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self.left = True
+
+
+async def served() -> bool:
+    return True
+
+
+@dataclass
+class Engines:
+    """The replicas that one request meets, in this order; the last one answers all that follow."""
+
+    scripts: list[Script]
+    asked: list[RelayRequest] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+
+    def ask(self, request: RelayRequest) -> Call:
+        self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
+        self.asked.append(request)
+        return Call(self.answers[-1], served)
+
+
+@dataclass
+class Reply:
+    """What the client got."""
+
+    status: int = 0
+    body: bytes = b""
+    ended: bool = False
+
+    async def take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            return
+        assert not self.ended
+        self.body += message["body"]
+        self.ended = not message.get("more_body", False)
+
+    @property
+    def events(self) -> list[Any]:
+        lines = [line.removeprefix(b"data: ") for line in self.body.split(b"\n\n") if line]
+        return [line.decode() if line == b"[DONE]" else json.loads(line) for line in lines]
+
+    @property
+    def text(self) -> str:
+        choices = [
+            choice for event in self.events if event != "[DONE]" for choice in event.get("choices", ())
+        ]
+        return "".join(choice["text"] for choice in choices)
+
+
+@pytest.fixture(autouse=True)
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tries were behind each pause, of which there is none here."""
+    pauses: list[int] = []
+
+    async def back_off(tried: int) -> None:
+        pauses.append(tried)
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr("serve_app.ingress.proxy.back_off", back_off)
+    return pauses
+
+
+async def nobody() -> Message:
+    raise AssertionError("the body was read before")
+
+
+async def reply(engines: Engines, **body: Any) -> Reply:
+    request = RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
+    received = Reply()
+    async with asyncio.timeout(LIMIT_S):
+        await ProxyResponse(engines.ask, request)({"type": "http"}, nobody, received.take)
+    assert received.ended
+    assert all(answer.left for answer in engines.answers), "no call is left running"
+    return received
+
+
+# Before anything was sent
+
+
+@pytest.mark.parametrize(
+    "failure", [DEAD, AWAY, CUT, STOPS, GONE], ids=["died", "away", "cut", "stops", "gone"]
+)
+async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) -> None:
+    engines = Engines([[failure], [failure], [ANSWER]])
+    received = await reply(engines)
+    assert (received.status, received.body) == (200, b'{"text": "abc"}')
+    assert engines.asked[0] is engines.asked[1] is engines.asked[2]
+
+
+async def test_tries_are_bounded_and_each_waits_longer(naps: list[int]) -> None:
+    engines = Engines([[DEAD]])
+    received = await reply(engines)
+    assert received.status == 503
+    assert len(engines.asked) == TRIES
+    assert naps == list(range(1, TRIES))
+
+
+async def test_the_last_refusal_is_the_answer() -> None:
+    received = await reply(Engines([[STOPS]]))
+    assert received.status == 503
+    assert json.loads(received.body)["error"]["type"] == "service_unavailable"
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("a bug"), WRONG], ids=["raised", "over gRPC"])
+async def test_what_the_request_itself_causes_is_not_tried_again(failure: Exception) -> None:
+    engines = Engines([[failure], [ANSWER]])
+    assert (await reply(engines)).status == 503
+    assert len(engines.asked) == 1
+
+
+async def test_a_full_queue_is_not_tried_elsewhere() -> None:
+    engines = Engines([[FULL], [ANSWER]])
+    assert (await reply(engines)).status == 429
+    assert len(engines.asked) == 1
+
+
+async def test_an_engine_that_dies_behind_its_whole_answer_has_answered() -> None:
+    engines = Engines([[ANSWER, DEAD], [FULL]])
+    assert (await reply(engines)).status == 200
+
+
+async def test_nothing_is_tried_for_a_client_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pausing = asyncio.Event()
+
+    async def back_off(tried: int) -> None:
+        pausing.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("serve_app.ingress.proxy.back_off", back_off)
+    engines = Engines([[DEAD], [ANSWER]])
+    task = asyncio.create_task(reply(engines))
+    async with asyncio.timeout(LIMIT_S):
+        await pausing.wait()
+        task.cancel()
+        await asyncio.wait({task})
+    assert len(engines.asked) == 1
+
+
+# In the middle of a stream
+
+
+def event(text: str, finish: str | None = None, id: str = "a") -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return f"data: {json.dumps({'id': id, 'created': 1, 'choices': [choice]})}\n\n".encode()
+
+
+def stream(
+    *pieces: tuple[list[int], bytes], resume: Resume = "tokens", then: bytes | Exception | None = None
+) -> Script:
+    trail = Trail(lambda: False)
+    script: Script = []
+    for token_ids, body in pieces:
+        trail.add(token_ids)
+        framed = trail.frame(body)
+        script.append(framed if script else Head(200, STREAM, resume).pack(framed))
+    return script if then is None else [*script, then]
+
+
+WHOLE = stream(([1, 2], event("ab", id="b")), ([3], event("c", "length", id="b") + END))
+
+
+@pytest.mark.parametrize(
+    "failure", [LOST, DEAD, AWAY, CUT, GONE], ids=["lost", "died", "away", "cut", "gone"]
+)
+async def test_a_stream_goes_on_from_its_tokens(failure: bytes | Exception) -> None:
+    engines = Engines([stream(([1], event("a")), then=failure), WHOLE])
+    received = await reply(engines)
+    assert received.text == "abc"
+    assert [one if one == "[DONE]" else one["id"] for one in received.events] == ["a", "a", "a", "[DONE]"]
+    assert engines.asked[1].resumes
+    assert to_ids(engines.asked[1].token_ids) == [1]
+
+
+async def test_a_stream_goes_on_as_often_as_there_are_tries() -> None:
+    engines = Engines(
+        [stream(([1], event("a")), then=DEAD), [DEAD], stream(([1, 2], event("ab")), then=LOST), WHOLE]
+    )
+    received = await reply(engines)
+    assert received.text == "abc"
+    assert [to_ids(request.token_ids) for request in engines.asked] == [[], [1], [1], [1, 2]]
+
+
+async def test_what_is_drawn_with_a_seed_starts_again_and_the_client_sees_no_seam() -> None:
+    again = stream(([], event("abc", "length", id="b") + END), resume="again")
+    engines = Engines([stream(([], event("a")), resume="again", then=DEAD), again])
+    received = await reply(engines, seed=1, temperature=1)
+    assert received.text == "abc"
+    assert engines.asked[1].token_ids == b""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        stream(([1], event("a", "length")), ([], END), then=AWAY),
+        [Head(200, STREAM).pack(event("a", "length")), END, AWAY],
+    ],
+    ids=["may go on", "may not"],
+)
+async def test_an_engine_that_dies_behind_the_last_event_has_answered(script: Script) -> None:
+    engines = Engines([script, WHOLE])
+    received = await reply(engines)
+    assert received.text == "a"
+    assert received.events[-1] == "[DONE]"
+    assert len(engines.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "body"),
+    [
+        ([Head(200, STREAM).pack(event("a")), DEAD], {}),
+        (stream(([1], event("a")), then=DEAD), {"n": 2}),
+        (stream(([1], event("a")), then=RuntimeError("a bug")), {}),
+    ],
+    ids=["its parameters", "its body", "a bug"],
+)
+async def test_a_stream_that_can_not_go_on_ends_with_an_error_and_not_as_if_complete(
+    script: Script, body: dict[str, Any]
+) -> None:
+    engines = Engines([script, WHOLE])
+    received = await reply(engines, **body)
+    *begun, last = received.events
+    assert [one["choices"][0]["text"] for one in begun] == ["a"]
+    assert last["error"]["code"] == 503
+    assert b"[DONE]" not in received.body
+    assert len(engines.asked) == 1
+
+
+@pytest.mark.parametrize("other", [[DEAD], [STOPS], [FULL], stream(([1], event("x")))])
+async def test_a_stream_with_which_no_other_engine_goes_on_ends_with_an_error(other: Script) -> None:
+    received = await reply(Engines([stream(([1], event("a")), then=DEAD), other]))
+    assert received.text == "a"
+    assert received.events[-1]["error"]["code"] == 503
+    assert b"[DONE]" not in received.body
+
+
+async def test_a_full_queue_ends_a_stream_too_and_is_not_tried_elsewhere() -> None:
+    engines = Engines([stream(([1], event("a")), then=DEAD), [FULL], WHOLE])
+    assert (await reply(engines)).events[-1]["error"]["code"] == 503
+    assert len(engines.asked) == 2
+
+
+async def test_pauses_are_short_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("serve_app.ingress.retry.asyncio.sleep", sleep)
+    for tried in range(1, TRIES):
+        await retry.back_off(tried)
+        await retry.back_off(tried)
+    assert len(set(slept)) == len(slept)
+    assert sum(slept) < 2 * 1.5 * retry.BACKOFF_S * 2**TRIES

@@ -1,0 +1,101 @@
+"""Which model answers a request, by its name and the path it came in at."""
+
+from typing import Any
+
+import pytest
+
+from serve_app.api.errors import RequestError
+from serve_app.ingress.routing import Routing, card
+from serve_app.settings.schema import parse
+
+LLM: dict[str, Any] = {"id": "llm", "source": "x"}
+OTHER: dict[str, Any] = {"id": "other", "source": "x"}
+FUNCTION: dict[str, Any] = {"id": "rank", "kind": "function", "target": "a:B"}
+EMBEDDER: dict[str, Any] = {"id": "embed", "kind": "function", "target": "a:B", "embeddings": True}
+
+CHAT = "/v1/chat/completions"
+EMBEDDINGS = "/v1/embeddings"
+
+
+def routing(*models: dict[str, Any]) -> Routing:
+    return Routing(parse({"models": models}).models)
+
+
+def refusal(name: str | None, path: str, *models: dict[str, Any]) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        routing(*models).choose(name, path)
+    assert caught.value.param == "model"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("llm", "/generate"),
+        ("llm", CHAT),
+        ("llm", "/tokenize"),
+        # vLLM serves embedding models too; it knows better whether this is one.
+        ("llm", EMBEDDINGS),
+        ("rank", "/process"),
+        ("embed", "/process"),
+        ("embed", EMBEDDINGS),
+    ],
+)
+def test_a_model_answers_where_its_kind_is_served(name: str, path: str) -> None:
+    assert routing(LLM, FUNCTION, EMBEDDER).choose(name, path) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "where"),
+    [
+        ("rank", "/generate", "'rank' is a function: POST /process serves it, not /generate"),
+        ("rank", CHAT, f"'rank' is a function: POST /process serves it, not {CHAT}"),
+        ("rank", EMBEDDINGS, "POST /process serves it"),
+        ("embed", "/generate", "POST /process and POST /v1/embeddings serve it"),
+        ("llm", "/process", "'llm' is a language model: POST /generate and the OpenAI API serve it"),
+    ],
+)
+def test_a_model_of_the_wrong_kind_says_where_it_is_served(name: str, path: str, where: str) -> None:
+    error = refusal(name, path, LLM, FUNCTION, EMBEDDER)
+    assert error.status == 400
+    assert where in error.message
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/generate", "llm"), (CHAT, "llm"), ("/process", "embed"), (EMBEDDINGS, "embed")]
+)
+def test_the_only_model_of_a_route_may_be_left_out(path: str, name: str) -> None:
+    assert routing(LLM, EMBEDDER).choose(None, path) == name
+
+
+def test_a_function_that_has_no_vectors_is_no_choice_for_embeddings() -> None:
+    assert routing(FUNCTION, EMBEDDER).choose(None, EMBEDDINGS) == "embed"
+    assert routing(FUNCTION, LLM).choose(None, EMBEDDINGS) == "llm"
+
+
+def test_of_several_the_request_has_to_name_one() -> None:
+    error = refusal(None, "/process", LLM, FUNCTION, EMBEDDER)
+    assert (error.status, error.message) == (400, "model: required, since several are served: rank, embed")
+    assert "llm, other" in refusal(None, "/generate", LLM, OTHER, FUNCTION).message
+
+
+def test_a_route_that_nothing_is_served_on_says_what_there_is() -> None:
+    error = refusal(None, "/process", LLM)
+    assert error.status == 400
+    assert "No model answers /process here: 'llm' is a language model: POST /generate" in error.message
+    assert "'rank' is a function: POST /process" in refusal(None, CHAT, FUNCTION).message
+
+
+def test_a_model_that_is_not_there() -> None:
+    error = refusal("x", "/process", LLM, FUNCTION)
+    assert (error.status, error.type) == (404, "not_found_error")
+    assert error.message == "The model 'x' does not exist; served here: llm, rank"
+
+
+def test_cards_tell_the_kind() -> None:
+    cards = routing(LLM, FUNCTION).cards(7)
+    assert [(one["id"], one["kind"], one["created"]) for one in cards] == [
+        ("llm", "llm", 7),
+        ("rank", "function", 7),
+    ]
+    assert cards[0] == card(routing(LLM).find("llm"), 7)

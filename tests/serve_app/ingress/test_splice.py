@@ -1,0 +1,213 @@
+"""A stream that broke, told on from another engine: the client gets the text once, and as one stream."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.ingress.splice import MAX_KEPT_BYTES, Sent, Splice, UnresumableError
+from serve_app.relay.asgi import END, RelayRequest
+from serve_app.relay.resume import LOST, EngineLostError, Trail, to_ids, unframe
+
+JSON = dict[str, Any]
+
+
+def event(body: object) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def chunk(delta: JSON, finish: str | None = None, id: str = "a", created: int = 1) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return event({"id": id, "created": created, "model": "demo", "choices": [choice]})
+
+
+def text(value: str, finish: str | None = None, id: str = "a", created: int = 1) -> bytes:
+    choice = {"index": 0, "text": value, "finish_reason": finish}
+    return event({"id": id, "created": created, "model": "demo", "choices": [choice]})
+
+
+def usage(tokens: int, id: str = "a", created: int = 1) -> bytes:
+    return event({"id": id, "created": created, "choices": [], "usage": {"completion_tokens": tokens}})
+
+
+def told(data: bytes) -> list[JSON]:
+    """Return the events of a stream; `{}` is its end."""
+    lines = [line.removeprefix(b"data: ") for line in data.split(b"\n\n") if line]
+    return [{} if line == b"[DONE]" else json.loads(line) for line in lines]
+
+
+def answer(data: bytes) -> str:
+    choices = [choice for each in told(data) for choice in each.get("choices", ())]
+    return "".join(choice.get("text", choice.get("delta", {}).get("content", "")) for choice in choices)
+
+
+# Splicing
+
+
+def test_the_rest_follows_and_nothing_comes_twice() -> None:
+    splice = Splice(chunk({"role": "assistant", "content": ""}) + chunk({"content": "Hel"}))
+    rest = splice.rest(chunk({"role": "assistant", "content": ""}, id="b", created=9))
+    assert rest == b""
+    rest = splice.rest(chunk({"content": "Hello"}, id="b", created=9) + chunk({"content": "!"}, "stop"))
+    rest += splice.rest(usage(3, id="b") + END)
+    first, second, third, end = told(rest)
+    assert first["choices"][0]["delta"] == {"content": "lo"}
+    assert second["choices"][0] == {"index": 0, "delta": {"content": "!"}, "finish_reason": "stop"}
+    assert third["usage"] == {"completion_tokens": 3}
+    assert end == {}
+    assert {(each["id"], each["created"]) for each in (first, second, third)} == {("a", 1)}
+
+
+def test_reasoning_is_told_on_like_content() -> None:
+    splice = Splice(chunk({"reasoning": "so"}))
+    rest = splice.rest(chunk({"reasoning": "so it"}) + chunk({"content": "4"}, "stop"))
+    assert [each["choices"][0]["delta"] for each in told(rest)] == [{"reasoning": " it"}, {"content": "4"}]
+
+
+def test_the_end_alone_may_be_what_is_missing() -> None:
+    splice = Splice(text("ab") + text("c", "length"))
+    assert (
+        splice.rest(text("ab") + text("c", "length") + usage(3, id="b") + END)
+        == usage(3).replace(b", ", b",").replace(b'": ', b'":') + END
+    )
+
+
+def test_a_usage_is_not_sent_twice() -> None:
+    splice = Splice(text("a", "length") + usage(1))
+    assert splice.rest(text("a", "length") + usage(1) + END) == END
+
+
+def test_an_answer_that_ends_where_the_old_one_broke_still_says_why() -> None:
+    splice = Splice(text("abc"))
+    (last,) = told(splice.rest(text("abc", "length")))
+    assert last["choices"][0] == {"index": 0, "text": "", "finish_reason": "length"}
+
+
+def test_an_error_of_the_other_engine_comes_through() -> None:
+    assert told(Splice(text("a")).rest(event({"error": {"code": 500}}))) == [{"error": {"code": 500}}]
+
+
+@pytest.mark.parametrize("other", [text("ax"), text("x"), text("a", "stop"), text("a") + END])
+def test_another_text_is_not_passed_on(other: bytes) -> None:
+    splice = Splice(text("abc"))
+    with pytest.raises(UnresumableError, match="text"):
+        splice.rest(other)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        text("a") + END,
+        event({"error": {"code": 400}}),
+        text("a")[:-1],
+        chunk({"tool_calls": [{"index": 0}]}),
+    ],
+)
+def test_some_streams_have_no_rest(sent: bytes) -> None:
+    with pytest.raises(UnresumableError):
+        Splice(sent)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40), st.data())
+def test_wherever_it_broke_and_however_it_is_cut_the_client_gets_the_text(
+    whole: str, data: st.DataObject
+) -> None:
+    def cut(value: str) -> list[bytes]:
+        places = sorted(data.draw(st.lists(st.integers(0, len(value)), max_size=5)))
+        ends = [*places, len(value)]
+        return [text(value[start:end]) for start, end in zip([0, *places], ends, strict=True)]
+
+    sent = b"".join(cut(whole[: data.draw(st.integers(0, len(whole)))]))
+    splice = Splice(sent)
+    rest = b"".join(splice.rest(piece) for piece in [*cut(whole), text("", "length"), END])
+    assert answer(sent + rest) == whole
+    assert [each.get("choices", [{}])[0].get("finish_reason") for each in told(rest)[-2:]] == ["length", None]
+
+
+# What is kept
+
+
+def request(**body: Any) -> RelayRequest:
+    return RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
+
+
+def frames(*pieces: tuple[list[int], bytes]) -> list[bytes]:
+    trail = Trail(lambda: False)
+    framed = []
+    for ids, body in pieces:
+        trail.add(ids)
+        framed.append(trail.frame(body))
+    return framed
+
+
+def test_tokens_travel_beside_the_text() -> None:
+    sent = Sent("tokens")
+    for piece in frames(([1, 2], text("a")), ([], text("b")), ([70_000], text("c"))):
+        token_ids, body = unframe(piece)
+        sent.add(token_ids, body)
+    again = sent.request(request())
+    assert again.resumes
+    assert to_ids(again.token_ids) == [1, 2, 70_000]
+    assert answer(sent.splice().rest(text("abcd"))) == "d"
+
+
+def test_what_was_drawn_with_a_seed_is_drawn_again_from_the_start() -> None:
+    sent = Sent("again")
+    sent.add(b"", text("a"))
+    assert sent.request(request(seed=1)).token_ids == b""
+
+
+def test_it_can_break_again() -> None:
+    sent = Sent("tokens")
+    sent.add(*unframe(frames(([1], text("a")))[0]))
+    splice = sent.splice()
+    sent.start_over("tokens")
+    for piece in frames(([1, 2], text("ab", id="b")), ([3], text("c", id="b"))):
+        token_ids, body = unframe(piece)
+        sent.add(token_ids, splice.rest(body))
+    assert to_ids(sent.request(request()).token_ids) == [1, 2, 3]
+    assert answer(sent.splice().rest(text("abcd", id="c"))) == "d"
+
+
+def test_the_rest_of_a_stream_whose_engine_died_is_no_piece() -> None:
+    with pytest.raises(EngineLostError):
+        unframe(LOST)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 2},
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1], [2]]},
+        {"logprobs": 1},
+        {"tools": [{}]},
+        {"echo": True},
+        {"return_token_ids": True},
+    ],
+)
+def test_an_answer_that_is_not_one_text_does_not_go_on(body: JSON) -> None:
+    sent = Sent("tokens")
+    with pytest.raises(UnresumableError):
+        sent.request(request(**body))
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]]])
+def test_one_prompt_has_many_shapes(prompt: object) -> None:
+    assert Sent("tokens").request(request(prompt=prompt)).resumes
+
+
+def test_parameters_may_forbid_it() -> None:
+    with pytest.raises(UnresumableError, match="parameters"):
+        Sent("").request(request())
+
+
+def test_what_is_kept_is_bounded() -> None:
+    sent = Sent("tokens")
+    for _ in range(3):
+        sent.add(b"", b"x" * (MAX_KEPT_BYTES // 2))
+    with pytest.raises(UnresumableError, match="long"):
+        sent.request(request())

@@ -1,0 +1,41 @@
+"""The part of a config that running Engines take in."""
+
+import pytest
+
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.user_config import BatcherUserConfig, UserConfig, parse_user_config
+
+
+def test_what_is_left_out_is_left_to_the_args() -> None:
+    assert parse_user_config({}) == UserConfig(batcher=BatcherUserConfig())
+
+
+def test_limits_and_weights() -> None:
+    given = {"capacity_tokens": 4096, "max_running": 8, "tenant_weights": {"a": 2.0}}
+    assert parse_user_config({"batcher": given}).batcher.model_dump() == given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batchr": {}}, "user_config.batchr: unknown key; allowed here: batcher"),
+        (
+            {"batcher": {"max_queue_size": 1}},
+            "user_config.batcher.max_queue_size: unknown key; allowed here: cap",
+        ),
+        (
+            {"batcher": {"max_running": 0}},
+            "user_config.batcher.max_running: Input should be greater than or equal",
+        ),
+        (
+            {"batcher": {"tenant_weights": {"a": -1}}},
+            "user_config.batcher.tenant_weights.a: Input should be greater",
+        ),
+    ],
+)
+def test_mistakes_are_named_with_their_place(given: dict[str, object], message: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_user_config(given)
+    head, line = str(caught.value).split("\n  ")
+    assert head == "the config's user_config has 1 mistake:"
+    assert line.startswith(message)
