@@ -16,6 +16,7 @@ from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentato
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -40,7 +41,6 @@ from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm_gated import GatedLLM, RefusedError
 from serve_app.engine.vllm_metrics import EngineMetrics
-from serve_app.relay.asgi import ASGIApp
 from serve_app.settings.schema import BatcherSettings, EngineSettings, LLMSettings, SettingsError
 from serve_app.settings.user_config import BatcherUserConfig
 
@@ -122,8 +122,8 @@ class VLLMEngine:
                 *([EngineMetrics] if metrics else []),
             ],
         )
-        self.llm.pace = StreamInterval()
-        self.llm.by_class = self._args.scheduling_policy == "priority"
+        self.llm.stream_interval = StreamInterval()
+        self.llm.by_priority = self._args.scheduling_policy == "priority"
         self._limits = _limits(settings.batcher, self.llm)
         self.batcher = self.llm.batcher = steps.batcher = _batcher(settings.batcher, self._limits)
         self.max_model_len: int = self.llm.model_config.max_model_len
