@@ -33,7 +33,7 @@ class FunctionEngine:
     Args:
         settings: The model.
         max_records: Most records that one call may carry.
-        telemetry: What to tell of itself.
+        telemetry: What is measured and logged.
 
     Raises:
         SettingsError: There is no such class, it doesn't take the options, or it has no `process`.
@@ -93,7 +93,7 @@ class FunctionEngine:
             if inspect.iscoroutinefunction(check):
                 await check()
             else:
-                # It may take its time, to ask a device for instance.
+                # It may block, for instance to ask a device.
                 await asyncio.to_thread(check)
 
     async def __del__(self) -> None:

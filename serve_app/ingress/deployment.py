@@ -1,4 +1,4 @@
-"""The Ingress deployment: HTTP in, deployment handles out."""
+"""The Ingress deployment: HTTP on one side, deployment handles on the other."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 
 
 class Ingress:
-    """A thin HTTP front: limits, routing by model, and the relay. It holds no model.
+    """The HTTP front of the service: limits, routing by model, and the relay. It holds no model.
 
     Args:
         settings: The config's `args`.
