@@ -20,6 +20,22 @@ ErrorType = Literal[
 ]
 
 
+ANTHROPIC = "/v1/messages"
+"""Routes of Anthropic's API begin with it."""
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class RequestError(Exception):
     """A request that can't be served, with what its caller needs to correct it.
 
@@ -69,10 +85,18 @@ class RequestError(Exception):
             }
         }
 
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the error as JSON in the shape of Anthropic's API."""
+        type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": type, "message": self.message}}
+
     def headers(self) -> dict[str, str]:
         """Return the HTTP headers that go with the error."""
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
+        if self.status == 408:
+            # OpenAI's clients would send a request again whose time is over.
+            return {"x-should-retry": "false"}
         if self.retry_after_s is None:
             return {}
         # The header has whole seconds; rounding down would send clients back too early.
@@ -85,9 +109,14 @@ def _rebuild(
     return RequestError(status, type, message, param=param, retry_after_s=retry_after_s)
 
 
-def error_response(error: RequestError) -> JSONResponse:
-    """Return an error as an HTTP response."""
-    return JSONResponse(error.body(), error.status, error.headers())
+def error_body(error: RequestError, path: str) -> dict[str, Any]:
+    """Return an error as JSON, in the shape of the API that a route belongs to."""
+    return error.anthropic_body() if path.startswith(ANTHROPIC) else error.body()
+
+
+def error_response(error: RequestError, path: str) -> JSONResponse:
+    """Return an error as an HTTP response, in the shape of the API that a route belongs to."""
+    return JSONResponse(error_body(error, path), error.status, error.headers())
 
 
 def engine_failed() -> RequestError:

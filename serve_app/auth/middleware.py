@@ -182,7 +182,8 @@ class AuthMiddleware:
             rate_limit = caller.rate_limit
             entered = rate_limit.enter()
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            await error_response(error, path)(scope, receive, send)
             return
         scope["caller"] = caller
         try:

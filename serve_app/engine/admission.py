@@ -22,12 +22,14 @@ class AdmissionRequest(NamedTuple):
         deadline: When it must have started, on the clock of `time.monotonic`.
         wait: Wait for room when the queue is full, instead of being refused.
         token_ids: The tokens that its answer, a stream, has sent from another Engine already.
+        max_tokens: Most output tokens of an answer that states no limit of its own.
     """
 
     scheduling: Scheduling = DEFAULT_SCHEDULING
     deadline: float | None = None
     wait: bool = False
     token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -39,12 +41,14 @@ class AdmissionResult:
         refusal: Why the batcher has refused it.
         usage: Tokens and times.
         stream: The tokens of its answer, if that is a stream which may go on in another Engine.
+        asked: Slots that it has asked for: one for each prompt, and in a beam search for each token.
     """
 
     admitted: bool = False
     refusal: RequestError | None = None
     usage: RequestUsage = field(default_factory=RequestUsage)
     stream: StreamTokens | None = None
+    asked: int = 0
 
 
 class Admission(NamedTuple):

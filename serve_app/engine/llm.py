@@ -24,7 +24,7 @@ from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
-from serve_app.relay.frame import KEEP_ALIVE
+from serve_app.relay.frame import KEEP_ALIVE, pack_error
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
@@ -72,7 +72,7 @@ class Engine:
             from serve_app.engine.vllm_engine import VLLMEngine
 
             self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
-            self._app = await self._engine.start()
+            self._app, self._routes = await self._engine.start()
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
         # The engine's own processes are started by now, and keep the scheduling that they have.
@@ -181,6 +181,11 @@ class Engine:
         self, request: RelayRequest, began: float, usage: RequestUsage
     ) -> AsyncGenerator[bytes, None]:
         """Answer a request through vLLM's own application."""
+        if request.path not in self._routes:
+            reason = f"model: {self._id!r} is a model that vLLM doesn't serve on {request.path}"
+            error = RequestError(400, "invalid_request_error", reason, param="model")
+            yield pack_error(error, request.path)
+            return
         scheduling = request.scheduling_now()
         result = AdmissionResult(usage=usage)
         if request.path in RESUMABLE:
@@ -191,6 +196,7 @@ class Engine:
                 scheduling.deadline(began),
                 wait=request.resumes,
                 token_ids=tuple(to_ids(request.token_ids)),
+                max_tokens=request.max_tokens,
             ),
             result,
         )
@@ -202,7 +208,18 @@ class Engine:
             # On other routes vLLM's application ends the stream in the route's own words.
             return result.stream is not None and self._engine.died
 
-        messages = run_app(self._app, request, usage=usage, refusal=refusal, stream=result.stream, lost=lost)
+        def started() -> bool:
+            return result.admitted or refusal() is not None
+
+        messages = run_app(
+            self._app,
+            request,
+            usage=usage,
+            refusal=refusal,
+            stream=result.stream,
+            lost=lost,
+            started=started,
+        )
         answered = False
         async with aclosing(messages):
             async for message in messages:
@@ -214,11 +231,15 @@ class Engine:
 
     async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
-        response = await self._generate(request, relayed.scheduling_now(), usage)
+        response = await self._generate(request, relayed.scheduling_now(), usage, relayed.max_tokens)
         return response.model_dump_json(exclude_unset=True).encode()
 
     async def _generate(
-        self, request: GenerateRequest, scheduling: Scheduling, usage: RequestUsage
+        self,
+        request: GenerateRequest,
+        scheduling: Scheduling,
+        usage: RequestUsage,
+        max_tokens: int | None = None,
     ) -> GenerateResponse:
         deadline = scheduling.deadline(time.monotonic())
         sampling = self._engine.sampling(request)
@@ -235,7 +256,7 @@ class Engine:
             try:
                 if isinstance(token_ids, RequestError):
                     raise token_ids
-                asked = AdmissionRequest(scheduling, deadline, wait=call.wait(index))
+                asked = AdmissionRequest(scheduling, deadline, call.wait(index), max_tokens=max_tokens)
                 set_current(asked, AdmissionResult(usage=usage))
                 done = await self._engine.complete(token_ids, sampling)
             except RequestError as error:

@@ -25,7 +25,7 @@ async def answer(body: Awaitable[bytes], usage: RequestUsage) -> bytes:
     try:
         content = await body
     except RequestError as error:
-        return pack_error(error, usage)
+        return pack_error(error, usage=usage)
     return pack(head=Head(200, [(b"content-type", b"application/json")]), body=content, usage=usage)
 
 

@@ -5,6 +5,7 @@ Only files named vllm_* import vllm. The imports are those of vLLM 0.32; they mo
 
 import asyncio
 import itertools
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -170,8 +171,8 @@ class VLLMEngine:
             self._limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
         )
 
-    async def start(self) -> ASGIApp:
-        """Start the batcher and return vLLM's application."""
+    async def start(self) -> tuple[ASGIApp, set[str]]:
+        """Start the batcher and return vLLM's application, and the paths of its routes."""
         await self.batcher.start()
         tasks = await self.llm.get_supported_tasks()
         app = build_app(self._args, tasks, self.llm.model_config)
@@ -183,7 +184,8 @@ class VLLMEngine:
         self._renderer = app.state.online_renderer
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
-        return cast(ASGIApp, app)
+        _hide_refusals()
+        return cast(ASGIApp, app), {getattr(route, "path", "") for route in app.router.routes}
 
     async def tokenize(self, prompts: list[str]) -> list[list[int] | RequestError]:
         """Return the token ids of each prompt, with the model's special tokens, or its error."""
@@ -297,6 +299,16 @@ class VLLMEngine:
         finally:
             self.llm.shutdown()
             self._threads.shutdown(wait=False)
+
+
+def _hide_refusals() -> None:
+    """Keep vLLM from logging a stack trace for each stream that the batcher refuses."""
+
+    def shown(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], RefusedError))
+
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(shown)
 
 
 def _drop_unused(app: FastAPI) -> None:

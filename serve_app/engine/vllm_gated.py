@@ -57,11 +57,14 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[RequestOutput, None]:
         limit: int = self.model_config.max_model_len
         length = _prompt_length(prompt, limit)
+        request, result = current()
+        if request.max_tokens is not None and (sampling_params.max_tokens or limit) > request.max_tokens:
+            # A larger value is a default: the Ingress has refused what a client asks for beyond it.
+            sampling_params.max_tokens = request.max_tokens
         output = sampling_params.max_tokens
         most = limit if output is None else min(length + output, limit)
         n = sampling_params.n
         reserved = n * self._blocks(length)
-        request, result = current()
         if self.by_priority:
             # Not the priority in the body: the Ingress has decided what its client may ask for.
             options["priority"] = request.scheduling.priority
@@ -207,6 +210,11 @@ class _AdmittedSlot:
     def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int) -> None:
         self._length = length
         request, self._result = current()
+        # The first slot of a request is refused when the queue is full; once it has one, the others wait, and
+        # its deadline is met: a list may be longer than the queue, a beam search takes a slot for each token.
+        wait = request.wait or self._result.asked > 0
+        deadline = None if self._result.admitted else request.deadline
+        self._result.asked += 1
         if request.scheduling.weight is not None:
             batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
         self._slot = batcher.slot(
@@ -214,8 +222,8 @@ class _AdmittedSlot:
             max_tokens=max_tokens,
             priority=request.scheduling.priority,
             tenant=request.scheduling.tenant,
-            deadline=request.deadline,
-            wait=request.wait,
+            deadline=deadline,
+            wait=wait,
             returning=request.scheduling.returning,
         )
 

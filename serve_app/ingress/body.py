@@ -22,8 +22,11 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
     """Return the body of a request.
 
     Raises:
-        RequestError: 413, it is too large; 408, it comes too slowly; 400, it ends early.
+        RequestError: 413, it is too large; 408, it comes too slowly; 400, it ends early; 415, it is encoded.
     """
+    if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        message = f"Content-Encoding: {encoding} is not supported here; send the body as it is"
+        raise RequestError(415, "invalid_request_error", message, param="content-encoding")
     most = limits.max_body_bytes
     pieces = []
     size = int(request.headers.get("content-length") or 0)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json, to_json
@@ -12,6 +12,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -29,7 +30,7 @@ from serve_app.ingress.pages import STATS_PAGE, page, wants_page
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import Settings
+from serve_app.settings.schema import FunctionSettings, Settings
 from serve_app.system import cancellation
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.serve_logging import flush_warnings
@@ -45,6 +46,22 @@ SECRET = {b"authorization", b"x-api-key", b"cookie"}
 LEFT_BEHIND = HOP_BY_HOP | SECRET
 MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 """Routes that vLLM serves beside `/v1/`, and clients expect under it."""
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Return the middleware that lets pages of other origins call the service. A preflight needs no key."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after", "x-request-id"],
+            max_age=600,
+        )
+    ]
 
 
 class Ingress:
@@ -75,6 +92,7 @@ class Ingress:
         self._health = Health(context.app_name, list(self._engines))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._started = int(time.time())
+        self._contexts: dict[str, int] = {}
         self._access = Access(settings.access) if settings.access else None
         if self._access:
             self._access.watch()
@@ -95,6 +113,7 @@ class Ingress:
                 Route("/stats", self._stats),
                 Route("/stats.html", self._stats),
                 Route(PROCESS, self._process, methods=["POST"]),
+                Route("/metrics", _no_metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
@@ -103,6 +122,7 @@ class Ingress:
             # Requests without a valid key are counted too.
             middleware=[
                 self._telemetry.middleware,
+                *_cors(self._settings.ingress.allow_origins),
                 *([Middleware(AuthMiddleware, self._access)] if self._access else []),
             ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
@@ -153,9 +173,9 @@ class Ingress:
 
     async def _openai(self, request: Request) -> Response:
         body = await read_body(request, self._settings.ingress)
-        path: str = request.scope["path"]
+        path = _path(request)
         if _is_json(request, body):
-            fields = read_openai(body, self._settings.ingress)
+            fields = read_openai(body, path, self._settings.ingress)
         else:
             fields = OpenAIFields(model=request.query_params.get("model"))
         if fields.service_tier == "fast":
@@ -165,10 +185,30 @@ class Ingress:
         return self._relay(fields.model, request, body, MOVED.get(path, path), tier)
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._routing.cards(self._started)})
+        names = list(self._engines)
+        contexts = await asyncio.gather(*map(self._context, names))
+        cards = [
+            card(self._routing.find(name), self._started, most)
+            for name, most in zip(names, contexts, strict=True)
+        ]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(card(self._routing.find(request.path_params["model"]), self._started))
+        return JSONResponse(await self._card(request.path_params["model"]))
+
+    async def _card(self, name: str) -> JSON:
+        model = self._routing.find(name)
+        return card(model, self._started, await self._context(name))
+
+    async def _context(self, name: str) -> int | None:
+        """Return the context length of a language model; None: it is a function, or has not started yet."""
+        model = self._routing.find(name)
+        if isinstance(model, FunctionSettings):
+            return None
+        if name not in self._contexts:
+            for replica in (await self._replica_stats(name))["replicas"]:
+                self._contexts[name] = replica["max_model_len"]
+        return self._contexts.get(name, model.engine.max_model_len)
 
     def _relay(
         self, model: str | None, request: Request, body: bytes, path: str, fields: SchedulingFields
@@ -190,22 +230,38 @@ class Ingress:
             assert isinstance(messages, DeploymentResponseGenerator)
             return EngineCall(messages, served)
 
-        return ProxyResponse(ask, RelayRequest(request.method, path, query, headers, body, scheduling))
+        most = self._settings.ingress.max_tokens
+        relayed = RelayRequest(request.method, path, query, headers, body, scheduling, max_tokens=most)
+        return ProxyResponse(ask, relayed)
+
+
+async def _no_metrics(request: Request) -> Response:
+    message = (
+        "GET /metrics: the service's metrics and vLLM's are on Ray's Prometheus endpoint, one per node: "
+        "the metrics_export_port of `ray start`, and prom_metrics_service_discovery.json in Ray's folder"
+    )
+    raise RequestError(404, "not_found_error", message)
 
 
 def _is_json(request: Request, body: bytes) -> bool:
     return bool(body) and "json" in request.headers.get("content-type", "json").lower()
 
 
+def _path(request: Request) -> str:
+    """Return the path below the prefix at which the application is mounted."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, _path(request))
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     type: ErrorType = "not_found_error" if error.status_code == 404 else "invalid_request_error"
     message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(RequestError(error.status_code, type, message))
+    response = error_response(RequestError(error.status_code, type, message), _path(request))
     response.headers.update(error.headers or {})
     return response

@@ -1,10 +1,10 @@
 """Limits on how much one request may ask for, checked before it reaches an engine."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import ANTHROPIC, RequestError
 from serve_app.api.protocol import check_count, parse_body
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
 from serve_app.ingress.body import JSONBody
@@ -12,7 +12,18 @@ from serve_app.settings.schema import IngressSettings
 
 TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ANSWERS = ("n", "best_of")
-PROMPT_LISTS = ("prompt", "input")
+PROMPT_LISTS = (
+    "prompt",
+    "prompt_embeds",
+    "input",
+    "documents",
+    "queries",
+    "text_1",
+    "text_2",
+    "data_1",
+    "data_2",
+)
+CHAT_BATCH = "/v1/chat/completions/batch"
 
 
 class CallFields(SchedulingFields):
@@ -32,6 +43,7 @@ class OpenAIFields(BaseModel):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
+    background: Any = None
 
 
 def read_call(body: bytes, limits: IngressSettings, *lists: str) -> CallFields:
@@ -49,20 +61,26 @@ def read_call(body: bytes, limits: IngressSettings, *lists: str) -> CallFields:
     return fields
 
 
-def read_openai(body: bytes, limits: IngressSettings) -> OpenAIFields:
-    """Return the fields of an OpenAI request.
+def read_openai(body: bytes, path: str, limits: IngressSettings) -> OpenAIFields:
+    """Return the fields of a request of OpenAI's or Anthropic's API.
 
     Raises:
         RequestError: 400, the request asks for more than `limits` allow, or a field is wrong.
     """
     content = JSONBody(body)
-    fields = parse_body(OpenAIFields, content.values(*OpenAIFields.model_fields))
+    values = content.values(*OpenAIFields.model_fields)
+    if path.startswith(ANTHROPIC) and values.get("service_tier") == "standard_only":
+        values["service_tier"] = "default"
+    fields = parse_body(OpenAIFields, values)
+    if fields.background not in (None, False):
+        message = "background: not served; the answer would outlive its client. Use a batch run instead"
+        raise RequestError(400, "invalid_request_error", message, param="background")
     for name in ANSWERS:
         _check_most(name, getattr(fields, name), limits.max_n, "ingress.max_n")
     if limits.max_tokens is not None:
         for name in TOKENS:
             _check_most(name, getattr(fields, name), limits.max_tokens, "ingress.max_tokens")
-    for name in PROMPT_LISTS:
+    for name in (*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS:
         # An empty list is refused by vLLM, in its own words.
         if content.count(name, limits.max_prompts) != 0:
             _check_list(content, name, limits)

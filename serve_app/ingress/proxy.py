@@ -54,9 +54,13 @@ class ProxyResponse(Response):
             head, piece = await self._begin()
         except Exception as error:
             logger.warning("an engine failed before it answered: %r", error)
-            await error_response(unavailable(error))(scope, receive, send)
+            await error_response(unavailable(error), self._request.path)(scope, receive, send)
             return
-        await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
+        headers = head.headers
+        if piece.usage is not None and not any(name.lower() == b"content-length" for name, _ in headers):
+            # Clients of HTTP/1.0 can't read chunks.
+            headers = [*headers, (b"content-length", str(len(piece.body)).encode())]
+        await send({"type": "http.response.start", "status": head.status, "headers": headers})
         if piece.usage is not None:
             _keep_usage(scope, piece)
             await send({"type": "http.response.body", "body": piece.body, "more_body": False})
@@ -133,9 +137,8 @@ class ProxyResponse(Response):
         if not head.is_event_stream:
             # Without a last piece the connection breaks: the client can't take what it has for the whole.
             raise failed
-        await send(
-            {"type": "http.response.body", "body": error_event(unavailable(failed)), "more_body": True}
-        )
+        body = error_event(unavailable(failed), self._request.path)
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _resume(self, sent: Sent, error: Exception) -> tuple[Piece, Splice]:
         """Have another Engine go on with a stream; return its first piece, and what joins it to the others.

@@ -78,22 +78,24 @@ class Routing:
         message = f"The model {name!r} does not exist; served here: {', '.join(self._models)}"
         raise RequestError(404, "not_found_error", message, param="model")
 
-    def cards(self, created: int) -> list[JSON]:
-        """Return the models as `/v1/models` lists them.
 
-        Args:
-            created: When this service started, in seconds since the epoch.
-        """
-        return [card(model, created) for model in self._models.values()]
+def card(model: ModelSettings, created: int, max_model_len: int | None) -> JSON:
+    """Return a model as `/v1/models` shows it: OpenAI's fields, those that vLLM adds, and `kind`, ours.
 
-
-def card(model: ModelSettings, created: int) -> JSON:
-    """Return a model as `/v1/models` shows it; `kind` is ours, the rest is OpenAI's."""
+    Args:
+        model: The model.
+        created: When this service started, in seconds since the epoch.
+        max_model_len: Tokens of its context; None: it has none, or hasn't started.
+    """
     return {
         "id": model.id,
         "object": "model",
         "created": created,
         "owned_by": "saturate",
+        "root": model.target if isinstance(model, FunctionSettings) else model.source,
+        "parent": None,
+        "max_model_len": max_model_len,
+        "permission": [],
         "kind": model.kind,
     }
 

@@ -71,7 +71,7 @@ class Sent:
             raise UnresumableError("it is too long")
         body = json.loads(request.body)
         for name in WHOLE_TEXT_ONLY:
-            if body.get(name):
+            if body.get(name) not in (None, False, [], {}):
                 raise UnresumableError(f"it has {name}")
         prompt = body.get("prompt")
         if (body.get("n") or 1) != 1 or (isinstance(prompt, list) and not _one_prompt(prompt)):
@@ -170,7 +170,9 @@ class Splice:
 
 def _events(data: bytes) -> Iterator[dict[str, Any] | None]:
     """Yield server-sent events; None stands for the last one, DONE."""
-    for line in data.split(b"\n\n"):
+    for block in data.split(b"\n\n"):
+        # Lines that begin with a colon are comments: vLLM can send them as keep-alives.
+        line = b"\n".join(each for each in block.split(b"\n") if not each.startswith(b":"))
         if line == DONE.strip():
             yield None
         elif line:

@@ -76,6 +76,7 @@ async def run_app(
     refusal: Callable[[], RequestError | None] = lambda: None,
     stream: StreamTokens | None = None,
     lost: Callable[[], bool] = lambda: False,
+    started: Callable[[], bool] = lambda: True,
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages, with keep-alives in between.
 
@@ -89,6 +90,8 @@ async def run_app(
             of what the application made of it: an application that streams may have sent status 200.
         stream: The tokens of the stream, so that it can go on in another Engine.
         lost: Whether the engine has died. What the application still sends of a stream is then dropped.
+        started: Whether the engine has begun. The head of a stream doesn't leave before: some applications
+            send events ahead of it, and a refusal could not become the status any more.
     """
     outbox = _Outbox()
     left = asyncio.Event()
@@ -121,14 +124,19 @@ async def run_app(
         "server": None,
         "state": {},
     }
+    begun = False
     task = asyncio.ensure_future(app(scope, receive, outbox.send))
     task.add_done_callback(lambda _: outbox.readable.set())
     keepalive = KeepAlive(outbox.readable.set)
 
+    def may_leave() -> bool:
+        held_back = not (begun or outbox.ended or started()) and _is_stream(outbox.head)
+        return outbox.due and not held_back
+
     async def anything_due() -> bool:
         """Wait until something may leave or the application has ended; False: a keep-alive is due."""
         keepalive.sent()
-        while not outbox.due and not task.done():
+        while not may_leave() and not task.done():
             if keepalive.due:
                 return False
             outbox.readable.clear()
@@ -142,7 +150,7 @@ async def run_app(
         while not await anything_due():
             yield KEEP_ALIVE
         if error := refusal():
-            yield pack_error(error)
+            yield pack_error(error, request.path)
             return
         head = outbox.head
         if head is None or (task.done() and not outbox.ended and not outbox.pieces):
@@ -156,6 +164,7 @@ async def run_app(
             head = head._replace(resume=tokens.resume)
         else:
             tokens = None
+        begun = True
         complete = outbox.ended
         body = outbox.take()
         yield pack(
@@ -188,6 +197,10 @@ async def run_app(
         left.set()
         outbox.writable.set()
         _let_end(task, None if outbox.ended else LEAVE_S if listening else 0.0)
+
+
+def _is_stream(head: Head | None) -> bool:
+    return head is not None and head.is_event_stream
 
 
 def _let_end(task: "asyncio.Future[None]", cancel_s: float | None) -> None:

@@ -10,7 +10,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import RequestError, error_body
 from serve_app.relay.resume import ResumeMode
 from serve_app.relay.usage import RequestUsage
 
@@ -117,11 +117,11 @@ def pack(
     return b"".join(parts)
 
 
-def pack_error(error: RequestError, usage: RequestUsage | None = None) -> bytes:
-    """Return the answer to a request that was refused: one message, complete."""
+def pack_error(error: RequestError, path: str = "", usage: RequestUsage | None = None) -> bytes:
+    """Return the answer to a request on a route that was refused: one message, complete."""
     headers = [(b"content-type", b"application/json")]
     headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
-    body = json.dumps(error.body()).encode()
+    body = json.dumps(error_body(error, path)).encode()
     return pack(head=Head(error.status, headers), body=body, usage=usage or RequestUsage())
 
 

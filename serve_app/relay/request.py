@@ -20,6 +20,7 @@ class RelayRequest:
         arrived_at: When the Ingress got it, in seconds since the epoch: the clock that all machines share.
         resumes: It goes on with a stream that broke in another Engine.
         token_ids: The tokens that the stream had sent, as the bytes of an `array`.
+        max_tokens: Most output tokens of an answer that states no limit of its own; None: the context.
     """
 
     method: str
@@ -31,6 +32,7 @@ class RelayRequest:
     arrived_at: float = field(default_factory=time.time)
     resumes: bool = False
     token_ids: bytes = b""
+    max_tokens: int | None = None
 
     def scheduling_now(self) -> Scheduling:
         """Return the scheduling from now on: the time that it has waited elsewhere counts.

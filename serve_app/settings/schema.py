@@ -248,6 +248,12 @@ ModelSettings = Annotated[
 ]
 
 
+def _origin(url: str) -> str:
+    if url != "*" and not re.fullmatch(r"https?://[^/\s]+", url):
+        raise ValueError(f"must be '*' or an origin such as https://chat.example.com, not {url!r}")
+    return url
+
+
 class IngressSettings(Strict):
     """Limits of the HTTP side.
 
@@ -258,6 +264,7 @@ class IngressSettings(Strict):
         max_tokens: Most tokens that a request may ask for, per answer; by default the model's context
             is the bound.
         max_n: Most answers per prompt (`n`).
+        allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
     """
 
     max_body_bytes: Positive = 32 * 1024 * 1024
@@ -265,6 +272,7 @@ class IngressSettings(Strict):
     max_prompts: Positive = 10_000
     max_tokens: Positive | None = None
     max_n: Positive = 128
+    allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
 
 
 def _absolute(path: str) -> str:

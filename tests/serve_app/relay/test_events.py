@@ -1,12 +1,37 @@
+"""The events with which streams end when they fail, each in the protocol of its route."""
+
 import json
+
+import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.relay.events import error_event
 
+ERROR = RequestError(503, "service_unavailable", "gone\nfor now")
 
-def test_an_error_is_one_event_in_the_shape_of_openai() -> None:
-    error = RequestError(503, "service_unavailable", "gone\nfor now")
-    event = error_event(error)
-    assert event.endswith(b"\n\n")
-    assert event.count(b"\n") == 2
-    assert json.loads(event.removeprefix(b"data: ")) == error.body()
+
+@pytest.mark.parametrize(
+    ("path", "name", "body"),
+    [
+        ("/v1/chat/completions", None, ERROR.body()),
+        ("/v1/completions", None, ERROR.body()),
+        (
+            "/v1/responses",
+            "error",
+            {"type": "error", "code": "service_unavailable", "message": "gone\nfor now", "param": None},
+        ),
+        (
+            "/v1/messages",
+            "error",
+            {"type": "error", "error": {"type": "overloaded_error", "message": "gone\nfor now"}},
+        ),
+    ],
+)
+def test_an_error_is_one_event_in_the_protocol_of_its_route(
+    path: str, name: str | None, body: object
+) -> None:
+    event = error_event(ERROR, path).decode()
+    assert event.endswith("\n\n")
+    *head, data = event.strip().split("\n")
+    assert head == ([f"event: {name}"] if name else [])
+    assert json.loads(data.removeprefix("data: ")) == body
