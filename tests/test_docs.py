@@ -32,12 +32,18 @@ from tests.pages import (
     select,
 )
 
+SHELL = {"bash", "console"}
 KINDS = {
-    "run": {"service", "script"},
-    "check": {"commands", "models", "args", "deployments", "keys"},
-    "output": {""},
+    ("run", "service"): {"bash", "python"},
+    ("run", "script"): {"bash", "python"},
+    ("check", "commands"): SHELL,
+    ("check", "models"): {"yaml"},
+    ("check", "args"): {"yaml"},
+    ("check", "deployments"): {"yaml"},
+    ("check", "keys"): {"yaml"},
+    ("output", ""): {"json", "text"},
 }
-"""What the comment above a block may say, beside `skip: REASON`."""
+"""What the comment above a block may say, beside `skip: REASON`, and the languages that it is for."""
 
 HAS_COMMAND = importlib.util.find_spec("serve_app.cli.main") is not None
 needs_command = pytest.mark.skipif(not HAS_COMMAND, reason="the command `saturate` isn't built yet")
@@ -54,13 +60,18 @@ def test_there_are_pages() -> None:
     assert {"README.md", "serve_app/README.md", "k8s/README.md"} <= set(pages())
 
 
+def test_the_landing_page_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= 140
+
+
 @each(*blocks())
 def test_every_block_is_run_or_checked_or_skipped_with_a_reason(block: Block) -> None:
     if block.kind == "skip":
         assert len(block.detail.split()) >= 2, f"{block}: say why, as in <!-- skip: needs a cluster -->"
         return
-    assert block.kind in KINDS, f"{block}: put a comment above it: {', '.join(KINDS)} or skip"
-    assert block.detail in KINDS[block.kind], f"{block}: {block.kind}: {block.detail}"
+    kind = block.kind, block.detail
+    assert kind in KINDS, f"{block}: {kind}: put a comment above it, one of {list(KINDS)} or skip"
+    assert block.language in KINDS[kind], f"{block}: nothing does that with {block.language or 'no language'}"
 
 
 def test_a_block_without_a_comment_is_found() -> None:
@@ -134,7 +145,7 @@ def check(line: str) -> None:
         commands.check(line)
 
 
-@each(*(block for block in blocks() if block.language in {"bash", "console"} and block.kind != "skip"))
+@each(*(block for block in blocks() if block.language in SHELL and block.kind != "skip"))
 def test_commands_exist(block: Block) -> None:
     for line in commands.lines(block.text):
         check(line)
