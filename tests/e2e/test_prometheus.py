@@ -32,7 +32,7 @@ print(json.dumps(nodes))
 
 EMPTY = {
     "GPUs: {{ip}} {{GpuIndex}}": "there is no GPU here",
-    "Nodes that are waited for: {{NodeType}}": "the autoscaler's port belongs to the first Ray of a machine",
+    "Pending nodes: {{NodeType}}": "the autoscaler's port belongs to the first Ray of a machine",
     "Rows of datasets per second: {{model}} calls sent again": "there is room for what the driver sends",
     "Preemptions: {{model_name}}": "guaranteed_no_evict preempts nothing",
     "Prompt tokens found in the prefix cache: {{model_name}}": "a prompt is shorter than a block",
@@ -45,8 +45,8 @@ EMPTY = {
     "SaturateIdleWhileWorkWaits": "nothing waits for ten minutes",
     "Goal for the first token: {{model}} goal": "this config has no goals",
     "Goal for the first token: {{model}} expected": "this config has no goals",
-    "Batch work beside it: {{model}}": "this config has no goals",
-    "Batch work beside it: {{model}} at most": "this config has no goals",
+    "Batch work beside live traffic: {{model}}": "this config has no goals",
+    "Batch work beside live traffic: {{model}} at most": "this config has no goals",
     "SaturateGoalOutOfReach": "this config has no goals",
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
