@@ -3,6 +3,8 @@
 import math
 from typing import Any, Literal
 
+from starlette.responses import JSONResponse
+
 ErrorType = Literal[
     "invalid_request_error",
     "authentication_error",
@@ -81,6 +83,11 @@ def _rebuild(
     status: int, type: ErrorType, message: str, param: str | None, retry_after_s: float | None
 ) -> RequestError:
     return RequestError(status, type, message, param=param, retry_after_s=retry_after_s)
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    """Return an error as an HTTP response."""
+    return JSONResponse(error.body(), error.status, error.headers())
 
 
 def engine_failed() -> RequestError:

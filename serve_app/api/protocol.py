@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
+from serve_app.api.validation import field_path
 
 JSON = dict[str, Any]
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -196,15 +197,10 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         return RequestError(
             400, "invalid_request_error", f"The body is not valid JSON: {item['ctx']['error']}"
         )
-    param = ""
-    for part in item["loc"]:
-        # pydantic puts the branch of a union behind the field; it means nothing to a client.
-        if isinstance(part, int):
-            param += f"[{part}]"
-        elif part in fields:
-            param += part if not param else f".{part}"
-        elif not param:
-            param = part
+    # pydantic puts the branch of a union behind the field; it means nothing to a client.
+    param = field_path(
+        part for at, part in enumerate(item["loc"]) if isinstance(part, int) or part in fields or not at
+    )
     if not item["loc"]:
         return RequestError(400, "invalid_request_error", "The body must be a JSON object")
     match item["type"]:

@@ -10,8 +10,8 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.driver.errors import OutputError
+from serve_app.driver.run_stats import Totals
 from serve_app.driver.spans import Spans
-from serve_app.driver.tally import Totals
 
 COPY_BYTES = 1 << 20
 

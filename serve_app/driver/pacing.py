@@ -99,4 +99,4 @@ class Auto:
             self.limit = max(1, self.limit - 1)
 
 
-StreamInterval = Fixed | Auto
+Concurrency = Fixed | Auto

@@ -12,9 +12,9 @@ from serve_app.driver.pacing import Backoff, Fixed
 from serve_app.driver.parquet import result_columns
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import numbered
+from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import call_body
 from serve_app.driver.sending import Sender
-from serve_app.driver.tally import Tally
 
 
 class Generate:
@@ -54,7 +54,7 @@ class Generate:
             retries=retries,
             backoff=Backoff(),
             pace=Fixed(1),
-            tally=Tally(),
+            stats=RunStats(),
             stopping=asyncio.Event(),
         )
 

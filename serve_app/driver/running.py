@@ -11,12 +11,12 @@ from serve_app.api.scheduling import ServiceTier
 from serve_app.driver.chunks import Chunk, cut
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError
-from serve_app.driver.pacing import Auto, Backoff, Fixed, StreamInterval
+from serve_app.driver.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import numbered
+from serve_app.driver.run_stats import RunStats
 from serve_app.driver.sending import Sender, StoppedError
 from serve_app.driver.sources import open_source
-from serve_app.driver.tally import Tally
 
 POLL_S = 1.0
 """Seconds between two looks at the service's statistics."""
@@ -34,7 +34,7 @@ class Run:
         backoff: The waits between.
 
     Attributes:
-        tally: What the run counts.
+        stats: What the run counts.
         asleep: Whether the model has no replica, as far as is known.
     """
 
@@ -44,11 +44,11 @@ class Run:
         body: JSON,
         *,
         chat: bool = False,
-        pace: StreamInterval | None = None,
+        pace: Concurrency | None = None,
         retries: int = 20,
         backoff: Backoff | None = None,
     ) -> None:
-        self.tally = Tally()
+        self.stats = RunStats()
         self.pace = pace or Fixed(10)
         self.asleep = False
         self._client = client
@@ -61,7 +61,7 @@ class Run:
             retries=retries,
             backoff=backoff or Backoff(),
             pace=self.pace,
-            tally=self.tally,
+            stats=self.stats,
             stopping=self._stopping,
         )
 
@@ -116,9 +116,9 @@ class Run:
                         self.stop()
                         continue
                     for row in rows:
-                        self.tally.totals.add(row)
+                        self.stats.totals.add(row)
                     yield rows
-            self.tally.end()
+            self.stats.end()
             if failure:
                 raise failure
             await self._look()
@@ -143,8 +143,8 @@ class Run:
         if replicas is None:
             return
         self.asleep = not replicas
-        self.tally.utilization.see(replicas)
-        self.pace.saw(self.tally.utilization.running, self.tally.utilization.waiting)
+        self.stats.utilization.see(replicas)
+        self.pace.saw(self.stats.utilization.running, self.stats.utilization.waiting)
 
 
 async def run(

@@ -11,10 +11,10 @@ from serve_app.api.protocol import JSON
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError, RowError
-from serve_app.driver.pacing import Backoff, StreamInterval
-from serve_app.driver.tally import Tally
+from serve_app.driver.pacing import Backoff, Concurrency
+from serve_app.driver.run_stats import RunStats
 
-PASSING = {408, 425, 429, 500, 502, 503, 504}
+RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 """Statuses that another try may cure."""
 RECENT_FAILURES = 6
 """An outage is told from rows that are at fault by whether others were served during so many failures."""
@@ -80,7 +80,7 @@ class Sender:
         retries: How often a call is sent again.
         backoff: The waits between.
         pace: Is told of answers and refusals.
-        tally: Counts.
+        stats: Counts.
         stopping: Set when no call may be sent any more.
     """
 
@@ -92,8 +92,8 @@ class Sender:
         chat: bool,
         retries: int,
         backoff: Backoff,
-        pace: StreamInterval,
-        tally: Tally,
+        pace: Concurrency,
+        stats: RunStats,
         stopping: asyncio.Event,
     ) -> None:
         self._client = client
@@ -102,7 +102,7 @@ class Sender:
         self._retries = retries
         self._backoff = backoff
         self._pace = pace
-        self._tally = tally
+        self._stats = stats
         self._stopping = stopping
 
     async def send(self, chunk: Chunk) -> list[JSON]:
@@ -118,7 +118,7 @@ class Sender:
             if isinstance(item.prompt, RowError)
         ]
         if asked := [item for item in chunk if not isinstance(item.prompt, RowError)]:
-            rows += await self._ask(_Try(asked, self._retries, self._tally.calls))
+            rows += await self._ask(_Try(asked, self._retries, self._stats.calls))
         return sorted(rows, key=lambda row: int(row["row"]))
 
     async def _ask(self, what: "_Try") -> list[JSON]:
@@ -139,44 +139,44 @@ class Sender:
                     self._pace.refused(error.retry_after_s)
                 else:
                     failures += 1
-                if error.status not in PASSING or failures > what.retries:
+                if error.status not in RETRYABLE or failures > what.retries:
                     return await self._blame(what.after(failures + refusals, answered[0]), error)
-                answered.append(self._tally.calls)
-                self._tally.trouble = error.message
+                answered.append(self._stats.calls)
+                self._stats.trouble = error.message
                 await self._wait(self._backoff.wait_s(failures + refusals, error.retry_after_s))
-                self._tally.retries += 1
+                self._stats.retries += 1
             else:
                 return _rows(what.items, answer, what.attempts + failures + refusals + 1)
 
     async def _call(self, body: JSON, tries: int) -> JSON:
         started = time.monotonic()
-        self._tally.in_flight += 1
+        self._stats.in_flight += 1
         try:
             answer = await self._client.generate(body, tries)
         finally:
-            self._tally.in_flight -= 1
+            self._stats.in_flight -= 1
         count = len(body[self._field])
         if len(answer.get("results") or ()) != count or len(answer.get("details") or ()) != count:
             message = f"an answer with {len(answer.get('results') or ())} results for {count} prompts"
             raise RequestError(502, "service_unavailable", message)
-        self._tally.calls += 1
-        self._tally.trouble = ""
-        self._tally.latencies.add(time.monotonic() - started)
+        self._stats.calls += 1
+        self._stats.trouble = ""
+        self._stats.latencies.add(time.monotonic() - started)
         self._pace.answered()
         return answer
 
     async def _blame(self, what: "_Try", error: RequestError) -> list[JSON]:
         """Find the row at fault among those of a call that failed for good."""
-        passing = error.status in PASSING
+        passing = error.status in RETRYABLE
         if not (passing or error.status == 413 or (error.param or "").startswith(self._field)):
             raise DriverError(f"the service refuses this run: {error.message}")
         if len(what.items) == 1:
-            if passing and self._tally.calls == what.answered:
+            if passing and self._stats.calls == what.answered:
                 # Nobody was served meanwhile: it is the service, not this row.
                 raise _gave_up(what, error)
             (item,) = what.items
             return [item.failed(error.type, error.message, what.attempts)]
-        if passing and what.part and self._tally.calls == what.answered:
+        if passing and what.part and self._stats.calls == what.answered:
             raise _gave_up(what, error)
         first, second = what.halves()
         try:

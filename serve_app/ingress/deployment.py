@@ -17,16 +17,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.api.errors import ErrorType, RequestError
+from serve_app.api.errors import ErrorType, RequestError, error_response
 from serve_app.api.protocol import JSON, parse_generate, parse_process
 from serve_app.api.scheduling import SchedulingFields, ServiceTier, scheduling_of
 from serve_app.auth import bind_check
-from serve_app.auth.middleware import Access, AuthMiddleware
+from serve_app.auth.middleware import AuthMiddleware, KeyStore
 from serve_app.ingress.engine_call import Call
 from serve_app.ingress.health import Health
 from serve_app.ingress.limits import Asked, check_tokens
 from serve_app.ingress.pages import STATS_PAGE, page, wants_page
-from serve_app.ingress.proxy import ProxyResponse, error_response
+from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card
 from serve_app.relay.asgi import RelayRequest
 from serve_app.settings.schema import Settings
@@ -75,7 +75,7 @@ class Ingress:
         self._health = Health(context.app_name, list(self._engines))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._started = int(time.time())
-        self._access = Access(settings.access) if settings.access else None
+        self._access = KeyStore(settings.access) if settings.access else None
         if self._access:
             self._access.watch()
         elif warning := bind_check.warning(bind_check.serve_host(), keys=False):

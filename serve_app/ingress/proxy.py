@@ -8,10 +8,10 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from ray.serve.exceptions import BackPressureError
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.errors import RequestError, engine_failed
+from serve_app.api.errors import RequestError, engine_failed, error_response
 from serve_app.ingress.engine_call import Call
 from serve_app.ingress.retry import TRIES, back_off, is_lost
 from serve_app.ingress.splice import Sent, Splice, UnresumableError
@@ -183,8 +183,3 @@ def unavailable(error: Exception) -> RequestError:
         message = "Too many requests wait for this model. Try again."
         return RequestError(429, "rate_limit_error", message, retry_after_s=1.0)
     return engine_failed()
-
-
-def error_response(error: RequestError) -> JSONResponse:
-    """Return an error as an HTTP response."""
-    return JSONResponse(error.body(), error.status, error.headers())

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher
+from serve_app.api.headers import Headers
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import TelemetrySettings
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
@@ -44,7 +45,7 @@ class EngineTelemetry:
             self._tracing = Tracing(settings.traces)
         self._reporter = Reporter(*jobs).start()
 
-    def answered(self, headers: list[tuple[bytes, bytes]], began_at: float, usage: RequestUsage) -> None:
+    def answered(self, headers: Headers, began_at: float, usage: RequestUsage) -> None:
         """The engine has answered a request, or its client has left.
 
         Args:

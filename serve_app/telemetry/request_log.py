@@ -9,7 +9,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
 
-from serve_app.telemetry.accounts import Account
+from serve_app.telemetry.request_tracker import TrackedRequest
 
 Format = Literal["json", "text"]
 
@@ -18,32 +18,32 @@ FILES = 4
 """Older files that are kept beside the one that is written."""
 
 
-def fields(account: Account, offset_s: float) -> dict[str, Any]:
+def fields(request: TrackedRequest, offset_s: float) -> dict[str, Any]:
     """Return what is told of a request.
 
     Args:
-        account: The request.
+        request: The request.
         offset_s: What the clock of `time.time` is ahead of that of `time.monotonic`.
     """
-    usage = account.usage
+    usage = request.usage
     told: dict[str, Any] = {
-        "time": datetime.fromtimestamp(account.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
-        "request_id": account.request_id,
-        "method": account.scope["method"],
-        "path": _route(account.scope),
-        "model": account.model or None,
-        "tenant": account.tenant or None,
-        "status": account.status,
-        "outcome": account.outcome,
-        "stream": account.streams,
+        "time": datetime.fromtimestamp(request.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
+        "request_id": request.request_id,
+        "method": request.scope["method"],
+        "path": _route(request.scope),
+        "model": request.model or None,
+        "tenant": request.tenant or None,
+        "status": request.status,
+        "outcome": request.outcome,
+        "stream": request.streams,
         "prompt_tokens": usage.prompt_tokens if usage else None,
         "output_tokens": usage.output_tokens if usage else None,
         "wait_s": round(usage.wait_s, 6) if usage else None,
-        "first_s": round(account.first_at - account.started_at, 6) if account.first_at else None,
-        "total_s": round(account.seconds, 6),
+        "first_s": round(request.first_at - request.started_at, 6) if request.first_at else None,
+        "total_s": round(request.seconds, 6),
     }
-    if account.trace is not None:
-        told["trace_id"] = account.trace_id
+    if request.trace is not None:
+        told["trace_id"] = request.trace_id
     return told
 
 
@@ -100,10 +100,10 @@ class RequestLog:
         )
         self._format = FORMATS[format]
 
-    def __call__(self, ended: list[Account]) -> None:
+    def __call__(self, ended: list[TrackedRequest]) -> None:
         """Write the lines of requests that have ended."""
         offset = time.time() - time.monotonic()
-        lines = [self._format(fields(account, offset)) for account in ended if account.worth_telling]
+        lines = [self._format(fields(request, offset)) for request in ended if request.reportable]
         if lines:
             text = "\n".join(lines)
             self._file.emit(logging.LogRecord("requests", logging.INFO, "", 0, text, None, None))

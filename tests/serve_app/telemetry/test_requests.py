@@ -17,9 +17,15 @@ from starlette.types import Message
 from serve_app.api.scheduling import Scheduling
 from serve_app.relay.usage import MARK, MAX_PARTS, PromptUsage, RequestUsage, split
 from serve_app.telemetry import catalogue
-from serve_app.telemetry.accounts import MAX_PENDING, Account, Accounting, Accounts, account_of
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_log import RequestLog, as_text, fields
+from serve_app.telemetry.request_tracker import (
+    MAX_PENDING,
+    RequestTracker,
+    TrackedRequest,
+    TrackingMiddleware,
+    tracked_request,
+)
 from serve_app.telemetry.requests import RequestMetrics
 from tests.serve_app.telemetry.recording import Instruments
 
@@ -29,14 +35,14 @@ SECRET = "the prompt"
 
 
 async def answer(request: Request) -> Response:
-    account_of(request.scope).assign("m", Scheduling(tenant="a"))
+    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
     status = int(request.query_params.get("status", 200))
     body = b"answer" + (RECEIPT.pack() if status == 200 else b"")
     return Response(body, status, {"content-length": str(6 if status == 200 else len(body))})
 
 
 async def stream(request: Request) -> Response:
-    account_of(request.scope).assign("m", Scheduling(tenant="a"))
+    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
     broken = "broken" in request.query_params
 
     async def pieces() -> AsyncIterator[bytes]:
@@ -51,7 +57,7 @@ async def fail(request: Request) -> Response:
 
 
 async def hang(request: Request) -> Response:
-    account_of(request.scope).assign("m", Scheduling(tenant="a"))
+    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
     await asyncio.Event().wait()
     return Response()
 
@@ -70,27 +76,27 @@ ROUTES = [
 
 
 class Front:
-    """An application with an account of each request.
+    """An application with an tracked of each request.
 
     Attributes:
-        ended: The accounts.
+        ended: The tracker.
         told: The metrics.
         begun: Set once a request has come.
     """
 
     def __init__(self) -> None:
-        self.ended: list[Account] = []
+        self.ended: list[TrackedRequest] = []
         self.told = Instruments()
         self.begun = asyncio.Event()
         metrics = RequestMetrics(Meters(catalogue.INGRESS, self.told.make))
-        self.accounts = Accounts([self.ended.extend, metrics], lambda account: self.begun.set())
-        self.app = Accounting(Starlette(routes=ROUTES), self.accounts)
+        self.tracker = RequestTracker([self.ended.extend, metrics], lambda tracked: self.begun.set())
+        self.app = TrackingMiddleware(Starlette(routes=ROUTES), self.tracker)
 
     async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(cast(Any, self.app), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             response = await client.request(method, path, **options)
-        self.accounts()
+        self.tracker()
         return response
 
 
@@ -102,10 +108,10 @@ def front() -> Front:
 async def test_a_receipt_is_taken_off_and_read(front: Front) -> None:
     response = await front.ask("POST", "/answer")
     assert response.content == b"answer"
-    (account,) = front.ended
-    assert account.usage
-    assert (account.usage.prompt_tokens, account.usage.output_tokens) == (12, 5)
-    assert (account.usage.wait_s, account.usage.engine_s) == (0.5, 1.0)
+    (tracked,) = front.ended
+    assert tracked.usage
+    assert (tracked.usage.prompt_tokens, tracked.usage.output_tokens) == (12, 5)
+    assert (tracked.usage.wait_s, tracked.usage.engine_s) == (0.5, 1.0)
     assert front.told.total(catalogue.REQUESTS, "m", "ok", "200") == 1
     assert len(front.told.of(catalogue.REQUEST_SECONDS, "m", "no")) == 1
     assert front.told.of(catalogue.FIRST_TOKEN, "m") == []
@@ -135,7 +141,7 @@ async def test_a_client_may_leave_when_it_has_the_last_event(front: Front) -> No
 
     with pytest.raises(asyncio.CancelledError):
         await front.app(scope, receive, send)
-    front.accounts()
+    front.tracker()
     assert sent[1:] == [b"data: 1\n\n", b"data: [DONE]\n\n"]
     assert front.told.total(catalogue.REQUESTS, "m", "ok", "200") == 1
 
@@ -167,7 +173,7 @@ async def test_what_reaches_no_model_has_no_name_of_its_own(front: Front) -> Non
 async def test_a_probe_is_not_told_of(front: Front) -> None:
     await front.ask("GET", "/health")
     assert front.told.series(catalogue.REQUESTS) == set()
-    assert front.accounts.under_way == 0
+    assert front.tracker.under_way == 0
 
 
 async def test_a_client_that_leaves_cancels(front: Front) -> None:
@@ -175,14 +181,14 @@ async def test_a_client_that_leaves_cancels(front: Front) -> None:
     await asyncio.wait_for(front.begun.wait(), 10)
     task.cancel()
     await asyncio.wait([task])
-    front.accounts()
+    front.tracker()
     assert front.told.series(catalogue.REQUESTS) == {("m", "cancelled", "0")}
-    assert front.accounts.under_way == 0
+    assert front.tracker.under_way == 0
 
 
 async def test_what_waits_to_be_reported_is_bounded(front: Front) -> None:
     for _ in range(MAX_PENDING):
-        front.accounts.close(front.accounts.open({"headers": [], "path": "/health", "method": "GET"}))
+        front.tracker.close(front.tracker.open({"headers": [], "path": "/health", "method": "GET"}))
     assert len(front.ended) == MAX_PENDING
 
 

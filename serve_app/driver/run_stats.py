@@ -107,7 +107,7 @@ class Latencies:
         }
 
 
-class Tally:
+class RunStats:
     """What one run counts, from its start.
 
     Attributes:

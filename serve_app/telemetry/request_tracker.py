@@ -12,8 +12,8 @@ from serve_app.relay.usage import MARK, RequestUsage, split
 
 Outcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 
-KEY = "saturate.account"
-"""Where a request's scope holds its account."""
+KEY = "saturate.request"
+"""Where a request's scope holds its request."""
 
 MAX_PENDING = 2_000
 """Requests that may have ended before they are reported, whatever the pace of the reporter."""
@@ -24,7 +24,7 @@ QUIET = {"/", "/health", "/stats", "/stats.html", "/v1/models"}
 """Routes that only tell of the service itself: probes ask some of them every few seconds."""
 
 
-class Account:
+class TrackedRequest:
     """One request.
 
     Attributes:
@@ -86,7 +86,7 @@ class Account:
         return uuid.uuid4().hex
 
     @property
-    def worth_telling(self) -> bool:
+    def reportable(self) -> bool:
         """Whether it asked for an answer of a model, or for what it may not have."""
         return bool(self.model) or self.scope["path"] not in QUIET or 400 <= self.status < 500
 
@@ -119,46 +119,46 @@ class Account:
         return self.ended_at - self.started_at
 
 
-def account_of(scope: MutableMapping[str, Any]) -> Account:
-    """Return the account of a request."""
-    account: Account = scope[KEY]
-    return account
+def tracked_request(scope: MutableMapping[str, Any]) -> TrackedRequest:
+    """Return the request of a request."""
+    request: TrackedRequest = scope[KEY]
+    return request
 
 
-class Accounts:
+class RequestTracker:
     """The requests under way, and those that have ended and are still to be reported.
 
     Args:
-        reports: Called with all accounts that have ended since the last call.
+        reports: Called with all tracker that have ended since the last call.
         begin: Called with each new one.
     """
 
     def __init__(
         self,
-        reports: Sequence[Callable[[list[Account]], None]],
-        begin: Callable[[Account], None] | None = None,
+        reports: Sequence[Callable[[list[TrackedRequest]], None]],
+        begin: Callable[[TrackedRequest], None] | None = None,
     ) -> None:
         self.under_way = 0
         self._reports = reports
         self._begin = begin
-        self._ended: list[Account] = []
+        self._ended: list[TrackedRequest] = []
 
-    def open(self, scope: MutableMapping[str, Any]) -> Account:
-        """Begin the account of a request."""
-        account = scope[KEY] = Account(scope)
+    def open(self, scope: MutableMapping[str, Any]) -> TrackedRequest:
+        """Begin the request of a request."""
+        request = scope[KEY] = TrackedRequest(scope)
         self.under_way += 1
         if self._begin is not None:
-            self._begin(account)
-        return account
+            self._begin(request)
+        return request
 
-    def close(self, account: Account) -> None:
+    def close(self, request: TrackedRequest) -> None:
         """A request has ended."""
-        account.ended_at = time.monotonic()
+        request.ended_at = time.monotonic()
         # They hold each other, and would wait for the garbage collector.
-        del account.scope[KEY]
+        del request.scope[KEY]
         self.under_way -= 1
         if self._reports:
-            self._ended.append(account)
+            self._ended.append(request)
             if len(self._ended) >= MAX_PENDING:
                 self()
 
@@ -169,46 +169,46 @@ class Accounts:
             report(ended)
 
 
-class Accounting:
-    """ASGI middleware that keeps an account of each request and takes off the receipts of the engines.
+class TrackingMiddleware:
+    """ASGI middleware that keeps an request of each request and takes off the receipts of the engines.
 
     Args:
         app: What answers.
-        accounts: Where the accounts go.
+        tracker: Where the tracker go.
     """
 
-    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
+    def __init__(self, app: ASGIApp, tracker: RequestTracker) -> None:
         self._app = app
-        self._accounts = accounts
+        self._tracker = tracker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        account = self._accounts.open(scope)
+        request = self._tracker.open(scope)
 
         async def passing(message: Message) -> None:
             if message["type"] == "http.response.start":
-                account.status = message["status"]
-                account.streams = _is_event_stream(message.get("headers", ()))
+                request.status = message["status"]
+                request.streams = _is_event_stream(message.get("headers", ()))
             else:
                 body = message.get("body", b"")
                 if body.endswith(MARK):
-                    message["body"], account.usage = split(body)
-                if not account.first_at:
-                    account.first_at = time.monotonic()
+                    message["body"], request.usage = split(body)
+                if not request.first_at:
+                    request.first_at = time.monotonic()
                 if not message.get("more_body", False):
-                    account.complete = True
+                    request.complete = True
             await send(message)
 
         try:
             await self._app(scope, receive, passing)
         except BaseException as error:
-            account.left = not isinstance(error, Exception)
+            request.left = not isinstance(error, Exception)
             raise
         finally:
-            self._accounts.close(account)
+            self._tracker.close(request)
 
 
 def _is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
