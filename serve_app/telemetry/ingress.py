@@ -1,4 +1,4 @@
-"""The telemetry of an Ingress replica: its metrics, its request log, its spans."""
+"""Telemetry of an Ingress replica: metrics, request log and spans."""
 
 from collections.abc import AsyncGenerator, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -23,10 +23,10 @@ from serve_app.telemetry.requests import RequestMetrics
 
 
 class IngressTelemetry:
-    """What an Ingress replica tells of the requests that it answers.
+    """Metrics, request log and spans of the requests to an Ingress replica.
 
     Args:
-        settings: What to tell.
+        settings: What to export.
         replica: The replica's id, for the name of its log file.
     """
 
@@ -42,7 +42,7 @@ class IngressTelemetry:
             jobs.append(lambda: meters.record(catalogue.IN_PROGRESS, self.tracker.under_way))
             jobs.append(meters.report)
         if settings.traces is not None:
-            # Imported where spans are made and nowhere else.
+            # OpenTelemetry is imported only where spans are made.
             from serve_app.telemetry.tracing import Tracing, pass_on
 
             tracing = Tracing(settings.traces)
@@ -60,7 +60,7 @@ class IngressTelemetry:
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncGenerator[None, None]:
-        """Report as long as the application runs."""
+        """Report while the application runs."""
         self._reporter.start()
         try:
             yield
@@ -72,7 +72,7 @@ class IngressTelemetry:
     def assign(
         self, scope: MutableMapping[str, Any], model: str, scheduling: Scheduling, headers: Headers
     ) -> Headers:
-        """A request goes to a model; return the headers that go with it."""
+        """Note the model of a request; return the headers to send to the model's Engine."""
         request = tracked_request(scope)
         request.assign(model, scheduling)
         return headers if self._pass_on is None else self._pass_on(request, headers)

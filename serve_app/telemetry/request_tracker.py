@@ -1,4 +1,4 @@
-"""What becomes of each request, as the Ingress sees it: the source of its metrics, its log line, its span."""
+"""Requests in the Ingress, from arrival to end: the source of metrics, request log and spans."""
 
 import time
 import uuid
@@ -13,33 +13,34 @@ from serve_app.relay.usage import MARK, RequestUsage, split
 Outcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 
 KEY = "saturate.request"
-"""Where a request's scope holds its request."""
+"""Key of the tracked request in the scope of a request."""
 
 MAX_PENDING = 2_000
-"""Requests that may have ended before they are reported, whatever the pace of the reporter."""
+"""Ended requests that are reported at once, without waiting for the next round of the reporter."""
 
 MAX_ID = 128
+"""Longest request id, in bytes; the rest of a longer one is cut off."""
 
 QUIET = {"/", "/health", "/stats", "/stats.html", "/v1/models"}
-"""Routes that only tell of the service itself: probes ask some of them every few seconds."""
+"""Routes about the service itself: probes request some of them every few seconds."""
 
 
 class TrackedRequest:
-    """One request.
+    """One request and its answer, as the Ingress sees them.
 
     Attributes:
-        scope: The request, as ASGI has it.
-        started_at: When it came, on the clock of `time.monotonic`.
-        first_at: When the first piece of its answer left; 0: none did.
-        ended_at: When it ended.
-        model: Which model has it; empty before that is known, or if there is none.
-        tenant: Whose it is.
-        status: The HTTP status of its answer; 0: there was none.
-        streams: Its answer is a stream of events.
-        complete: The last piece of its answer has left.
-        left: Its client has gone, or the server stops.
-        usage: What the engine says of it.
-        trace: Its span, where there is tracing.
+        scope: The request's ASGI scope.
+        started_at: Time of arrival, on the clock of `time.monotonic`.
+        first_at: When the first piece of the answer was sent; 0: none was.
+        ended_at: When the request ended.
+        model: Id of the model; empty until it is known, and if there is none.
+        tenant: The tenant.
+        status: HTTP status of the answer; 0: there was no answer.
+        streams: Whether the answer is a stream of events.
+        complete: Whether the last piece of the answer was sent.
+        left: Whether the client has disconnected, or the server stops.
+        usage: Tokens and times from the engine.
+        trace: The request's span; None without tracing.
     """
 
     __slots__ = (
@@ -72,13 +73,13 @@ class TrackedRequest:
         self.trace: Any = None
 
     def assign(self, model: str, scheduling: Scheduling) -> None:
-        """The request goes to a model."""
+        """Note the request's model and tenant."""
         self.model = model
         self.tenant = scheduling.tenant
 
     @property
     def request_id(self) -> str:
-        """The id that its client or HAProxy gave it, or a new one."""
+        """Id from the client or from HAProxy, or a new one."""
         for name, value in self.scope["headers"]:
             if name == b"x-request-id":
                 text: str = value[:MAX_ID].decode("latin-1")
@@ -87,13 +88,13 @@ class TrackedRequest:
 
     @property
     def reportable(self) -> bool:
-        """Whether it asked for an answer of a model, or for what it may not have."""
+        """Whether the request belongs in metrics and log: probes that succeed don't."""
         return bool(self.model) or self.scope["path"] not in QUIET or 400 <= self.status < 500
 
     @property
     def outcome(self) -> Outcome:
-        """What became of it."""
-        # With the usage all has left; a client that knows it goes without waiting for the end.
+        """Outcome of the request."""
+        # The usage comes with the last bytes, and a client that has these may not wait for the stream's end.
         if not self.complete and self.usage is None:
             return "cancelled" if self.left else "failed"
         match self.status:
@@ -105,32 +106,35 @@ class TrackedRequest:
                 return "failed"
             case status if status >= 400:
                 return "refused"
-        # An engine that fails in the middle of a stream can't change its status any more.
+        # An engine that fails during a stream can't change the status that was sent.
         return "failed" if self.streams and self.usage is None else "ok"
 
     @property
     def trace_id(self) -> str:
-        """The id by which its trace is found, where there is tracing."""
+        """Id of the request's trace; there has to be one."""
         return f"{self.trace.get_span_context().trace_id:032x}"
 
     @property
     def seconds(self) -> float:
-        """Seconds from its arrival to its end."""
+        """Seconds from arrival to end."""
         return self.ended_at - self.started_at
 
 
 def tracked_request(scope: MutableMapping[str, Any]) -> TrackedRequest:
-    """Return the request of a request."""
+    """Return the tracked request of a scope."""
     request: TrackedRequest = scope[KEY]
     return request
 
 
 class RequestTracker:
-    """The requests under way, and those that have ended and are still to be reported.
+    """Tracks the requests of an Ingress replica, and reports those that have ended.
 
     Args:
-        reports: Called with all tracker that have ended since the last call.
-        begin: Called with each new one.
+        reports: Called with all requests that have ended since the last call.
+        begin: Called with each new request.
+
+    Attributes:
+        under_way: Number of requests in progress.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class RequestTracker:
         self._ended: list[TrackedRequest] = []
 
     def open(self, scope: MutableMapping[str, Any]) -> TrackedRequest:
-        """Begin the request of a request."""
+        """Begin to track a request."""
         request = scope[KEY] = TrackedRequest(scope)
         self.under_way += 1
         if self._begin is not None:
@@ -152,9 +156,9 @@ class RequestTracker:
         return request
 
     def close(self, request: TrackedRequest) -> None:
-        """A request has ended."""
+        """End a request; it is reported later."""
         request.ended_at = time.monotonic()
-        # They hold each other, and would wait for the garbage collector.
+        # The two refer to each other; this spares the garbage collector a cycle per request.
         del request.scope[KEY]
         self.under_way -= 1
         if self._reports:
@@ -163,18 +167,18 @@ class RequestTracker:
                 self()
 
     def __call__(self) -> None:
-        """Report what has ended."""
+        """Report the requests that have ended since the last call."""
         ended, self._ended = self._ended, []
         for report in self._reports:
             report(ended)
 
 
 class TrackingMiddleware:
-    """ASGI middleware that keeps an request of each request and takes off the receipts of the engines.
+    """ASGI middleware that tracks each request, and takes the engine's usage off its answer.
 
     Args:
-        app: What answers.
-        tracker: Where the tracker go.
+        app: The application behind it.
+        tracker: Tracks the requests.
     """
 
     def __init__(self, app: ASGIApp, tracker: RequestTracker) -> None:
@@ -182,13 +186,12 @@ class TrackingMiddleware:
         self._tracker = tracker
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request = self._tracker.open(scope)
 
-        async def passing(message: Message) -> None:
+        async def observe(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request.status = message["status"]
                 request.streams = _is_event_stream(message.get("headers", ()))
@@ -203,7 +206,7 @@ class TrackingMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, passing)
+            await self._app(scope, receive, observe)
         except BaseException as error:
             request.left = not isinstance(error, Exception)
             raise

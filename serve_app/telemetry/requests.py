@@ -1,30 +1,30 @@
-"""The requests that the Ingress has answered, as metrics."""
+"""Metrics of the requests to the Ingress."""
 
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_tracker import TrackedRequest
 
 NO_MODEL = "none"
-"""The label of what reached no model: the name that a client wrote would be a series of its own."""
+"""Label of requests that reached no model: a name from a client would make a series of its own."""
 
 
 class RequestMetrics:
-    """Reports requests that have ended.
+    """Records the metrics of requests that have ended.
 
     Args:
-        meters: The instruments of `catalogue.INGRESS`.
+        meters: Instruments of `catalogue.INGRESS`.
     """
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
 
     def __call__(self, ended: list[TrackedRequest]) -> None:
-        """Report them."""
+        """Record the metrics of requests."""
         for request in ended:
             if request.reportable:
-                self._report(request)
+                self._record(request)
 
-    def _report(self, request: TrackedRequest) -> None:
+    def _record(self, request: TrackedRequest) -> None:
         record = self._meters.record
         model = request.model or NO_MODEL
         outcome = request.outcome

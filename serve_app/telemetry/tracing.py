@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of a request: in the Ingress, in the queue, in the engine."""
+"""OpenTelemetry spans of a request: in the Ingress, in the queue and in the engine."""
 
 import os
 import time
@@ -25,16 +25,16 @@ class Tracing:
     """Makes the spans of one process.
 
     Args:
-        settings: Where they go, and how many.
-        exporter: Takes them instead of what the settings name.
+        settings: Endpoint and sampling ratio.
+        exporter: Replaces the endpoint of the settings.
 
     Raises:
-        SettingsError: A package is missing that sends them, or the folder can't be written to.
+        SettingsError: The exporter's package is missing, or the folder can't be written to.
     """
 
     def __init__(self, settings: TraceSettings, exporter: SpanExporter | None = None) -> None:
         self._provider = TracerProvider(
-            # Who sends a context has decided; for the others the ratio does.
+            # A sender's trace context decides about sampling; the ratio is for requests without one.
             sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
             resource=Resource.create({"service.name": "saturate"}),
         )
@@ -42,7 +42,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("saturate")
 
     def begin(self, request: TrackedRequest) -> None:
-        """Begin the span of a request that has come in: a child of its sender's, if it names one."""
+        """Begin the span of a request: a child of the sender's span, if the headers name one."""
         scope = request.scope
         if scope["path"] in QUIET:
             return
@@ -73,13 +73,13 @@ class Tracing:
             span.end(_ns(request.ended_at, offset))
 
     def engine(self, headers: Headers, model: str, began_at: float, usage: RequestUsage) -> None:
-        """Make the spans of a request that an engine has answered: its whole, and each prompt's wait and run.
+        """Make the spans of a request in an engine: the whole, and the wait and run of each prompt.
 
         Args:
-            headers: The request's, as the Ingress has passed them on.
+            headers: The request's headers, from the Ingress.
             model: The model's id.
-            began_at: When the engine got it, on the clock of `time.monotonic`.
-            usage: What it took.
+            began_at: Time of arrival in the engine, on the clock of `time.monotonic`.
+            usage: Tokens and times of the answer.
         """
         offset = _offset_ns()
         parent = W3C.extract(_text(headers))
@@ -111,12 +111,12 @@ class Tracing:
         )
 
     def stop(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans, and stop."""
         self._provider.shutdown()
 
 
 def pass_on(request: TrackedRequest, headers: Headers) -> Headers:
-    """Return the headers that go on to the engine, in the context of the request's own span."""
+    """Return the headers for the engine, with the trace context of the request's span."""
     carrier: dict[str, str] = {}
     W3C.inject(carrier, set_span_in_context(request.trace))
     kept = [(name, value) for name, value in headers if name not in CONTEXT]

@@ -4,7 +4,7 @@ from serve_app.driver.metrics import RunMetrics
 from serve_app.driver.run_stats import RunStats
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
-from tests.serve_app.telemetry.recording import Instruments
+from tests.serve_app.telemetry.instruments import Instruments
 
 
 def test_progress_is_told_as_it_is_made() -> None:

@@ -1,4 +1,4 @@
-"""Spans: one for the request, under it the engine's, in that the wait and the run of each prompt."""
+"""Spans of a request: the request, the engine within it, and each prompt's wait and run within that."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def finished(tracing: Tracing, exporter: InMemorySpanExporter) -> dict[str, Read
 
 
 def serve(tracing: Tracing, request: TrackedRequest) -> dict[bytes, bytes]:
-    """Play one request through both ends; return the headers that the engine got."""
+    """Trace one request in the Ingress and in the engine; return the engine's headers."""
     tracing.begin(request)
     request.assign("m", Scheduling(tenant="a"))
     headers = pass_on(request, [*request.scope["headers"], (b"x", b"y")])
@@ -80,7 +80,7 @@ def lasts(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) / 1e9
 
 
-def test_a_sender_that_does_not_sample_is_heeded_and_its_trace_passed_on() -> None:
+def test_a_sender_that_does_not_sample_decides_and_its_trace_is_passed_on() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(SETTINGS, exporter)
     headers = serve(tracing, tracked(traceparent(False)))
@@ -89,7 +89,7 @@ def test_a_sender_that_does_not_sample_is_heeded_and_its_trace_passed_on() -> No
     assert headers[b"traceparent"].endswith(b"-00")
 
 
-def test_a_ratio_of_nothing_samples_nothing_but_what_a_sender_wants() -> None:
+def test_a_ratio_of_zero_samples_only_what_a_sender_samples() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(TraceSettings(endpoint="file:///nowhere", sample_ratio=0.0), exporter)
     serve(tracing, tracked())
@@ -123,7 +123,7 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("telemetry", "said"),
+    ("telemetry", "message"),
     [
         ({"traces": {"endpoint": "collector:4318"}}, "telemetry.traces.endpoint: must begin with http://"),
         ({"traces": {"endpoint": "http://c", "ratio": 1}}, "telemetry.traces.ratio: unknown key"),
@@ -133,6 +133,6 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
         ({"metric": True}, "telemetry.metric: unknown key; allowed here: metrics, engine_metrics"),
     ],
 )
-def test_a_wrong_setting_is_named(telemetry: object, said: str) -> None:
-    with pytest.raises(SettingsError, match=said.replace(".", r"\.")):
+def test_a_wrong_setting_is_named(telemetry: object, message: str) -> None:
+    with pytest.raises(SettingsError, match=message.replace(".", r"\.")):
         parse({"models": [{"id": "m", "source": "saturate://demo"}], "telemetry": telemetry})
