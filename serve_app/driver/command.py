@@ -126,7 +126,9 @@ class Session:
     async def _drive(self) -> None:
         options = self._options
         pace = Auto() if options.max_concurrency == "auto" else Fixed(options.max_concurrency)
-        run = Run(self._client, self._body, chat=self._prompter.chat, pace=pace, retries=options.retries)
+        run = Run(
+            self._client, self._body, chat=self._prompter.chat, concurrency=pace, retries=options.retries
+        )
         self._stats = run.stats
         self._catch_signals(run)
         tell = _metrics(options)

@@ -1,4 +1,4 @@
-"""The progress of a run among the metrics of the service, from a driver in the service's own cluster."""
+"""Metrics of a run, from a driver in the service's cluster."""
 
 from serve_app.driver.run_stats import RunStats
 from serve_app.telemetry import catalogue
@@ -6,11 +6,11 @@ from serve_app.telemetry.meters import Meters
 
 
 class RunMetrics:
-    """Reports what a run counts.
+    """Records the statistics of a run as metrics.
 
     Args:
-        model: Whose rows they are.
-        meters: Where they are reported; None: to Ray, as all other metrics of the service are.
+        model: Id of the model, for labels.
+        meters: Instruments of `catalogue.DRIVER`; None: Ray's.
     """
 
     def __init__(self, model: str, meters: Meters | None = None) -> None:
@@ -18,7 +18,7 @@ class RunMetrics:
         self._meters = meters or Meters(catalogue.DRIVER)
 
     def __call__(self, stats: RunStats) -> None:
-        """Report how far the run is."""
+        """Record the statistics."""
         totals = stats.totals
         failed = totals.failed.total()
         count = self._meters.count

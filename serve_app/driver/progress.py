@@ -1,4 +1,4 @@
-"""What a person sees while a run lasts: one line that lives on a terminal, a line now and then elsewhere."""
+"""Progress display of a run: a bar on a terminal, a periodic line elsewhere."""
 
 import sys
 import time
@@ -11,20 +11,20 @@ LINE_S = 10.0
 
 
 class Progress(Protocol):
-    """Where a run's progress goes."""
+    """A progress display."""
 
     def update(self, stats: RunStats, before: int, total: int | None, note: str) -> None:
-        """Show how far it is.
+        """Show the progress.
 
         Args:
-            stats: What this run has counted.
-            before: Rows that were done before it.
-            total: Rows of the input, as far as that is known.
-            note: What the user should know now.
+            stats: Statistics of this run.
+            before: Number of rows of earlier runs.
+            total: Number of input rows, perhaps an estimate; None: unknown.
+            note: Message about the current state; may be empty.
         """
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a permanent line."""
 
     def close(self) -> None:
         """End the display."""
@@ -44,14 +44,14 @@ class Silent:
 
 
 class Lines:
-    """A plain line now and then, for logs."""
+    """A plain line every ten seconds, for logs."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LINE_S
         self._note = ""
 
     def update(self, stats: RunStats, before: int, total: int | None, note: str) -> None:
-        """Print a line, if it is time for one or there is news."""
+        """Print a line if one is due, and a note if it is new."""
         if note and note != self._note:
             self.say(note)
         self._note = note
@@ -101,12 +101,12 @@ class Bar:
         self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()
 
 
 def open_progress(quiet: bool) -> Progress:
-    """Return the progress that fits where standard error goes."""
+    """Return the display that fits standard error."""
     if quiet:
         return Silent()
     if sys.stderr.isatty():
@@ -118,7 +118,7 @@ def open_progress(quiet: bool) -> Progress:
 
 
 def figures(stats: RunStats) -> str:
-    """Return the figures of a run in a line."""
+    """Return the figures of a run as one line."""
     parts = [
         f"{stats.rows_per_s:,.1f} rows/s",
         f"{stats.tokens_per_s:,.0f} tok/s",
@@ -134,12 +134,12 @@ def figures(stats: RunStats) -> str:
 
 
 def share(done: int, total: int | None) -> str:
-    """Return how many rows are done of how many; what is left is an estimate until it has been read."""
+    """Return finished and total rows; the total is an estimate, marked `~`, until all rows are read."""
     return f"{done:,}" if not total else f"{done:,}/{'' if done == total else '~'}{total:,}"
 
 
 def eta(stats: RunStats, done: int, total: int | None) -> str:
-    """Return how long the rest takes at the pace of this run."""
+    """Return the time to the end, at the mean rate of this run."""
     if not total or not stats.totals.rows:
         return "?"
     seconds = round(max(0, total - done) / stats.rows_per_s)

@@ -1,4 +1,4 @@
-"""Sending one chunk until each of its rows has a result, or an error that is final."""
+"""Sends a chunk until each of its rows has a result or a final error."""
 
 import asyncio
 import time
@@ -15,19 +15,21 @@ from serve_app.driver.pacing import Backoff, Concurrency
 from serve_app.driver.run_stats import RunStats
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
-"""Statuses that another try may cure."""
+"""Statuses after which another try may succeed."""
+
 RECENT_FAILURES = 6
-"""An outage is told from rows that are at fault by whether others were served during so many failures."""
+"""Failures of a call during which others have to succeed, if its rows are the cause and not an outage."""
+
 HALF_RETRIES = 2
-"""Retries of a part of a call that failed at all of its own."""
+"""Retries of each half of a call that failed at every try."""
 
 
 class StoppedError(Exception):
-    """The run was told to stop while a chunk waited for another try."""
+    """The run was stopped while a chunk waited for its next try."""
 
 
 class GaveUpError(DriverError):
-    """The service has failed at every try."""
+    """The service failed at every try."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,11 +38,11 @@ class _Try:
 
     Attributes:
         items: The rows.
-        retries: How often the call is sent again.
-        answered: Calls of the whole run that the service had answered a while ago. If it has answered more
-            since, it works, and what fails here is the fault of these rows.
-        attempts: Calls that these rows were in before.
-        part: They are part of a call that failed at all of its tries.
+        retries: Most retries of the call.
+        answered: Answered calls of the whole run at an earlier time. If there are more now, the service
+            works, and these rows are the cause of the failures.
+        attempts: Number of earlier calls with these rows.
+        part: Whether the rows are part of a call that failed at every try.
     """
 
     items: Sequence[Item]
@@ -50,11 +52,11 @@ class _Try:
     part: bool = False
 
     def after(self, attempts: int, answered: int) -> "_Try":
-        """Return the same after more attempts."""
+        """Return a copy after more attempts."""
         return replace(self, attempts=self.attempts + attempts, answered=answered)
 
     def halves(self) -> "tuple[_Try, _Try]":
-        """Return both halves; having failed so often as a whole, they get few retries."""
+        """Return both halves, with few retries since the whole has failed at all of its tries."""
         middle = len(self.items) // 2
         few = min(self.retries, HALF_RETRIES)
         return (
@@ -75,13 +77,13 @@ class Sender:
 
     Args:
         client: The service.
-        body: What every call says, beside its prompts.
-        chat: Prompts are lists of messages.
-        retries: How often a call is sent again.
-        backoff: The waits between.
-        pace: Is told of answers and refusals.
-        stats: Counts.
-        stopping: Set when no call may be sent any more.
+        body: Fields of every call, without the prompts.
+        chat: Whether prompts are lists of messages.
+        retries: Most retries of a call.
+        backoff: Waits between retries.
+        concurrency: Limit that adapts to answers and refusals.
+        stats: Statistics to update.
+        stopping: Set when no more calls may be sent.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Sender:
         chat: bool,
         retries: int,
         backoff: Backoff,
-        pace: Concurrency,
+        concurrency: Concurrency,
         stats: RunStats,
         stopping: asyncio.Event,
     ) -> None:
@@ -101,16 +103,16 @@ class Sender:
         self._field = "messages" if chat else "prompts"
         self._retries = retries
         self._backoff = backoff
-        self._pace = pace
+        self._concurrency = concurrency
         self._stats = stats
         self._stopping = stopping
 
     async def send(self, chunk: Chunk) -> list[JSON]:
-        """Return the output's row of each row of a chunk.
+        """Return the output rows of a chunk.
 
         Raises:
-            DriverError: No row could be served: the service refuses what is asked for, or is gone.
-            StoppedError: The run was told to stop first.
+            DriverError: No row could be served: the service refuses the calls, or is gone.
+            StoppedError: The run was stopped first.
         """
         rows = [
             item.failed(item.prompt.type, item.prompt.message, 0)
@@ -122,7 +124,7 @@ class Sender:
         return sorted(rows, key=lambda row: int(row["row"]))
 
     async def _ask(self, what: "_Try") -> list[JSON]:
-        """Send rows until they are answered."""
+        """Send rows until they are answered; return their output rows."""
         body = self._body | {
             self._field: [item.prompt for item in what.items],
             "task_id": f"rows_{what.items[0].number}_{what.items[-1].number}",
@@ -134,13 +136,13 @@ class Sender:
                 answer = await self._call(body, failures + refusals)
             except RequestError as error:
                 if error.status == 429:
-                    # The service works: live traffic may fill its queue for hours.
+                    # A full queue isn't a failure: live traffic may fill it for hours.
                     refusals += 1
-                    self._pace.refused(error.retry_after_s)
+                    self._concurrency.refused(error.retry_after_s)
                 else:
                     failures += 1
                 if error.status not in RETRYABLE or failures > what.retries:
-                    return await self._blame(what.after(failures + refusals, answered[0]), error)
+                    return await self._isolate(what.after(failures + refusals, answered[0]), error)
                 answered.append(self._stats.calls)
                 self._stats.trouble = error.message
                 await self._wait(self._backoff.wait_s(failures + refusals, error.retry_after_s))
@@ -162,27 +164,27 @@ class Sender:
         self._stats.calls += 1
         self._stats.trouble = ""
         self._stats.latencies.add(time.monotonic() - started)
-        self._pace.answered()
+        self._concurrency.answered()
         return answer
 
-    async def _blame(self, what: "_Try", error: RequestError) -> list[JSON]:
-        """Find the row at fault among those of a call that failed for good."""
-        passing = error.status in RETRYABLE
-        if not (passing or error.status == 413 or (error.param or "").startswith(self._field)):
+    async def _isolate(self, what: "_Try", error: RequestError) -> list[JSON]:
+        """Find the row that makes a call fail, by halving the call; return the output rows."""
+        retryable = error.status in RETRYABLE
+        if not (retryable or error.status == 413 or (error.param or "").startswith(self._field)):
             raise DriverError(f"the service refuses this run: {error.message}")
         if len(what.items) == 1:
-            if passing and self._stats.calls == what.answered:
-                # Nobody was served meanwhile: it is the service, not this row.
+            if retryable and self._stats.calls == what.answered:
+                # No other call was answered meanwhile, so the service fails and not this row.
                 raise _gave_up(what, error)
             (item,) = what.items
             return [item.failed(error.type, error.message, what.attempts)]
-        if passing and what.part and self._stats.calls == what.answered:
+        if retryable and what.part and self._stats.calls == what.answered:
             raise _gave_up(what, error)
         first, second = what.halves()
         try:
             rows = await self._ask(first)
         except GaveUpError:
-            # If the other half is served, it is not the service.
+            # If the other half is answered, the service works.
             rows = await self._ask(second)
             return await self._ask(first) + rows
         return rows + await self._ask(second)

@@ -1,4 +1,4 @@
-"""What a driver tells the metrics of the cluster."""
+"""Metrics of a run."""
 
 from serve_app.driver.metrics import RunMetrics
 from serve_app.driver.run_stats import RunStats
@@ -7,11 +7,11 @@ from serve_app.telemetry.meters import Meters
 from tests.serve_app.telemetry.instruments import Instruments
 
 
-def test_progress_is_told_as_it_is_made() -> None:
-    told, stats = Instruments(), RunStats()
-    tell = RunMetrics("demo", Meters(catalogue.DRIVER, told.make))
-    tell(stats)
-    assert told.series(catalogue.DRIVER_ROWS) == set()
+def test_rows_retries_and_calls_are_recorded_as_they_change() -> None:
+    instruments, stats = Instruments(), RunStats()
+    record = RunMetrics("demo", Meters(catalogue.DRIVER, instruments.make))
+    record(stats)
+    assert instruments.series(catalogue.DRIVER_ROWS) == set()
     row = {"error": None, "prompt_tokens": 5, "completion_tokens": 2}
     failed = {"error": {"type": "template_error"}, "prompt_tokens": None, "completion_tokens": None}
     for _ in range(2):
@@ -20,10 +20,10 @@ def test_progress_is_told_as_it_is_made() -> None:
         stats.totals.add(failed)
         stats.retries += 1
         stats.in_flight = 3
-        tell(stats)
-        tell(stats)
-    assert told.total(catalogue.DRIVER_ROWS, "demo", "done") == 4
-    assert told.total(catalogue.DRIVER_ROWS, "demo", "failed") == 2
-    assert told.total(catalogue.DRIVER_TOKENS, "demo") == 28
-    assert told.total(catalogue.DRIVER_RETRIES, "demo") == 2
-    assert told.of(catalogue.DRIVER_CALLS, "demo")[-1] == 3
+        record(stats)
+        record(stats)
+    assert instruments.total(catalogue.DRIVER_ROWS, "demo", "done") == 4
+    assert instruments.total(catalogue.DRIVER_ROWS, "demo", "failed") == 2
+    assert instruments.total(catalogue.DRIVER_TOKENS, "demo") == 28
+    assert instruments.total(catalogue.DRIVER_RETRIES, "demo") == 2
+    assert instruments.of(catalogue.DRIVER_CALLS, "demo")[-1] == 3
