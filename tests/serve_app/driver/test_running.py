@@ -260,9 +260,17 @@ async def test_auto_backs_off_from_429_and_finishes() -> None:
     assert adaptive.limit < 8
 
 
+def is_no_outage(fates: list[str]) -> bool:
+    """Return whether at most two failures come between successes: half a call has two retries."""
+    return all(part.count("x") <= 2 for part in "".join(fates).replace("k", "o").split("o"))
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(
-    st.integers(0, 12), st.integers(1, 5), st.integers(1, 4), st.lists(st.sampled_from("xyzok"), max_size=20)
+    st.integers(0, 12),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.lists(st.sampled_from("xyzok"), max_size=20).filter(is_no_outage),
 )
 def test_no_row_is_lost_or_doubled_however_calls_fail(
     count: int, size: int, limit: int, fates: list[str]
