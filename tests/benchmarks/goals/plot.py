@@ -1,4 +1,4 @@
-"""The results as a picture: the TTFT of live traffic against the throughput of batch work."""
+"""Plot of the results: TTFT of live traffic against throughput of batch work."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def draw(results: Path) -> str:
-    """Draw what a JSON file of results holds into a PNG beside it, and return a word on that."""
+    """Draw a JSON file of results into a PNG beside it; return a message for the user."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed (`make bench-goals` installs it)"
     import matplotlib
