@@ -58,16 +58,16 @@ def plain_document(question: Question, chat: bool) -> Document:
     return document
 
 
-def varied_document(rng: random.Random, question: Question, room: int) -> Document:
-    """Return the question in a random form; text before it is mostly far shorter than `room` tokens."""
+def varied_document(rng: random.Random, question: Question, space: int) -> Document:
+    """Return the question in a random form; text before it is mostly far shorter than `space` tokens."""
     document = Document()
     chat = rng.random() < 0.5
     if chat and rng.random() < 0.4:
-        document.given(SYSTEM, _other_text(rng, room), END)
+        document.given(SYSTEM, _other_text(rng, space), END)
     if chat:
         document.given(USER)
     if rng.random() < 0.2:
-        document.given(_other_text(rng, room), rng.choice((" ", "\n", ". ", ": ")))
+        document.given(_other_text(rng, space), rng.choice((" ", "\n", ". ", ": ")))
     if rng.random() < 0.5:
         document.given(question.prompt)
     else:
@@ -98,9 +98,9 @@ def _answer_in_json(rng: random.Random, document: Document, answer: str) -> None
         document.learnt(", " if member < members else "}")
 
 
-def _other_text(rng: random.Random, room: int) -> str:
-    """Return text of 4 to 1.5 * `room` bytes, mostly short: words and numbers, JSON, or any characters."""
-    length = round(4 * (room / 4) ** rng.random())
+def _other_text(rng: random.Random, space: int) -> str:
+    """Return text of 4 to 1.5 * `space` bytes, mostly short: words and numbers, JSON, or any characters."""
+    length = round(4 * (space / 4) ** rng.random())
     kind = rng.random()
     if kind < 0.05:
         scripts = (range(32, 592), range(0x4E00, 0x9C20))
@@ -142,8 +142,8 @@ def packed_rows(
             if rng.random() < 0.4:
                 document = plain_document(question, chat=rng.random() < 0.5)
             else:
-                # A quarter of the row at most, twice, leaves room for the question in any row of 256 or more.
-                document = varied_document(rng, question, room=length // 4)
+                # A quarter of the row at most, twice, leaves space for the question in any row of 256 or more.
+                document = varied_document(rng, question, space=length // 4)
             row.tokens += document.tokens
             row.labels += document.labels
         row.tokens, row.labels = row.tokens[:length], row.labels[:length]

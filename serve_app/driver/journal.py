@@ -56,7 +56,7 @@ class Journal:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows are in the order of the input."""
+        """True if the rows are in the order of the input."""
         return all(one < other for one, other in zip(self._firsts, self._firsts[1:], strict=False))
 
     def append(self, rows: Sequence[JSON]) -> None:

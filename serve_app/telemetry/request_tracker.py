@@ -88,7 +88,7 @@ class TrackedRequest:
 
     @property
     def reportable(self) -> bool:
-        """Whether the request belongs in metrics and log: probes that succeed don't."""
+        """True if the request belongs in metrics and log: probes that succeed don't."""
         return bool(self.model) or self.scope["path"] not in QUIET or 400 <= self.status < 500
 
     @property

@@ -61,7 +61,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None: there is none."""
+        """True if the target is met; None if there is none."""
         if self.at_most is None and self.at_least is None:
             return None
         return (self.at_most is None or self.median <= self.at_most) and (

@@ -97,7 +97,7 @@ class Answer:
             raise RuntimeError(f"the server answered {self.status}: {tail.decode(errors='replace')}")
         counts = _COUNT.findall(tail)
         if not counts:
-            raise RuntimeError(f"the answer tells no usage: {tail.decode(errors='replace')}")
+            raise RuntimeError(f"the answer has no usage: {tail.decode(errors='replace')}")
         if int(counts[-1]) != self.tokens:
             raise RuntimeError(f"the answer has {int(counts[-1])} tokens, not {self.tokens}")
 

@@ -29,7 +29,7 @@ def test_a_log_goes_on_after_logging_was_configured_again(tmp_path: Path) -> Non
         target.close()
 
 
-def test_a_warning_is_written_at_once_and_what_came_before_it(tmp_path: Path) -> None:
+def test_a_warning_is_written_at_once_with_the_records_before_it(tmp_path: Path) -> None:
     path = tmp_path / "serve.log"
     target = logging.FileHandler(path)
     handler = MemoryHandler(1000, target=target)
