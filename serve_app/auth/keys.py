@@ -1,7 +1,7 @@
-"""API keys: how one is made, and how it is written down.
+"""API keys: making one, and the list of them in a file.
 
-A key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect what can be guessed, as
-passwords can. The file holds only hashes; who reads it can call nobody.
+A key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect secrets that can be
+guessed, such as passwords. The file holds only hashes, so reading it gives no access.
 
     python -m serve_app.auth.keys new --name ada --tenant research
 """
@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from serve_app.api.protocol import Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
+from serve_app.api.validation import field_path
 from serve_app.settings.schema import Positive, SettingsError, Strict, Weight
 
 Tier = Literal["priority", "default", "flex"]
@@ -29,18 +30,19 @@ def _hash(text: str) -> str:
 
 
 class Key(Strict):
-    """What one key allows.
+    """One API key, as a hash, and the requests that it allows.
 
     Attributes:
-        name: Who it was given to; messages and logs say it. Unique.
+        name: The holder's name, for messages and logs. Unique.
         sha256: The hash of the key, in hex.
-        tenant: Whose requests these are: tenants share the engines fairly.
-        weight: The tenant's share of an engine in relation to the other tenants; by default what the
-            model's `batcher.tenant_weights` says. The keys of one tenant that have one have the same.
-        any_tenant: The caller may name other tenants: for a gateway that serves several.
-        tiers: Service tiers that it may use; a request that names none gets `default`, or else the first.
-        requests_per_minute: So many at once, and refilled at that rate; by default no limit. It holds
-            for each Ingress replica by itself.
+        tenant: Tenant of the key's requests; tenants share the engines fairly.
+        weight: The tenant's share of an engine relative to the other tenants; by default that of the model's
+            `batcher.tenant_weights`. All keys of a tenant that state a weight state the same one.
+        any_tenant: Requests may name other tenants: for a gateway that serves several.
+        tiers: Service tiers that requests may use. One that names no tier gets `default`, or the first of
+            these if `default` is not among them.
+        requests_per_minute: Size of a token bucket that is refilled within a minute; by default no limit.
+            Each Ingress replica counts by itself.
         max_concurrency: Most requests in flight at one Ingress replica; by default no limit.
     """
 
@@ -54,7 +56,7 @@ class Key(Strict):
     max_concurrency: Positive | None = None
 
     def priorities(self) -> dict[int, str]:
-        """Return the classes of `tiers`, by their priorities."""
+        """Return the names of `tiers` by priority."""
         return {TIER_PRIORITY[tier]: tier for tier in self.tiers}
 
 
@@ -62,7 +64,7 @@ _KEYS = TypeAdapter(list[Key])
 
 
 def hash_key(key: bytes) -> str:
-    """Return what is kept of a key."""
+    """Return the SHA-256 of a key, in hex."""
     return hashlib.sha256(key).hexdigest()
 
 
@@ -75,8 +77,8 @@ def check_together(keys: list[Key], source: str) -> None:
     """Raise a SettingsError if keys contradict each other.
 
     Args:
-        keys: All that hold at one time.
-        source: Where they are from, for errors.
+        keys: All valid keys.
+        source: Their origin, for errors.
     """
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
@@ -94,10 +96,10 @@ def read_keys(text: str, source: str) -> list[Key]:
 
     Args:
         text: YAML or JSON.
-        source: Where it is from, for errors.
+        source: Its origin, for errors.
 
     Raises:
-        SettingsError: It says what is wrong and where, and no value: that may be a key.
+        SettingsError: The list is wrong. The message has the place and no value, which may be a key.
     """
     try:
         content = yaml.safe_load(text)
@@ -111,17 +113,16 @@ def read_keys(text: str, source: str) -> list[Key]:
     try:
         keys = _KEYS.validate_python(content)
     except ValidationError as error:
-        mistakes = (_mistake(item["loc"], item["type"], item["msg"]) for item in error.errors())
-        raise SettingsError(f"{source}: " + "; ".join(mistakes)) from None
+        lines = [_describe(item["loc"], item["type"], item["msg"]) for item in error.errors()]
+        raise SettingsError(f"{source}: " + "; ".join(lines)) from None
     check_together(keys, source)
     return keys
 
 
-def _mistake(place: tuple[int | str, ...], type: str, message: str) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
     if type == "extra_forbidden":
         message = f"unknown field; allowed are {', '.join(Key.model_fields)}"
-    return f"{path}: {message.removeprefix('Value error, ')}"
+    return f"{field_path(place)}: {message.removeprefix('Value error, ')}"
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.api.protocol import JSON
 from serve_app.auth import bind_check
-from serve_app.auth.middleware import Access
+from serve_app.auth.middleware import KeyStore
 from serve_app.cli.log_tail import RequestLines
 from serve_app.ingress.health import engine_name
 from serve_app.settings.schema import parse
@@ -155,7 +155,7 @@ def read_config(path: Path) -> ServeDeploySchema:
                 continue
             settings = parse(app.args)
             if settings.access:
-                Access(settings.access, environment=_environment(app))
+                KeyStore(settings.access, environment=_environment(app))
             languages = {engine_name(model.id) for model in settings.models if model.kind == "llm"}
             for deployment in app.deployments:
                 if deployment.name in languages and isinstance(deployment.user_config, dict):

@@ -20,9 +20,9 @@ from serve_app.driver.progress import Progress, open_progress
 from serve_app.driver.prompts import Prompter, read_template
 from serve_app.driver.report import report, table, write_report
 from serve_app.driver.rows import Row, numbered
+from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import Run, call_body
 from serve_app.driver.sources import open_source
-from serve_app.driver.tally import Tally
 
 FAILED, MISTAKE, SOME_FAILED, INTERRUPTED = 1, 2, 3, 130
 """Exit codes, beside 0."""
@@ -94,7 +94,7 @@ class Session:
         existing: Existing = "overwrite" if options.overwrite else "resume" if options.resume else "same"
         self._output = Output(options.output, Manifest(decisive, self._source.fingerprint()), existing)
         self._progress: Progress = open_progress(options.quiet)
-        self._tally = Tally()
+        self._stats = RunStats()
         self._read = 0
         self._interrupts = 0
 
@@ -126,8 +126,10 @@ class Session:
     async def _drive(self) -> None:
         options = self._options
         pace = Auto() if options.max_concurrency == "auto" else Fixed(options.max_concurrency)
-        run = Run(self._client, self._body, chat=self._prompter.chat, pace=pace, retries=options.retries)
-        self._tally = run.tally
+        run = Run(
+            self._client, self._body, chat=self._prompter.chat, concurrency=pace, retries=options.retries
+        )
+        self._stats = run.stats
         self._catch_signals(run)
         tell = _metrics(options)
         chunks = cut(
@@ -147,7 +149,7 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            tell(run.tally)
+            tell(run.stats)
             await self._client.close()
 
     def _rows(self) -> Iterator[Row]:
@@ -164,10 +166,10 @@ class Session:
         total = round(self._read / share)
         return total if limit is None else min(total, limit)
 
-    async def _show(self, run: Run, tell: Callable[[Tally], None]) -> None:
+    async def _show(self, run: Run, tell: Callable[[RunStats], None]) -> None:
         while True:
-            tell(run.tally)
-            self._progress.update(run.tally, self._output.before, self._total(), _note(run))
+            tell(run.stats)
+            self._progress.update(run.stats, self._output.before, self._total(), _note(run))
             await asyncio.sleep(SHOW_S)
 
     async def _sync(self) -> None:
@@ -183,7 +185,7 @@ class Session:
             self._interrupts += 1
             if self._interrupts == 1:
                 self._progress.say(
-                    f"Stopping: {run.tally.in_flight} calls in flight are finished and written; interrupt "
+                    f"Stopping: {run.stats.in_flight} calls in flight are finished and written; interrupt "
                     "again to stop at once"
                 )
                 run.stop()
@@ -203,7 +205,7 @@ class Session:
             else:
                 self._output.close()
             body = report(
-                self._output.path, outcome, self._output.before, self._tally.body(), totals, message
+                self._output.path, outcome, self._output.before, self._stats.body(), totals, message
             )
             write_report(self._report_path, body)
         except DriverError as error:
@@ -238,10 +240,10 @@ class Session:
         )
 
 
-def _metrics(options: argparse.Namespace) -> Callable[[Tally], None]:
+def _metrics(options: argparse.Namespace) -> Callable[[RunStats], None]:
     """Return what tells the progress of a run to the metrics of the cluster, if this is in one."""
     if not options.app:
-        return lambda tally: None
+        return lambda stats: None
     # Over HTTP a driver does without Ray.
     from serve_app.driver.metrics import RunMetrics
 
@@ -250,9 +252,9 @@ def _metrics(options: argparse.Namespace) -> Callable[[Tally], None]:
 
 def _note(run: Run) -> str:
     """Return what a user should know now."""
-    if run.tally.trouble:
-        return f"trying again: {run.tally.trouble}"
-    if run.asleep and run.tally.in_flight:
+    if run.stats.trouble:
+        return f"trying again: {run.stats.trouble}"
+    if run.asleep and run.stats.in_flight:
         return "the model is asleep; the first call wakes it, and waits until it is loaded"
     return ""
 

@@ -1,4 +1,4 @@
-"""Memory stays as it is, however long the input."""
+"""The memory of a run doesn't grow with the input."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROWS = int(os.environ.get("SATURATE_MEMORY_ROWS", "60000"))
 MOST_MIB = 12.0
-"""What a run may grow by from a thousand rows to all of them: buffers of the allocator, latencies."""
+"""MiB by which a run may grow from a thousand rows to all: buffers of the allocator, latencies."""
 
 SCRIPT = """
 import asyncio, json, resource, sys
@@ -39,7 +39,7 @@ async def main(source, out):
     async for done in run.results(cut(rows, Prompter(), 50, done=output.done)):
         output.append(done)
     output.complete()
-    return run.tally.totals.rows
+    return run.stats.totals.rows
 
 done = asyncio.run(main(*sys.argv[1:]))
 print(json.dumps([done, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]))
@@ -47,7 +47,7 @@ print(json.dumps([done, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 102
 
 
 def peak_mib(folder: Path, count: int, kind: str) -> float:
-    """Return the most memory that a run over so many rows has held."""
+    """Return the peak memory of a run over `count` rows, in MiB."""
     source = folder / f"{count}.jsonl"
     with source.open("w") as file:
         for number in range(count):

@@ -1,4 +1,4 @@
-"""Instruments that remember what they were told."""
+"""Instruments that keep the values that they are given."""
 
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.histogram import Record
@@ -10,11 +10,11 @@ class Instruments:
     """Makes instruments.
 
     Attributes:
-        told: Every value, by the name of the metric and the values of its labels.
+        values: Recorded values, by the name of the metric and the values of its labels.
     """
 
     def __init__(self) -> None:
-        self.told: dict[tuple[str, Labels], list[float]] = {}
+        self.values: dict[tuple[str, Labels], list[float]] = {}
 
     def make(self, metric: Metric) -> Record:
         def record(value: float, labels: dict[str, str]) -> None:
@@ -22,18 +22,18 @@ class Instruments:
             if metric.kind == "counter":
                 # Ray refuses anything else.
                 assert value > 0
-            self.told.setdefault((metric.name, tuple(labels.values())), []).append(value)
+            self.values.setdefault((metric.name, tuple(labels.values())), []).append(value)
 
         return record
 
     def of(self, metric: Metric, *labels: str) -> list[float]:
-        """Return the values that a series was told."""
-        return self.told.get((metric.name, labels), [])
+        """Return the values of a series."""
+        return self.values.get((metric.name, labels), [])
 
     def total(self, metric: Metric, *labels: str) -> float:
-        """Return what a counter shows."""
+        """Return the value of a counter."""
         return sum(self.of(metric, *labels))
 
     def series(self, metric: Metric) -> set[Labels]:
-        """Return the labels of the series of a metric."""
-        return {labels for name, labels in self.told if name == metric.name}
+        """Return the labels of a metric's series."""
+        return {labels for name, labels in self.values if name == metric.name}
