@@ -142,7 +142,7 @@ def packed_rows(
             if rng.random() < 0.4:
                 document = plain_document(question, chat=rng.random() < 0.5)
             else:
-                # A quarter of the row at most, twice: a row of 256 or more has space for the question.
+                # Twice a quarter of the row at most leaves space for the question in any row of 256 or more.
                 document = varied_document(rng, question, space=length // 4)
             row.tokens += document.tokens
             row.labels += document.labels

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from serve_app.telemetry.catalogue import Metric
 
-Record = Callable[[float, dict[str, str]], None]
+Instrument = Callable[[float, dict[str, str]], None]
 """Takes a value and the labels: adds to a counter, sets a gauge, observes in a histogram."""
 
 
@@ -23,7 +23,7 @@ class Histogram:
         make: Makes a gauge.
     """
 
-    def __init__(self, metric: Metric, make: Callable[[Metric], Record]) -> None:
+    def __init__(self, metric: Metric, make: Callable[[Metric], Instrument]) -> None:
         self._bounds = metric.buckets
         self._les = (*map(str, metric.buckets), "+Inf")
         self._labels = metric.labels

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from ray.serve.metrics import Counter, Gauge
 
 from serve_app.telemetry.catalogue import Metric
-from serve_app.telemetry.histogram import Histogram, Record
+from serve_app.telemetry.histogram import Histogram, Instrument
 
 
-def instrument(metric: Metric) -> Record:
+def instrument(metric: Metric) -> Instrument:
     """Return the instrument that records a metric in this replica."""
     if metric.kind == "counter":
         return Counter(metric.name, metric.help, metric.labels).inc  # type: ignore[arg-type]
@@ -25,7 +25,7 @@ class Meters:
         make: Makes the instrument of a metric.
     """
 
-    def __init__(self, metrics: Iterable[Metric], make: Callable[[Metric], Record] = instrument) -> None:
+    def __init__(self, metrics: Iterable[Metric], make: Callable[[Metric], Instrument] = instrument) -> None:
         self._records = {metric.name: make(metric) for metric in metrics}
         self._totals: dict[tuple[str, ...], float] = {}
 

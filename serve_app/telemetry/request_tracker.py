@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from serve_app.api.scheduling import Scheduling
 from serve_app.relay.usage import SCOPE_KEY, RequestUsage
 
-Outcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
+RequestOutcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 
 KEY = "saturate.request"
 """Key of the tracked request in the scope of a request."""
@@ -92,8 +92,8 @@ class TrackedRequest:
         return bool(self.model) or self.scope["path"] not in QUIET or 400 <= self.status < 500
 
     @property
-    def outcome(self) -> Outcome:
-        """Outcome of the request."""
+    def outcome(self) -> RequestOutcome:
+        """RequestOutcome of the request."""
         # The usage comes with the last bytes, and a client that has these may not wait for the stream's end.
         if not self.complete and self.usage is None:
             return "cancelled" if self.left else "failed"

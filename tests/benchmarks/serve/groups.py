@@ -34,7 +34,7 @@ RULES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CpuUsage:
     """CPU time of processes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Usage:
     cpu_s: Mapping[int, float]
     groups: Mapping[int, str]
 
-    def since(self, before: "Usage") -> dict[str, float]:
+    def since(self, before: "CpuUsage") -> dict[str, float]:
         """Return the CPU seconds used since `before`, by group."""
         used: dict[str, float] = {}
         for pid, cpu in self.cpu_s.items():
@@ -64,7 +64,7 @@ def _below() -> list[psutil.Process]:
     return psutil.Process(os.getpid()).children(recursive=True)
 
 
-def usage(server: str) -> Usage:
+def usage(server: str) -> CpuUsage:
     """Return the CPU time of this process's descendants.
 
     Args:
@@ -82,7 +82,7 @@ def usage(server: str) -> Usage:
             continue
         cpu[process.pid] = times.user + times.system
         groups[process.pid] = group(title, server)
-    return Usage(cpu, groups)
+    return CpuUsage(cpu, groups)
 
 
 def memory_mib() -> float:

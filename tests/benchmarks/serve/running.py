@@ -13,7 +13,7 @@ import httpx
 
 from serve_app.system.processes import descendants, end_descendants
 from tests.benchmarks.serve import groups
-from tests.benchmarks.serve.groups import Usage
+from tests.benchmarks.serve.groups import CpuUsage
 from tests.benchmarks.serve.models import config
 from tests.benchmarks.serve.pipes import Pipe
 from tests.e2e.service import free_port
@@ -44,7 +44,7 @@ class Server:
     port: int = 0
     pipe: Pipe | None = None
 
-    def usage(self) -> Usage:
+    def usage(self) -> CpuUsage:
         """Return the CPU time of its processes so far."""
         return groups.usage(self.name)
 

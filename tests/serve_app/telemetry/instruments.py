@@ -1,7 +1,7 @@
 """Instruments that keep the values that they are given."""
 
 from serve_app.telemetry.catalogue import Metric
-from serve_app.telemetry.histogram import Record
+from serve_app.telemetry.histogram import Instrument
 
 Labels = tuple[str, ...]
 
@@ -16,7 +16,7 @@ class Instruments:
     def __init__(self) -> None:
         self.values: dict[tuple[str, Labels], list[float]] = {}
 
-    def make(self, metric: Metric) -> Record:
+    def make(self, metric: Metric) -> Instrument:
         def record(value: float, labels: dict[str, str]) -> None:
             assert tuple(labels) == metric.labels
             if metric.kind == "counter":
