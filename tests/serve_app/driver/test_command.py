@@ -148,7 +148,7 @@ def test_standard_input(tmp_path: Path, url: str) -> None:
         (["--template", "{{ x"], "error: --template, line 1"),
         (["--template", "@nowhere"], "error: --template @nowhere: No such file"),
         (["--chunk-size", "0"], "--chunk-size: must be 1 or more, not 0"),
-        (["--max-concurrency", "many"], "--max-concurrency: must be a number, not 'many'"),
+        (["--max-concurrency", "many"], "--max-concurrency: must be a whole number, not 'many'"),
         (["--read-timeout", "-1"], "--read-timeout: must be a number of seconds above 0, not '-1'"),
         (["--app", "llm"], "--url and --app: take one"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "error: --api-key-env NO_SUCH_VARIABLE: no such variable"),
@@ -401,7 +401,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         "hf://openai/gsm8k#main/test",
         "--max-concurrency",
         "max_num_seqs",
-        "exit codes",
+        "Exit codes",
         "--resume",
     ):
         assert word in text
