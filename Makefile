@@ -23,7 +23,7 @@ install: .venv/installed ## Install into .venv, for the CPU, with all that the t
 	@touch $@
 
 serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C ends it.
-	@$(BIN)/python -m serve_app.cli.serve $(CONFIG)
+	@$(BIN)/python -m serve_app.cli serve $(CONFIG)
 
 lint: install ## Check style and types.
 	$(BIN)/ruff check .

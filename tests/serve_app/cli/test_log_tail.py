@@ -1,11 +1,8 @@
-"""The lines of the request logs, as the launcher shows them; and the config that it makes for them."""
+"""Request lines that the launcher prints from the logs of the Ingress replicas."""
 
 from pathlib import Path
 
-import yaml
-
 from serve_app.cli.log_tail import RequestLines
-from serve_app.cli.serve import with_request_log
 
 
 def test_lines_are_shown_once_and_whole_whatever_the_name_of_their_file(tmp_path: Path) -> None:
@@ -40,13 +37,3 @@ def test_who_was_never_begun_shows_nothing(tmp_path: Path) -> None:
     (tmp_path / "requests_a.log").write_text("of an earlier service\n")
     RequestLines(shown.append, tmp_path).stop()
     assert shown == []
-
-
-def test_the_format_goes_into_the_config_and_leaves_the_rest() -> None:
-    ours = {"import_path": "serve_app.app:build", "args": {"models": [], "telemetry": {"tenants": 3}}}
-    theirs = {"import_path": "other:app", "args": {}}
-    changed = yaml.safe_load(with_request_log(yaml.safe_dump({"applications": [ours, theirs]}), "text"))
-    assert changed["applications"] == [
-        ours | {"args": {"models": [], "telemetry": {"tenants": 3, "request_log": "text"}}},
-        theirs,
-    ]
