@@ -5,7 +5,7 @@ from pathlib import Path
 from serve_app.cli.log_tail import RequestLines
 
 
-def test_lines_are_shown_once_and_whole_whatever_the_name_of_their_file(tmp_path: Path) -> None:
+def test_lines_are_shown_once_and_whole_also_after_a_rotation(tmp_path: Path) -> None:
     shown: list[str] = []
     lines = RequestLines(shown.append, tmp_path / "logs")
     lines.look()
@@ -23,7 +23,7 @@ def test_lines_are_shown_once_and_whole_whatever_the_name_of_their_file(tmp_path
     assert sorted(shown) == ["one\n", "three\n", "two\n"]
 
 
-def test_what_is_left_is_shown_at_the_end(tmp_path: Path) -> None:
+def test_the_last_lines_are_shown_at_the_end(tmp_path: Path) -> None:
     shown: list[str] = []
     lines = RequestLines(shown.append, tmp_path)
     lines.start()
@@ -32,7 +32,7 @@ def test_what_is_left_is_shown_at_the_end(tmp_path: Path) -> None:
     assert shown == ["one\n"]
 
 
-def test_who_was_never_begun_shows_nothing(tmp_path: Path) -> None:
+def test_nothing_is_shown_without_a_start(tmp_path: Path) -> None:
     shown: list[str] = []
     (tmp_path / "requests_a.log").write_text("of an earlier service\n")
     RequestLines(shown.append, tmp_path).stop()
