@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve_app.system.processes import end_all, environment, start_time
+from serve_app.system.processes import descendants, end_all, environment, start_time
 
 MARK = "SATURATE_RUN"
 """Environment variable that all processes of a service inherit, down to HAProxy and the engines."""
@@ -41,7 +41,9 @@ class Run:
 
     def processes(self) -> list[int]:
         """Return the ids of its living processes, without the launcher."""
-        return [pid for pid, mark in _marks().items() if mark == self.mark]
+        marked = [pid for pid, mark in _marks().items() if mark == self.mark]
+        # Some processes of Ray have written their title over their environment.
+        return [*dict.fromkeys([*marked, *descendants(*marked)])] if marked else []
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to its launcher, if it runs."""

@@ -25,10 +25,10 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants() -> list[int]:
-    """Return the ids of all processes below this one, parents first."""
+def descendants(*roots: int) -> list[int]:
+    """Return the ids of all processes below others, parents first; by default below this one."""
     found: list[int] = []
-    parents = [os.getpid()]
+    parents = [*roots] or [os.getpid()]
     while parents:
         parent = parents.pop()
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
