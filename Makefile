@@ -22,8 +22,8 @@ install: .venv/installed ## Install into .venv, for the CPU, with all that the t
 	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --editable '.[cpu,test]'
 	@touch $@
 
-serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C ends it.
-	@$(BIN)/python -m serve_app.cli.serve $(CONFIG)
+serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.
+	@$(BIN)/saturate serve $(CONFIG)
 
 lint: install ## Check style and types.
 	$(BIN)/ruff check .

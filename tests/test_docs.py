@@ -1,6 +1,5 @@
 """The pages: every code block is run, checked or skipped with a reason, and every link has a target."""
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -45,8 +44,6 @@ KINDS = {
 }
 """What the comment above a block may say, beside `skip: REASON`, and the languages that it is for."""
 
-HAS_COMMAND = importlib.util.find_spec("serve_app.cli.main") is not None
-needs_command = pytest.mark.skipif(not HAS_COMMAND, reason="the command `saturate` isn't built yet")
 
 every_page = pytest.mark.parametrize("page", pages())
 
@@ -139,22 +136,16 @@ def test_python_examples_print_what_the_page_says(block: Block, tmp_path: Path) 
 # Commands
 
 
-def check(line: str) -> None:
-    """Check a command; one of `saturate` only where it is built."""
-    if HAS_COMMAND or not re.search(r"(^|\s|/)saturate(-batch)?\s", line):
-        commands.check(line)
-
-
 @each(*(block for block in blocks() if block.language in SHELL and block.kind != "skip"))
 def test_commands_exist(block: Block) -> None:
     for line in commands.lines(block.text):
-        check(line)
+        commands.check(line)
 
 
 @every_page
 def test_commands_in_the_prose_exist(page: str) -> None:
     for line in inline_commands(read(page)):
-        check(line)
+        commands.check(line)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +165,6 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
         commands.check(line)
 
 
-@needs_command
 @pytest.mark.parametrize(
     "line",
     [
@@ -245,7 +235,6 @@ def test_every_setting_is_documented(section: type[BaseModel]) -> None:
     assert {name for name in settings_of(section) if not re.search(rf"\b{name}\b", page)} == set()
 
 
-@needs_command
 def test_every_option_of_the_driver_is_documented() -> None:
     page = read("serve_app/driver/README.md")
     options = {option for parameter in command("batch").params for option in parameter.opts if "--" in option}

@@ -3,15 +3,14 @@
 A key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect secrets that can be
 guessed, such as passwords. The file holds only hashes, so reading it gives no access.
 
-    python -m serve_app.auth.keys new --name ada --tenant research
+    saturate keys new --name ada --tenant research
 """
 
-import argparse
 import hashlib
 import secrets
-import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import click
 import yaml
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -19,6 +18,7 @@ from serve_app.api.protocol import Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path
 from serve_app.settings.schema import Positive, SettingsError, Strict, Weight
+from serve_app.system.command_line import run
 
 Tier = Literal["priority", "default", "flex"]
 
@@ -127,24 +127,71 @@ def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m serve_app.auth.keys", description="Make API keys.")
-    commands = parser.add_subparsers(required=True)
-    new = commands.add_parser("new", help="make a key; print it once, and its entry for the keys file")
-    new.add_argument("--name", required=True, help="who it is for; unique")
-    new.add_argument("--tenant", required=True, help="whose requests these are")
-    new.add_argument("--weight", type=float, help="the tenant's share in relation to the others")
-    new.add_argument("--tiers", nargs="+", help="priority, default, flex; by default all")
-    new.add_argument("--requests-per-minute", type=int)
-    new.add_argument("--max-concurrency", type=int)
-    new.add_argument("--any-tenant", action="store_true", default=None, help="may name other tenants")
+    run(keys)
+
+
+@click.group()
+def keys() -> None:
+    """Make API keys for the file that `access.keys_file` of a config names."""
+
+
+@keys.command()
+@click.option("--name", required=True, help="Person or program that gets the key; unique.")
+@click.option("--tenant", required=True, help="Tenant of its requests; tenants share the engines fairly.")
+@click.option(
+    "--weight",
+    type=float,
+    help="The tenant's share in relation to the other tenants: 2 gets twice the tokens of 1.  "
+    "[default: the model's batcher.tenant_weights]",
+)
+@click.option(
+    "--tiers",
+    multiple=True,
+    metavar="TIER[,TIER]",
+    help="Service tiers that the key may use, of priority, default, flex; `flex` alone for batch work.  "
+    "[default: all]",
+)
+@click.option(
+    "--requests-per-minute",
+    type=int,
+    metavar="N",
+    help="Most requests per minute at each Ingress replica.  [default: no limit]",
+)
+@click.option(
+    "--max-concurrency",
+    type=int,
+    metavar="N",
+    help="Most requests in flight at each Ingress replica.  [default: no limit]",
+)
+@click.option(
+    "--any-tenant",
+    is_flag=True,
+    help="Requests with this key may name other tenants; for a gateway that serves several.",
+)
+@click.argument("more_tiers", nargs=-1, metavar="")
+def new(tiers: tuple[str, ...], more_tiers: tuple[str, ...], **values: Any) -> None:
+    """Make a key and print its entry for the keys file.
+
+    The key is printed once, in a comment, and kept nowhere; the entry has its hash.
+
+    \b
+    Examples:
+      saturate keys new --name ada --tenant research >> keys.yaml
+      saturate keys new --name nightly --tenant batch --tiers flex >> keys.yaml
+    """
+    if more_tiers and not tiers:
+        raise click.UsageError(f"got unexpected extra argument {more_tiers[0]!r}")
     key = new_key()
-    options = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    entry = options | {"sha256": hash_key(key.encode())}
+    entry = {name: value for name, value in values.items() if value is not None and value is not False}
+    # `--tiers flex default` is the form of earlier versions.
+    if chosen := [tier for text in (*tiers, *more_tiers) for tier in text.split(",")]:
+        entry["tiers"] = chosen
+    entry["sha256"] = hash_key(key.encode())
     text = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True)
     try:
         read_keys(text, "the key")
     except SettingsError as error:
-        sys.exit(f"error: {error}")
+        raise click.ClickException(str(error)) from None
     print(f"# The key, which is kept nowhere. Give it to {entry['name']}:\n# {key}\n{text}", end="")
 
 

@@ -1,6 +1,5 @@
-"""The command line: reads the options, drives the run, shows it, and says how it ended."""
+"""The command `saturate batch`: reads the options, drives the run, shows its progress and its end."""
 
-import argparse
 import asyncio
 import os
 import signal
@@ -8,12 +7,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
 
 from serve_app.driver.chunks import cut
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
 from serve_app.driver.errors import CommandError, DriverError
 from serve_app.driver.manifest import Manifest
-from serve_app.driver.options import parse, sampling_fields
+from serve_app.driver.options import ARGUMENTS, EPILOG, GROUPS, HELP, GroupedCommand, chosen, sampling_fields
 from serve_app.driver.output import Existing, Output, check_output
 from serve_app.driver.pacing import Auto, Fixed
 from serve_app.driver.progress import Progress, open_progress
@@ -23,32 +26,45 @@ from serve_app.driver.rows import Row, numbered
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import Run, call_body
 from serve_app.driver.sources import open_source
+from serve_app.system.command_line import INTERRUPTED, USAGE, run
 
-FAILED, MISTAKE, SOME_FAILED, INTERRUPTED = 1, 2, 3, 130
-"""Exit codes, beside 0."""
+FAILED, SOME_FAILED = 1, 3
+"""Exit codes, beside 0, `USAGE` and `INTERRUPTED`."""
 
 SYNC_S = 1.0
-"""Seconds between two syncs: what a machine that loses its power may lose."""
+"""Seconds between two syncs: the work that a machine without power may lose."""
 SHOW_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    options = parse(arguments)
+    run(batch, arguments)
+
+
+@click.command(
+    cls=GroupedCommand,
+    params=ARGUMENTS,
+    groups=GROUPS,
+    help=HELP,
+    epilog=EPILOG,
+    context_settings={"max_content_width": 100},
+)
+def batch(**values: Any) -> int:
+    """Drive one run; return its exit code."""
     try:
-        code = Session(options).run()
+        code = Session(chosen(values)).run()
     except DriverError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(MISTAKE)
+        return USAGE
     except KeyboardInterrupt:
-        # Before anything was sent, or after everything was written.
+        # Before the first call, or after the last row was written.
         code = INTERRUPTED
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code == INTERRUPTED:
-        # A thread may still wait for a pipe that says nothing more, and Python would wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A thread may wait for a pipe that stays silent, and Python would wait for the thread.
         os._exit(code)
-    sys.exit(code)
+    return code
 
 
 class Session:
@@ -58,10 +74,10 @@ class Session:
         options: The command line.
 
     Raises:
-        DriverError: Something in it can't be.
+        DriverError: One of its values can't be used.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         self._options = options
         template = None if options.template is None else read_template(options.template)
         self._prompter = Prompter(
@@ -99,7 +115,7 @@ class Session:
         self._interrupts = 0
 
     def run(self) -> int:
-        """Do the work, and return the exit code."""
+        """Run to the end and return the exit code."""
         if (finished := self._output.finished) is not None:
             self._progress.close()
             self._say(f"{self._output.path}: complete, {finished['rows']:,} rows; nothing is left to do")
@@ -113,7 +129,7 @@ class Session:
             self._progress.close()
             self._output.close()
             print(f"error: {error}", file=sys.stderr)
-            return MISTAKE
+            return USAGE
         except DriverError as error:
             message = str(error)
         except asyncio.CancelledError:
@@ -158,7 +174,7 @@ class Session:
             yield row
 
     def _total(self) -> int | None:
-        """Return how many rows the input has, as far as is known."""
+        """Return the number of rows of the input, as far as is known."""
         limit: int | None = self._options.limit
         share = self._source.share_read()
         if not share:
@@ -196,7 +212,7 @@ class Session:
             loop.add_signal_handler(number, interrupt)
 
     def _end(self, message: str) -> int:
-        """Bring the output into the form in which it stays; say how it went."""
+        """Give the output its final form, write the report, and return the exit code."""
         totals = self._output.totals
         outcome = "failed" if message else "interrupted" if self._interrupts else "complete"
         try:
@@ -240,18 +256,18 @@ class Session:
         )
 
 
-def _metrics(options: argparse.Namespace) -> Callable[[RunStats], None]:
-    """Return what tells the progress of a run to the metrics of the cluster, if this is in one."""
+def _metrics(options: SimpleNamespace) -> Callable[[RunStats], None]:
+    """Return the function that reports progress to the metrics of the cluster, if this runs in one."""
     if not options.app:
         return lambda stats: None
-    # Over HTTP a driver does without Ray.
+    # Over HTTP a driver doesn't load Ray.
     from serve_app.driver.metrics import RunMetrics
 
     return RunMetrics(options.model)
 
 
 def _note(run: Run) -> str:
-    """Return what a user should know now."""
+    """Return a remark for the progress line."""
     if run.stats.trouble:
         return f"trying again: {run.stats.trouble}"
     if run.asleep and run.stats.in_flight:

@@ -1,4 +1,4 @@
-"""A live service for the tests: `python -m serve_app.cli.serve` on a config, in processes of its own."""
+"""A live service for the tests: `saturate serve` on a config, in processes of its own."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
-from serve_app.cli.serve import Dashboard
+from serve_app.cli.dashboard import Dashboard
 
 ROOT = Path(__file__).parents[2]
 MARK = "SATURATE_TEST_RUN"
@@ -98,7 +98,7 @@ class Service:
         self._mark = uuid.uuid4().hex
         started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serve_app.cli.serve", str(path)],
+            [sys.executable, "-m", "serve_app.cli", "serve", str(path)],
             cwd=folder,
             env=self.env | {MARK: self._mark},
             stdin=subprocess.DEVNULL,

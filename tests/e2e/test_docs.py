@@ -1,6 +1,5 @@
 """The examples of the pages, run as they stand against the live service."""
 
-import importlib.util
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from tests.pages import LOCAL_URL, Block, select
 EXAMPLES = select("run", "service")
 SCRIPTS = [block for block in select("run", "script") if block.language == "bash"]
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
-HAS_COMMAND = importlib.util.find_spec("serve_app.cli.main") is not None
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +43,6 @@ def agrees(printed: str, shown: str, language: str) -> bool:
 
 def run_bash(block: Block, service: Service, programs: Path, folder: Path) -> str:
     """Run a block in a folder in which the repository's files are found, and return what it printed."""
-    if "saturate " in block.text and not HAS_COMMAND:
-        pytest.skip("the command `saturate` isn't built yet")
     script = block.text.replace(LOCAL_URL, service.url)
     (folder / "serve_app").symlink_to(ROOT / "serve_app")
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -8,7 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serve_app.driver import options
+import click
+
+from serve_app.driver.command import batch
+from serve_app.driver.options import chosen
 from tests.k8s.pods import Container, Pod, of_kind, pods
 from tests.k8s.rendering import K8S, REPOSITORY, Document
 
@@ -182,8 +185,8 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
         yield "spec.entrypoint: must run the driver, and take exit code 3 for success"
         return
     try:
-        parsed = options.parser().parse_args(shlex.split(command)[3:])
-    except SystemExit:
+        parsed = chosen(batch.make_context("batch", shlex.split(command)[3:]).params)
+    except click.ClickException:
         yield "spec.entrypoint: the driver doesn't take these options"
         return
     if not str(parsed.output).startswith("/data/"):

@@ -10,7 +10,7 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.app import build
-from serve_app.cli.serve import IMPORT_PATH, read_config
+from serve_app.cli.serve_config import IMPORT_PATH, read_config
 from serve_app.engine.autoscaling import ByTokens
 from serve_app.settings.schema import LLMSettings, parse
 

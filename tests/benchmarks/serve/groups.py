@@ -26,7 +26,8 @@ RULES = (
     ("Ray", "dashboard"),
     ("Ray", "ray::"),
     ("Ray", "ray/_private"),
-    ("launcher", "serve_app.cli.serve"),
+    ("launcher", "serve_app.cli"),
+    ("launcher", "serve_app.system.supervisor"),
     ("launcher", "serve run"),
     ("other", "resource_tracker"),
 )

@@ -45,7 +45,7 @@ def saturate(
     ports = give_ports(content)
     path = folder / "saturate.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    command = [sys.executable, "-m", "serve_app.cli.serve", "--verbose", str(path)]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", "--verbose", str(path)]
     with over_http("saturate", command, port, folder, env=model.env | ports) as server:
         yield server
 

@@ -99,9 +99,39 @@ def test_the_command_prints_a_key_once_and_its_entry() -> None:
     assert (key.name, key.tenant, key.tiers, key.max_concurrency) == ("ada", "research", ("flex",), 5)
 
 
-def test_the_command_refuses_what_the_service_would() -> None:
+def test_the_command_refuses_a_key_that_the_service_would_refuse() -> None:
     done = run("new", "--name", "a b", "--tenant", "research")
     assert done.returncode == 1
     assert "name" in done.stderr
     assert not done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [["--tiers", "flex,default"], ["--tiers", "flex", "--tiers", "default"], ["--tiers", "flex", "default"]],
+    ids=" ".join,
+)
+def test_several_tiers(tiers: list[str]) -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", *tiers)
+    (key,) = read_keys(done.stdout, "stdout")
+    assert key.tiers == ("flex", "default")
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", "--max-concurrency", "0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: the key: [0].max_concurrency: Input should be greater than or equal to 1\n"
+
+
+def test_a_missing_option_is_an_error_of_usage() -> None:
+    done = run("new", "--name", "ada")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: missing option '--tenant' (see `")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_old_path_of_the_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "serve_app.keys", "new", "--name", "ada", "--tenant", "research"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert len(read_keys(done.stdout, "stdout")) == 1
