@@ -20,7 +20,7 @@ from functools import partial
 from serve_app.system.parent_death import end_with
 from serve_app.system.processes import adopt_orphans, end_descendants, reap
 
-GRACE_S = 1.0
+GRACE_S = 0.5
 """Seconds between SIGTERM and SIGKILL."""
 
 

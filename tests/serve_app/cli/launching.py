@@ -165,6 +165,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
 server = http.server.HTTPServer(("127.0.0.1", port), Handler)
+# Time for the interrupt, however busy the machine is.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 try:
     server.serve_forever()
 except KeyboardInterrupt:
