@@ -9,17 +9,12 @@ import pytest
 
 from tests.e2e.load import Load
 from tests.e2e.service import Service
+from tests.e2e.services import engine
 
-pytestmark = [pytest.mark.last(4), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 LIMIT_S = 180
 JSON = dict[str, Any]
-
-
-def engine(config: JSON) -> JSON:
-    """Return the part of a config that says how the Engine is deployed."""
-    deployments: list[JSON] = config["applications"][0]["deployments"]
-    return next(one for one in deployments if one["name"] == "Engine:demo")
 
 
 async def replicas(service: Service, count: int) -> dict[str, JSON]:
@@ -62,6 +57,7 @@ async def test_fewer_replicas_with_other_limits_and_weights_restart_nothing(pair
     assert {one["batcher"]["max_running"] for one in after.values()} == {8}
 
 
+@pytest.mark.long
 async def test_a_new_version_of_the_engine_fails_nothing(pair: Service) -> None:
     before = await replicas(pair, 1)
     config = copy.deepcopy(pair.config)

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.e2e.service import Service
-from tests.e2e.test_service import batcher, wait_until_idle
+from tests.e2e.waiting import batcher, wait_until_idle
 
 ENDLESS = {"prompts": ["once upon"] * 6000, "max_tokens": 1900, "ignore_eos": True}
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from tests.e2e.service import Service
-from tests.e2e.test_service import batcher, wait_until_idle
+from tests.e2e.waiting import batcher, wait_until_idle
 
 LIMIT_S = 20.0
 PATIENCE_S = 3.0

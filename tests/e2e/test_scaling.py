@@ -13,12 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from tests.e2e.service import ROOT, Service
+from tests.e2e.service import Service
+from tests.e2e.services import local
 
-# It takes what two cores have, so it runs when nothing else needs them.
-pytestmark = pytest.mark.last(2)
+pytestmark = pytest.mark.long
 
 REQUESTS = 300
 
@@ -50,8 +49,7 @@ SUM = '{"prompt": "What is 47+28?"}\n'
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service of configs/local.yaml with two Ingress replicas and none to two of the Engine."""
-    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    (app,) = config["applications"]
+    config, app, _ = local()
     ingress, engine = app["deployments"]
     # Two engines fit on any machine, if Ray doesn't reckon.
     ingress |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}

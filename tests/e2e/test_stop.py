@@ -6,7 +6,6 @@ import pytest
 from tests.e2e.service import Service
 
 
-@pytest.mark.last(1)
 def test_sigterm_finishes_what_is_in_flight_and_leaves_no_process_behind(
     service: Service, http: httpx.Client
 ) -> None:

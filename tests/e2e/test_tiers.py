@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.service import Service
-from tests.e2e.test_service import batcher, wait_until_idle
+from tests.e2e.waiting import batcher, wait_until_idle
 
 QUESTION = "What is 1+1?"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}]}

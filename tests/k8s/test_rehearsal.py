@@ -20,7 +20,7 @@ from tests.k8s.pods import of_kind
 from tests.k8s.rendering import K8S, REPOSITORY, Document, render, with_components
 
 pytestmark = [
-    pytest.mark.last(2),
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(machine.missing()), reason=f"pods need namespaces: {machine.missing()}"),
 ]

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.report import RESULTS, machine, versions
 from tests.e2e.load import BODY, PROMPTS, Load
-from tests.e2e.service import ROOT, Service
+from tests.e2e.service import Service
+from tests.e2e.services import local, use_exact_arithmetic
 from tests.soak.memory import Memory
 
 SAMPLE_S = 5.0
@@ -55,9 +55,9 @@ def kill_one(service: Service, word: str, number: signal.Signals = signal.SIGKIL
 
 def config() -> dict[str, Any]:
     """Return configs/local.yaml with two of each replica."""
-    content: dict[str, Any] = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    (app,) = content["applications"]
-    app["args"]["models"][0]["engine_hang_timeout_s"] = HANG_S
+    content, app, model = local()
+    use_exact_arithmetic(content)
+    model["engine_hang_timeout_s"] = HANG_S
     for deployment in app["deployments"]:
         deployment["num_replicas"] = 2
         deployment["ray_actor_options"]["num_cpus"] = 0
