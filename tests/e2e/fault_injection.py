@@ -10,7 +10,7 @@ import httpx
 
 from tests.e2e.load import Load
 from tests.e2e.service import Service
-from tests.e2e.services import wait_for_replicas
+from tests.e2e.services import is_settled, wait_for_replicas, wait_until
 
 LIMIT_S = 240
 """Seconds until the service is whole again; on an idle machine of two cores it takes a tenth."""
@@ -40,7 +40,7 @@ async def inject(service: Service, victim: str, number: signal.Signals) -> Recov
         victim: A word of the command line of the process.
         number: The signal that it is sent.
     """
-    await asyncio.to_thread(wait_for_replicas, service, 2)
+    await asyncio.to_thread(wait_until_whole, service)
     load = Load(service.url)
     await load.learn()
     others = set(service.pids(victim))
@@ -62,6 +62,12 @@ async def inject(service: Service, victim: str, number: signal.Signals) -> Recov
         found.recovered_s = time.monotonic() - at
         await load.wait_for(2)
     return found
+
+
+def wait_until_whole(service: Service) -> None:
+    """Wait until both Engines run; one may have been killed before."""
+    wait_until(lambda: len(service.pids(CORE)) == 2 and is_settled(service), LIMIT_S)
+    wait_for_replicas(service, 2)
 
 
 async def is_whole(service: Service, victim: str, gone: int, count: int) -> bool:

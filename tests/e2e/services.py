@@ -52,6 +52,8 @@ def start_shared(folder: Path) -> Service:
     app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})
     # Only requests that ask for it leave spans.
     app["args"]["telemetry"] = {"traces": {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}}
+    # OpenTelemetry's own period is 5 s.
+    app["runtime_env"]["env_vars"]["OTEL_BSP_SCHEDULE_DELAY"] = "500"
     # A slow client is sent away in seconds; longer than httpx keeps an idle connection (5 s).
     config["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] = (
         "leastconn\n    timeout http-request 8s"

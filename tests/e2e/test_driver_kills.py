@@ -15,7 +15,7 @@ import pytest
 
 from serve_app.demo.questions import all_questions, to_jsonl
 from tests.e2e.service import Service
-from tests.e2e.services import local, use_exact_arithmetic
+from tests.e2e.services import local, use_exact_arithmetic, wait_until
 
 LIMIT_S = 180
 ENGINE = "ServeReplica:llm:Engine:demo"
@@ -129,10 +129,14 @@ def run_through(
 
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_the_output_is_that_of_an_undisturbed_run(pair: Service, tmp_path: Path) -> None:
+    one, other = pair.pids(ENGINE)
+
     def kill(victim: str) -> None:
-        os.kill(min(pair.pids(ENGINE)), signal.SIGKILL)
+        os.kill(one, signal.SIGKILL)
 
     run_through(pair.url, tmp_path, 1000, ["driver", "engine"], kill)
+    wait_until(lambda: len(pair.pids(ENGINE)) == 2 and one not in pair.pids(ENGINE))
+    assert other in pair.pids(ENGINE)
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ from serve_app.cli.log_tail import LOGS
 from tests.e2e.service import Service
 
 LIMIT_S = 30.0
-"""Seconds until spans and lines are written: spans leave their process every 5 s."""
+"""Seconds until spans and lines are written, at most."""
 
 SECRET = "xyzzy"
 
