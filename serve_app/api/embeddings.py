@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/embeddings`: what it takes and what it answers."""
+"""Requests and responses of OpenAI's `/v1/embeddings`."""
 
 import base64
 import sys
@@ -28,7 +28,7 @@ class EmbeddingRequest(BaseModel):
         encoding_format: How a vector is written: as numbers, or as base64 of little-endian float32.
         dimensions: Length of the vectors; only the model's own is possible.
         user: OpenAI's field; not used.
-        service_tier: Has been read by the time that this is; see `serve_app.api.scheduling`.
+        service_tier: Read before; see `serve_app.api.scheduling`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,7 +1,9 @@
-"""Why a request can't be served, as its caller is told."""
+"""Errors of a request, as its caller gets them."""
 
 import math
 from typing import Any, Literal
+
+from starlette.responses import JSONResponse
 
 ErrorType = Literal[
     "invalid_request_error",
@@ -19,13 +21,13 @@ ErrorType = Literal[
 
 
 class RequestError(Exception):
-    """A request that can't be served, with all that its caller needs to mend it.
+    """A request that can't be served, with what its caller needs to correct it.
 
     Args:
-        status: The HTTP status that says the same.
-        type: A name for programs.
+        status: The HTTP status.
+        type: The kind of error, for programs.
         message: A sentence for people.
-        param: The field at fault.
+        param: The field that is wrong.
         retry_after_s: Seconds after which another try is likely to succeed.
     """
 
@@ -52,7 +54,7 @@ class RequestError(Exception):
         return _rebuild, self.args
 
     def at(self, param: str) -> "RequestError":
-        """Return the same error, of the part of the request that `param` names."""
+        """Return the same error, attributed to the part of the request that `param` names."""
         message = f"{param}: {self.message}"
         return RequestError(self.status, self.type, message, param=param, retry_after_s=self.retry_after_s)
 
@@ -83,7 +85,12 @@ def _rebuild(
     return RequestError(status, type, message, param=param, retry_after_s=retry_after_s)
 
 
+def error_response(error: RequestError) -> JSONResponse:
+    """Return an error as an HTTP response."""
+    return JSONResponse(error.body(), error.status, error.headers())
+
+
 def engine_failed() -> RequestError:
-    """Return what a client is told whose Engine died with its request."""
+    """Return the error for a client whose Engine died with its request."""
     message = "The engine that had this request failed. Try again."
     return RequestError(503, "service_unavailable", message, retry_after_s=1.0)

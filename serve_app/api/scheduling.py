@@ -1,4 +1,4 @@
-"""The scheduling on which a request waits: how urgent it is, whose it is, and how long it may wait."""
+"""Scheduling of a request: its tier, its tenant, and how long it may wait."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,11 +9,18 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from serve_app.api.errors import RequestError
 
 ServiceTier = Literal["auto", "default", "scale", "priority", "fast", "flex"]
-"""OpenAI's names; "scale" is capacity that was paid ahead, which is no class of its own here."""
+"""OpenAI's names; "scale" is capacity that was paid ahead, which is no tier of its own here."""
 
-CLASSES: dict[ServiceTier, int] = {"priority": -1, "fast": -1, "auto": 0, "default": 0, "scale": 0, "flex": 1}
+TIER_PRIORITY: dict[ServiceTier, int] = {
+    "priority": -1,
+    "fast": -1,
+    "auto": 0,
+    "default": 0,
+    "scale": 0,
+    "flex": 1,
+}
 RETRY_COUNT = b"x-stainless-retry-count"
-"""How OpenAI's clients say that a request is not the first try."""
+"""The header with which OpenAI's clients mark a request that is not the first try."""
 
 MAX_TENANT = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
@@ -24,10 +31,10 @@ class Scheduling(NamedTuple):
 
     Attributes:
         priority: Lower goes first.
-        tenant: Who shares the engine fairly with the other tenants.
+        tenant: The tenant; tenants share an engine fairly.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
         weight: The tenant's share in relation to the others; None: what the model's batcher says.
-        returning: It says that it was refused before.
+        returning: It was refused before, as its header says.
     """
 
     priority: int = 0
@@ -55,11 +62,11 @@ Tenant = Annotated[str, AfterValidator(_printable)]
 
 
 class SchedulingFields(BaseModel):
-    """The scheduling as fields of a body.
+    """Scheduling as fields of a body.
 
     Attributes:
         service_tier: OpenAI's field: "priority" and "fast" go before "default", "flex" goes behind.
-        tenant: Who shares the engine fairly with the other tenants.
+        tenant: The tenant; tenants share an engine fairly.
         queue_timeout_s: Seconds that the request may wait for its start.
     """
 
@@ -70,9 +77,9 @@ class SchedulingFields(BaseModel):
     queue_timeout_s: Annotated[float, Field(strict=True, gt=0, le=MAX_QUEUE_TIMEOUT_S)] | None = None
 
     def scheduling(self) -> Scheduling:
-        """Return the scheduling that the fields state, with defaults for the rest."""
+        """Return the scheduling of the fields, with defaults for those left out."""
         return Scheduling(
-            CLASSES[self.service_tier or "default"], self.tenant or "default", self.queue_timeout_s
+            TIER_PRIORITY[self.service_tier or "default"], self.tenant or "default", self.queue_timeout_s
         )
 
 
@@ -81,13 +88,13 @@ def scheduling_of(
 ) -> Scheduling:
     """Return the scheduling of an HTTP request.
 
-    A header goes before the field of the body that says the same. Who states no tenant is known by
-    the API key, of which nothing can be told from the tenant's name.
+    A header goes before the same field of the body. Without a tenant, the API key gives one: a hash, from
+    which the key can't be computed.
 
     Args:
         headers: The request's headers, their names in lower case.
         fields: What the body says.
-        tenant: Who states no tenant is this one; None: we don't know who calls.
+        tenant: The default tenant; None: the caller is unknown.
 
     Raises:
         RequestError: 400 that names the header that is wrong.
@@ -122,7 +129,7 @@ def _tenant(value: bytes) -> str:
 
 def _seconds(value: bytes) -> float:
     try:
-        # Python's own extras, like 1_000, are no numbers elsewhere.
+        # Python alone takes 1_000 for a number.
         seconds = float(value.replace(b"_", b"x"))
     except ValueError:
         seconds = 0.0

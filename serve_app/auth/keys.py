@@ -16,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from serve_app.api.protocol import Flag
-from serve_app.api.scheduling import CLASSES, Tenant
+from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.settings.schema import Positive, SettingsError, Strict, Weight
 
 Tier = Literal["priority", "default", "flex"]
@@ -55,7 +55,7 @@ class Key(Strict):
 
     def priorities(self) -> dict[int, str]:
         """Return the classes of `tiers`, by their priorities."""
-        return {CLASSES[tier]: tier for tier in self.tiers}
+        return {TIER_PRIORITY[tier]: tier for tier in self.tiers}
 
 
 _KEYS = TypeAdapter(list[Key])

@@ -11,11 +11,10 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.api.errors import RequestError
-from serve_app.api.scheduling import CLASSES, Scheduling, SchedulingFields, scheduling_of
+from serve_app.api.errors import RequestError, error_response
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.keys import Key, check_together, hash_key, read_keys
 from serve_app.auth.rate_limit import RateLimit
-from serve_app.ingress.proxy import error_response
 from serve_app.settings.schema import AccessSettings, SettingsError
 
 logger = logging.getLogger("ray.serve")
@@ -38,8 +37,8 @@ class Caller:
         self.key = key
         self.rate_limit = rate_limit
         self._priorities = key.priorities()
-        usual = CLASSES["default"]
-        self._usual = usual if usual in self._priorities else CLASSES[key.tiers[0]]
+        usual = TIER_PRIORITY["default"]
+        self._usual = usual if usual in self._priorities else TIER_PRIORITY[key.tiers[0]]
 
     def scheduling(self, headers: Headers, fields: SchedulingFields) -> Scheduling:
         """Return the scheduling of a request of this caller; see `scheduling_of`.

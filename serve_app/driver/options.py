@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from serve_app.api.protocol import JSON, SamplingFields
-from serve_app.api.scheduling import CLASSES
+from serve_app.api.scheduling import TIER_PRIORITY
 from serve_app.driver.errors import DriverError
 
 PROG = "python -m serve_app.driver"
@@ -87,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     )
     service.add_argument(
         "--service-tier",
-        choices=list(CLASSES),
+        choices=list(TIER_PRIORITY),
         default="flex",
         help="who goes first (flex): flex waits behind live traffic, default shares with it, priority goes "
         "before",

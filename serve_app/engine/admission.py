@@ -1,48 +1,74 @@
-"""How one request asks the gate for admission, and what the gate said."""
+"""Admission of a request: what it asks of the batcher, and what became of it.
+
+The request's task carries both in a context variable, since they pass through vLLM's own application.
+"""
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from batcher import BatcherError, Expired, Oversize, QueueFull
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
-from serve_app.relay.resume import Trail
+from serve_app.relay.resume import StreamTokens
 from serve_app.relay.usage import RequestUsage
 
 
-@dataclass(slots=True)
-class Admission:
-    """What the gate needs to know of a request, and its verdict.
-
-    The request's task carries it in `current`, so that it reaches the gate through code that knows
-    nothing of it: vLLM's own application.
+class AdmissionRequest(NamedTuple):
+    """What a request asks of the batcher.
 
     Attributes:
-        scheduling: The scheduling that the request states.
+        scheduling: Its tier, tenant and times.
         deadline: When it must have started, on the clock of `time.monotonic`.
         wait: Wait for room when the queue is full, instead of being refused.
-        refusal: The gate's reason, once it has refused.
-        trail: What is needed to carry on its answer elsewhere, if that is a stream.
-        token_ids: The tokens that its answer, a stream, has brought elsewhere already.
-        usage: What the request has taken.
-        admitted: The gate has let it through to the engine.
+        token_ids: The tokens that its answer, a stream, has sent from another Engine already.
     """
 
     scheduling: Scheduling = DEFAULT_SCHEDULING
     deadline: float | None = None
     wait: bool = False
-    refusal: RequestError | None = None
-    trail: Trail | None = None
-    token_ids: list[int] = field(default_factory=list)
-    usage: RequestUsage = field(default_factory=RequestUsage)
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class AdmissionResult:
+    """What became of a request.
+
+    Attributes:
+        admitted: The batcher has let it into the engine.
+        refusal: Why the batcher has refused it.
+        usage: Tokens and times.
+        stream: The tokens of its answer, if that is a stream which may go on in another Engine.
+    """
+
     admitted: bool = False
+    refusal: RequestError | None = None
+    usage: RequestUsage = field(default_factory=RequestUsage)
+    stream: StreamTokens | None = None
 
 
-current: ContextVar[Admission | None] = ContextVar("admission", default=None)
+class Admission(NamedTuple):
+    """The admission of one request."""
+
+    request: AdmissionRequest
+    result: AdmissionResult
 
 
-def explain(error: BatcherError) -> RequestError:
-    """Turn what the batcher raised into what a client is told."""
+_current: ContextVar[Admission | None] = ContextVar("admission", default=None)
+
+
+def set_current(request: AdmissionRequest, result: AdmissionResult) -> None:
+    """Set the admission of the running task, and of those that it starts."""
+    _current.set(Admission(request, result))
+
+
+def current() -> Admission:
+    """Return the admission of the running task; one with defaults where none is set."""
+    return _current.get() or Admission(AdmissionRequest(), AdmissionResult())
+
+
+def refusal_of(error: BatcherError) -> RequestError:
+    """Return the error that a client gets for one of the batcher."""
     match error:
         case QueueFull():
             message = f"The queue of this model is full. Try again in {error.retry_after_s:.1f} s."

@@ -1,7 +1,7 @@
-"""How many replicas a model needs, told by its tokens.
+"""Autoscaling policy by tokens.
 
 Ray Serve counts calls. One call of `/generate` may carry ten thousand prompts, so the replicas also
-report what they hold (`record_autoscaling_stats`), and this policy turns that into a number of replicas.
+report the tokens that they hold (`record_autoscaling_stats`), from which this policy computes replicas.
 A deployment uses it with, under `autoscaling_config`,
 
     policy:
@@ -22,11 +22,11 @@ IN_FLIGHT, QUEUED, CAPACITY = "tokens_in_flight", "tokens_queued", "token_capaci
 SEQUENCES, PLACES = "sequences", "sequence_capacity"
 
 DEFAULT_TARGET = 0.8
-"""Share of what a replica can hold that it should hold."""
+"""Share of a replica's capacity that should be in use."""
 
 
 def autoscaling_stats(stats: ContinuousStats) -> dict[str, float]:
-    """Return what a replica reports to Serve.
+    """Return the report of a replica to Serve.
 
     Args:
         stats: Its batcher's statistics.
@@ -46,7 +46,7 @@ def autoscaling_stats(stats: ContinuousStats) -> dict[str, float]:
 
 
 class ByTokens:
-    """Wants as many replicas as hold all tokens, and all sequences, each filled to a target.
+    """Asks for as many replicas as hold all tokens and all sequences, each filled to a target.
 
     Args:
         target: Share, above 0 and up to 1, of the KV cache, and of the sequences of a step, that a
@@ -66,13 +66,13 @@ class ByTokens:
         reported = context.aggregated_metrics or {}
         capacities = reported.get(CAPACITY, {})
         if not capacities:
-            # Nobody has reported yet.
+            # No replica has reported yet.
             return context.target_num_replicas, {}
         load = 0.0
         for replica, capacity in capacities.items():
             tokens = reported[IN_FLIGHT].get(replica, 0.0) + reported[QUEUED].get(replica, 0.0)
             places = reported[PLACES].get(replica, capacity)
             load += max(tokens / capacity, reported[SEQUENCES].get(replica, 0.0) / places)
-        # What waits at a handle for its turn is in no replica's report.
+        # A request that waits at a handle is in no replica's report.
         least = 1 if load or context.total_num_requests else 0
         return max(least, math.ceil(load / self._target)), {}

@@ -1,4 +1,4 @@
-"""A call's records through a batcher: which got a result, which are refused and why."""
+"""Calls that carry a list of records, and the rules that hold for each of their records."""
 
 import asyncio
 import time
@@ -7,97 +7,122 @@ from typing import Any
 
 from batcher import Aborted, BadResults, BatcherError, DynamicBatcher, Ticket
 from serve_app.api.errors import RequestError
+from serve_app.api.protocol import PromptError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine import admission
 
 PARTIAL = {400, 408, 422}
 """Errors of one record, which leave the others of a `partial` call as they are."""
 
-BREATH = 64
-"""Records that are submitted at a stretch, before others have their turn on the event loop."""
+RECORDS_PER_TURN = 64
+"""Records that are submitted before other tasks get their turn on the event loop."""
 
-Outcome = Ticket[Any] | RequestError
+
+class BatchCall:
+    """The rules of a call that carries a list of records.
+
+    The first record is refused when the queue is full, and its call with it. Once it has a place, the others
+    wait for theirs: so a list longer than the queue can be served.
+
+    Args:
+        field: The name of the list in the request, for errors.
+        partial: A record that can't be served becomes an entry of `errors`, and doesn't fail the call.
+    """
+
+    def __init__(self, field: str, *, partial: bool) -> None:
+        self._field = field
+        self._partial = partial
+        self._errors: list[PromptError] = []
+        self._first: int | None = None
+
+    def wait(self, index: int) -> bool:
+        """Return whether a record that is to be queued waits when the queue is full."""
+        if self._first is None:
+            self._first = index
+        return index != self._first
+
+    def fail(self, index: int, error: RequestError) -> None:
+        """Note that a record can't be served.
+
+        Raises:
+            RequestError: The error fails the whole call; it names the record.
+        """
+        if not self._partial or error.status not in PARTIAL:
+            raise error.at(f"{self._field}[{index}]") from error
+        if index == self._first:
+            self._first = None
+        self._errors.append(PromptError(index=index, type=error.type, message=error.message))
+
+    @property
+    def errors(self) -> list[PromptError] | None:
+        """The records that failed, in order; None for a call that isn't partial."""
+        return sorted(self._errors, key=lambda error: error.index) if self._partial else None
 
 
 async def run_records(
-    batcher: DynamicBatcher[Any, Any],
-    records: Sequence[Any],
-    scheduling: Scheduling,
-    *,
-    field: str,
-    partial: bool,
-) -> list[Outcome]:
-    """Run records and return, for each, its finished ticket or why it has no result.
-
-    The first record is refused when the queue is full, and its call with it; once it has a place, the
-    others wait for theirs. So a list longer than the queue can still be served.
+    batcher: DynamicBatcher[Any, Any], records: Sequence[Any], scheduling: Scheduling, call: BatchCall
+) -> list[Ticket[Any] | None]:
+    """Run the records of a call and return their finished tickets; None for a record that failed.
 
     Args:
-        batcher: What runs them.
+        batcher: Runs the records.
         records: The records, at least one.
-        scheduling: The scheduling of their call.
-        field: What the list is called in the request, for errors.
-        partial: A record that can't be served doesn't fail the others.
+        scheduling: How their call is scheduled.
+        call: The rules of their call.
 
     Raises:
-        RequestError: The call was refused, or a record of one that isn't partial.
+        RequestError: The call was refused, or a record of one that isn't partial failed.
     """
     deadline = scheduling.deadline(time.monotonic())
     if scheduling.weight is not None:
         batcher.weigh(scheduling.tenant, scheduling.weight)
-    outcomes: list[Outcome] = []
-    tickets: list[Ticket[Any]] = []
-    spoilt = False
+    tickets: list[Ticket[Any] | None] = []
+    failed = False
 
-    def watch(ticket: asyncio.Future[Any]) -> None:
-        nonlocal spoilt
-        spoilt = spoilt or ticket.cancelled() or ticket.exception() is not None
+    def note_failure(ticket: asyncio.Future[Any]) -> None:
+        nonlocal failed
+        failed = failed or ticket.cancelled() or ticket.exception() is not None
 
-    def refuse(index: int, error: BaseException) -> RequestError:
-        refusal = explain(error)
-        if not partial or refusal.status not in PARTIAL:
-            raise refusal.at(f"{field}[{index}]") from error
-        return refusal
+    async def submit(index: int, record: Any) -> Ticket[Any]:
+        priority, tenant = scheduling.priority, scheduling.tenant
+        if call.wait(index):
+            return await batcher.submit(record, priority=priority, tenant=tenant, deadline=deadline)
+        return batcher.submit_nowait(record, priority=priority, tenant=tenant, deadline=deadline)
 
     try:
         for index, record in enumerate(records):
             try:
-                if tickets:
-                    ticket = await batcher.submit(
-                        record, priority=scheduling.priority, tenant=scheduling.tenant, deadline=deadline
-                    )
-                else:
-                    ticket = batcher.submit_nowait(
-                        record, priority=scheduling.priority, tenant=scheduling.tenant, deadline=deadline
-                    )
+                ticket = await submit(index, record)
             except Exception as error:
-                outcomes.append(refuse(index, error))
+                call.fail(index, record_error(error))
+                tickets.append(None)
                 continue
             tickets.append(ticket)
-            outcomes.append(ticket)
-            ticket.add_done_callback(watch)
-            if len(tickets) % BREATH == 0:
+            ticket.add_done_callback(note_failure)
+            if len(tickets) % RECORDS_PER_TURN == 0:
                 await asyncio.sleep(0)
-            if spoilt and not partial:
+            if failed and call.errors is None:
                 break
-        if tickets:
-            enough = asyncio.ALL_COMPLETED if partial else asyncio.FIRST_EXCEPTION
-            await asyncio.wait(tickets, return_when=enough)
-        for index, outcome in enumerate(outcomes):
-            if isinstance(outcome, Ticket) and outcome.done() and (failure := outcome.exception()):
-                outcomes[index] = refuse(index, failure)
-        return outcomes
+        if running := [ticket for ticket in tickets if ticket is not None]:
+            enough = asyncio.FIRST_EXCEPTION if call.errors is None else asyncio.ALL_COMPLETED
+            await asyncio.wait(running, return_when=enough)
+        for index, done in enumerate(tickets):
+            if done is not None and done.done() and (failure := done.exception()):
+                call.fail(index, record_error(failure))
+                tickets[index] = None
+        return tickets
     finally:
-        for ticket in tickets:
-            ticket.cancel()
+        for each in tickets:
+            if each is not None:
+                each.cancel()
 
 
-def explain(error: BaseException) -> RequestError:
-    """Turn what a batcher or its function raised into what a client is told."""
+def record_error(error: BaseException) -> RequestError:
+    """Return the error that a client gets for one of a batcher or of its function."""
     match error:
         case Aborted() | BadResults():
             return RequestError(500, "internal_error", f"The model failed: {error}")
         case BatcherError():
-            return admission.explain(error)
+            return admission.refusal_of(error)
         case _:
             return RequestError(422, "processing_error", f"{type(error).__name__}: {error}")

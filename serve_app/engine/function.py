@@ -8,15 +8,15 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from batcher import DynamicBatcher, Ticket
+from batcher import DynamicBatcher
 from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
-from serve_app.engine.batch_call import run_records
+from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
-from serve_app.relay.asgi import RelayRequest
 from serve_app.relay.keepalive import with_keepalive
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import SILENT, FunctionSettings, SettingsError, TelemetrySettings
 from serve_app.system.serve_logging import flush_warnings
@@ -33,7 +33,7 @@ class FunctionEngine:
     Args:
         settings: The model.
         max_records: Most records that one call may carry.
-        telemetry: What to tell of itself.
+        telemetry: What is measured and logged.
 
     Raises:
         SettingsError: There is no such class, it doesn't take the options, or it has no `process`.
@@ -77,7 +77,7 @@ class FunctionEngine:
         usage = RequestUsage()
         embeds = request.path == "/v1/embeddings"
         body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
-        async with aclosing(with_keepalive(answer(body, usage.pack))) as messages:
+        async with aclosing(with_keepalive(answer(body, usage))) as messages:
             async for message in messages:
                 yield message
 
@@ -93,7 +93,7 @@ class FunctionEngine:
             if inspect.iscoroutinefunction(check):
                 await check()
             else:
-                # It may take its time, to ask a device for instance.
+                # It may block, for instance to ask a device.
                 await asyncio.to_thread(check)
 
     async def __del__(self) -> None:
@@ -108,28 +108,21 @@ class FunctionEngine:
 
     async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_embedding(relayed.body, max_texts=self._max_records)
-        outcomes = await run_records(
-            self._batcher, request.input, relayed.scheduling_now(), field="input", partial=False
-        )
-        tickets = [outcome for outcome in outcomes if isinstance(outcome, Ticket)]
-        vectors = [ticket.result() for ticket in tickets]
-        usage.prompt_tokens = sum(ticket.cost for ticket in tickets)
+        call = BatchCall("input", partial=False)
+        tickets = await run_records(self._batcher, request.input, relayed.scheduling_now(), call)
+        vectors = [ticket.result() for ticket in tickets if ticket is not None]
+        usage.prompt_tokens = sum(ticket.cost for ticket in tickets if ticket is not None)
         return _json(embedding_response(request, self._id, vectors, usage.prompt_tokens))
 
     async def _process(self, request: ProcessRequest, scheduling: Scheduling) -> JSON:
-        outcomes = await run_records(
-            self._batcher, request.records, scheduling, field="records", partial=request.partial
-        )
+        call = BatchCall("records", partial=request.partial)
+        tickets = await run_records(self._batcher, request.records, scheduling, call)
         response: JSON = {
-            "results": [outcome.result() if isinstance(outcome, Ticket) else None for outcome in outcomes],
+            "results": [None if ticket is None else ticket.result() for ticket in tickets],
             "task_id": request.task_id,
         }
-        if request.partial:
-            response["errors"] = [
-                {"index": index, "type": error.type, "message": error.message}
-                for index, error in enumerate(outcomes)
-                if isinstance(error, RequestError)
-            ]
+        if call.errors is not None:
+            response["errors"] = [error.model_dump() for error in call.errors]
         return response
 
 

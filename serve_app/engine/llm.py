@@ -1,4 +1,4 @@
-"""The Engine deployment: a model and its batcher, behind a handle."""
+"""The Engine deployment: a language model and its batcher, behind a handle."""
 
 import asyncio
 import logging
@@ -13,19 +13,21 @@ from serve_app.api.protocol import (
     Detail,
     GenerateRequest,
     GenerateResponse,
-    PromptError,
     Usage,
     parse_generate,
 )
 from serve_app.api.scheduling import Scheduling
-from serve_app.engine import admission, error_mapping
-from serve_app.engine.admission import Admission
+from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import autoscaling_stats
+from serve_app.engine.batch_call import BatchCall
+from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
-from serve_app.relay.asgi import RelayRequest, run_app
+from serve_app.relay.asgi import run_app
+from serve_app.relay.frame import KEEP_ALIVE
 from serve_app.relay.keepalive import with_keepalive
-from serve_app.relay.resume import Trail, to_ids
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import SILENT, LLMSettings, TelemetrySettings
 from serve_app.settings.user_config import parse_user_config
@@ -39,16 +41,13 @@ from serve_app.telemetry.meters import Meters
 logger = logging.getLogger("ray.serve")
 
 WATCH_S = 0.25
-"""Seconds between two looks at the engine."""
+"""Seconds between two checks of the engine's progress."""
 
-LAST_WORDS_S = 0.25
-"""Seconds in which those who wait for a dead engine are told; they would learn it from the connection too."""
+LAST_ANSWERS_S = 0.25
+"""Seconds in which the requests of a dead engine are answered, before its process ends."""
 
 RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
 """Routes whose streams may go on in another replica when this one dies."""
-
-PARTIAL = {400, 408}
-"""Errors of one prompt, which leave the others of a `partial` call as they are."""
 
 
 class Engine:
@@ -57,7 +56,7 @@ class Engine:
     Args:
         settings: The model.
         max_prompts: Most prompts that one call may carry.
-        telemetry: What to tell of itself.
+        telemetry: What is measured and logged.
     """
 
     # Serve awaits a constructor that is a coroutine.
@@ -69,24 +68,24 @@ class Engine:
         self._id = settings.id
         self._max_prompts = max_prompts
         with preserved_handlers():
-            # vLLM is imported where a model is held, and nowhere else: it takes seconds and a gigabyte.
+            # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm_engine import VLLMEngine
 
             self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
             self._app = await self._engine.start()
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
-        # The engine's own processes run by now, and don't.
+        # The engine's own processes are started by now, and keep the scheduling that they have.
         use_batch_scheduling()
 
     def reconfigure(self, user_config: JSON) -> None:
-        """Take in the `user_config` of the deployment: at the start, and whenever it alone has changed.
+        """Apply the `user_config` of the deployment: at the start, and whenever it alone has changed.
 
         Args:
             user_config: The fields of a `UserConfig`.
 
         Raises:
-            SettingsError: It is wrong; what was set before stays.
+            SettingsError: It is wrong; the settings before it stay.
         """
         self._engine.tune(parse_user_config(user_config).batcher)
 
@@ -110,56 +109,28 @@ class Engine:
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         began = time.monotonic()
-        scheduling = request.scheduling_now()
-        trail = Trail(lambda: self._engine.died) if request.path in RESUMABLE else None
-        verdict = Admission(
-            scheduling,
-            scheduling.deadline(began),
-            wait=request.resumes,
-            trail=trail,
-            token_ids=to_ids(request.token_ids),
-        )
-        usage = verdict.usage
+        usage = RequestUsage()
+        if request.path == "/generate":
+            messages = with_keepalive(answer(self._answer_generate(request, usage), usage))
+        else:
+            messages = self._answer_openai(request, began, usage)
         try:
-            if request.path == "/generate":
-                body = self._answer_generate(request, usage)
-                async with aclosing(with_keepalive(answer(body, usage.pack))) as messages:
-                    async for message in messages:
-                        yield message
-                return
-            admission.current.set(verdict)
-            messages = run_app(
-                self._app,
-                request,
-                refusal=lambda: verdict.refusal or self._failure(),
-                trail=trail,
-                closing=usage.pack,
-            )
-            answered = False
             async with aclosing(messages):
                 async for message in messages:
-                    if message and not answered:
-                        answered = True
-                        if self._is_unseen(verdict):
-                            message = error_mapping.of_the_request(message)
                     yield message
         finally:
             self._telemetry.answered(request.headers, began, usage)
-
-    def _is_unseen(self, request: Admission) -> bool:
-        """Return whether a request was answered without the engine, though that is there."""
-        return not request.admitted and request.refusal is None and not self._engine.died
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics and the engine's limits."""
         return replica_stats(self._engine.batcher.stats, max_model_len=self._engine.max_model_len)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what this replica holds, in tokens; Serve asks for it under this name."""
+        """Return the tokens that this replica holds; Serve calls the method by this name."""
         return autoscaling_stats(self._engine.batcher.stats)
 
     async def check_health(self) -> None:
-        """Raise if the engine has died or nobody watches it, so that Serve replaces this replica."""
+        """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""
         if self._watching.done():
             self._watching.result()
         await self._engine.check_health()
@@ -167,9 +138,9 @@ class Engine:
     async def _watch(self, timeout_s: float) -> None:
         """End this process when its engine has died or hangs.
 
-        Serve would take three failed health checks for it, and send requests here for so long. Of a process
-        that is gone it knows at once, and so does everyone who waits for an answer. What the engine started
-        ends with this process, even what is stopped.
+        Serve would replace the replica after three failed health checks only, and send requests here until
+        then. It notices at once when the process is gone, and so does every caller. The processes that the
+        engine started end with this one, even if they are stopped.
         """
         watchdog = Watchdog(timeout_s, WATCH_S)
         while True:
@@ -177,7 +148,7 @@ class Engine:
             engine = self._engine
             if engine.died:
                 logger.error("vLLM's engine has died; this replica ends, and Serve starts another")
-                await asyncio.sleep(LAST_WORDS_S)
+                await asyncio.sleep(LAST_ANSWERS_S)
             elif watchdog.look(busy=engine.busy, steps=engine.steps):
                 logger.error(
                     "vLLM's engine has work and made no step for %.0f s (engine_hang_timeout_s); this "
@@ -196,10 +167,6 @@ class Engine:
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
 
-    def _failure(self) -> RequestError | None:
-        """Return what its requests are told if the engine has died, whatever vLLM's application says."""
-        return engine_failed() if self._engine.died else None
-
     def _token_metrics(self, meters: Meters) -> Callable[[], None]:
         engine, model = self._engine, self._id
 
@@ -209,6 +176,41 @@ class Engine:
             engine.report_metrics()
 
         return report
+
+    async def _answer_openai(
+        self, request: RelayRequest, began: float, usage: RequestUsage
+    ) -> AsyncGenerator[bytes, None]:
+        """Answer a request through vLLM's own application."""
+        scheduling = request.scheduling_now()
+        result = AdmissionResult(usage=usage)
+        if request.path in RESUMABLE:
+            result.stream = StreamTokens()
+        set_current(
+            AdmissionRequest(
+                scheduling,
+                scheduling.deadline(began),
+                wait=request.resumes,
+                token_ids=tuple(to_ids(request.token_ids)),
+            ),
+            result,
+        )
+
+        def refusal() -> RequestError | None:
+            return result.refusal or (engine_failed() if self._engine.died else None)
+
+        def lost() -> bool:
+            # On other routes vLLM's application ends the stream in the route's own words.
+            return result.stream is not None and self._engine.died
+
+        messages = run_app(self._app, request, usage=usage, refusal=refusal, stream=result.stream, lost=lost)
+        answered = False
+        async with aclosing(messages):
+            async for message in messages:
+                if not answered and message != KEEP_ALIVE:
+                    answered = True
+                    if not (result.admitted or result.refusal or self._engine.died):
+                        message = blame_request(message)
+                yield message
 
     async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
@@ -220,28 +222,24 @@ class Engine:
     ) -> GenerateResponse:
         deadline = scheduling.deadline(time.monotonic())
         sampling = self._engine.sampling(request)
-        field = "prompts" if request.messages is None else "messages"
         prompts: Sequence[list[int] | RequestError]
         if request.messages is None:
             prompts = await self._engine.tokenize(request.prompts or [])
         else:
             prompts = await self._engine.render(request.messages)
+        call = BatchCall("prompts" if request.messages is None else "messages", partial=request.partial)
         results: list[str | None] = [None] * len(prompts)
         details: list[Detail | None] = [None] * len(prompts)
-        errors: list[PromptError] = []
 
         async def complete(index: int, token_ids: list[int] | RequestError) -> None:
-            # The first prompt is refused when the queue is full, and its call with it; once it has a
-            # place, the others wait for theirs. So a list longer than the queue can still be served.
-            admission.current.set(Admission(scheduling, deadline, wait=index > 0, usage=usage))
             try:
                 if isinstance(token_ids, RequestError):
                     raise token_ids
+                asked = AdmissionRequest(scheduling, deadline, wait=call.wait(index))
+                set_current(asked, AdmissionResult(usage=usage))
                 done = await self._engine.complete(token_ids, sampling)
             except RequestError as error:
-                if not request.partial or error.status not in PARTIAL:
-                    raise error.at(f"{field}[{index}]") from None
-                errors.append(PromptError(index=index, type=error.type, message=error.message))
+                call.fail(index, error)
                 return
             results[index] = done.text
             details[index] = Detail(
@@ -259,8 +257,8 @@ class Engine:
         response = GenerateResponse(results=results, task_id=request.task_id, usage=_usage(details))
         if request.details:
             response.details = details
-        if request.partial:
-            response.errors = sorted(errors, key=lambda error: error.index)
+        if call.errors is not None:
+            response.errors = call.errors
         return response
 
 

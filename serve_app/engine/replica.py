@@ -1,39 +1,40 @@
-"""What the replicas of every kind of model have in common."""
+"""Parts that the replicas of every kind of model share."""
 
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 
 from ray import serve
 
 from batcher import Stats
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.relay.asgi import Head, pack_error
+from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.relay.usage import RequestUsage
 
 DRAIN_S = 30.0
-"""Seconds that a replica which is told to stop gives to the requests that it has admitted."""
+"""Seconds that a replica which stops gives to the requests that it has admitted."""
 
 
-async def answer(body: Awaitable[bytes], closing: Callable[[], bytes] = lambda: b"") -> bytes:
-    """Return a whole answer as one relay message: the JSON that `body` makes, or why it can't.
+async def answer(body: Awaitable[bytes], usage: RequestUsage) -> bytes:
+    """Return a complete answer as one relay message: the JSON that `body` gives, or its `RequestError`.
 
     Args:
-        body: Makes it.
-        closing: Asked when that is done; what it returns goes behind the answer, as for `run_app`.
+        body: Makes the JSON.
+        usage: Filled meanwhile.
     """
     try:
-        message = Head(200, [(b"content-type", b"application/json")]).pack(await body, whole=True)
+        content = await body
     except RequestError as error:
-        message = pack_error(error)
-    return message + closing()
+        return pack_error(error, usage)
+    return pack(head=Head(200, [(b"content-type", b"application/json")]), body=content, usage=usage)
 
 
 def replica_stats(stats: Stats, **limits: int) -> JSON:
-    """Return what a replica reports of itself.
+    """Return a replica's entry in `/stats`.
 
     Args:
         stats: Its batcher's statistics.
-        limits: What it can take, by name.
+        limits: Its limits, by name.
     """
     replica = serve.get_replica_context().replica_tag
     return {"replica": replica, **limits, "batcher": dataclasses.asdict(stats)}

@@ -1,26 +1,26 @@
-"""How many tokens of a stream travel together."""
+"""The number of tokens of a stream that go into one piece."""
 
 import math
 import time
 from collections.abc import Callable
 
 WINDOW_S = 0.25
-"""Seconds over which tokens are counted before the rate takes them in."""
+"""Seconds over which tokens are counted before they enter the rate."""
 
 MEMORY_S = 1.0
-"""Seconds after which what was counted weighs a third of what it did."""
+"""Seconds after which a count weighs a third (1/e) of its first weight."""
 
 
 class StreamInterval:
     """Bounds the pieces per second that a replica sends, over all of its streams together.
 
-    A piece costs the same on its way whether it holds one token or eight: its JSON, its message
-    between two processes, its write to a socket. So the faster the engine makes tokens, the more of
-    them travel together. The first token of a stream never waits, and a lone stream's never do.
+    A piece costs the same whether it holds one token or eight: its JSON, its message between two
+    processes, its write to a socket. So the faster the engine makes tokens, the more of them go into one
+    piece. The first token of a stream never waits, and those of a lone stream never do.
 
     Args:
         pieces_per_s: Pieces per second that a replica may send in total.
-        most: Tokens that travel together at most.
+        most: Most tokens in one piece.
         clock: Returns the time in seconds.
     """
 
@@ -42,7 +42,7 @@ class StreamInterval:
         """Streams that are being sent now."""
 
     def count(self, tokens: int) -> None:
-        """Take in tokens that the engine made just now, of any stream."""
+        """Count tokens that the engine made just now, of any stream."""
         self._tokens += tokens
         elapsed = self._clock() - self._since
         if elapsed >= WINDOW_S:
@@ -52,6 +52,6 @@ class StreamInterval:
             self._tokens = 0
 
     def tokens_per_piece(self) -> int:
-        """Return how many tokens of a stream travel together now."""
+        """Return how many tokens of a stream go into one piece now."""
         wanted = round(self._tokens_per_s / self._pieces_per_s)
         return max(1, min(wanted, self._most, self.streams))

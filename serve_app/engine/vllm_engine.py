@@ -1,12 +1,11 @@
-"""A vLLM engine behind a token batcher. Only files whose names begin with vllm_ import vllm.
+"""A vLLM engine behind a token batcher.
 
-The imports are those of vLLM 0.32; they move between minor versions.
+Only files named vllm_* import vllm. The imports are those of vLLM 0.32; they move between minor versions.
 """
 
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,11 +15,11 @@ from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentato
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
@@ -29,33 +28,31 @@ from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from batcher import ContinuousBatcher, Goals
+from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm_gated import GatedLLM, RefusedError
 from serve_app.engine.vllm_metrics import EngineMetrics
-from serve_app.relay.asgi import ASGIApp
-from serve_app.settings.schema import BatcherSettings, EngineSettings, LLMSettings, SettingsError
+from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
+from serve_app.settings.schema import LLMSettings
 from serve_app.settings.user_config import BatcherUserConfig
 
 HOT = {"/v1/chat/completions", "/v1/completions"}
-"""Routes that are called most."""
+"""The most frequent routes."""
 
 UNUSED: tuple[object, ...] = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
-"""Middleware of vLLM's application."""
+"""Middleware of vLLM's application whose work the Ingress does, once for all models."""
 
 DEFAULT_MAX_TOKENS = 512
-"""Output tokens of a `/generate` prompt where neither the request nor the config says."""
+"""Output tokens of a `/generate` prompt where neither the request nor the config states them."""
 
 
 class _Steps(StatLoggerBase):  # type: ignore[misc]
-    """Tells the batcher how long the engine's steps take, as they come out of it."""
+    """Measures the engine's steps for the batcher."""
 
     batcher: ContinuousBatcher | None = None
 
@@ -68,22 +65,22 @@ class _Steps(StatLoggerBase):  # type: ignore[misc]
             return
         now = time.monotonic()
         if self._busy:
-            # Not here: an error in a logger would end vLLM's client for good.
+            # Later: an error in a logger would end vLLM's client for good.
             asyncio.get_running_loop().call_soon(self.batcher.step, now - self._last)
         self._last = now
         self._busy = scheduler_stats.num_running_reqs > 0
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Do nothing: vLLM calls it."""
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """How to draw tokens.
+    """Sampling parameters of a request.
 
     Attributes:
         params: vLLM's parameters.
-        may_shorten: `max_tokens` is a default, which a long prompt may cut short.
+        may_shorten: `max_tokens` is a default, which a long prompt may reduce.
     """
 
     params: SamplingParams
@@ -92,7 +89,7 @@ class Sampling:
 
 @dataclass(slots=True, frozen=True)
 class Completion:
-    """What the engine made of one prompt."""
+    """The completion of one prompt."""
 
     text: str
     finish_reason: str | None
@@ -100,7 +97,7 @@ class Completion:
 
 
 class VLLMEngine:
-    """One model in vLLM, its batcher and vLLM's own OpenAI application on top of both.
+    """One model in vLLM, its batcher, and vLLM's own OpenAI application on top of both.
 
     Args:
         settings: The model.
@@ -111,7 +108,7 @@ class VLLMEngine:
     """
 
     def __init__(self, settings: LLMSettings, *, metrics: bool = False) -> None:
-        self._args = _vllm_args(settings)
+        self._args = vllm_args(settings)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         steps = _Steps()
         self.llm: GatedLLM = GatedLLM.from_engine_args(
@@ -122,10 +119,10 @@ class VLLMEngine:
                 *([EngineMetrics] if metrics else []),
             ],
         )
-        self.llm.pace = StreamInterval()
-        self.llm.by_class = self._args.scheduling_policy == "priority"
-        self._limits = _limits(settings.batcher, self.llm)
-        self.batcher = self.llm.batcher = steps.batcher = _batcher(settings.batcher, self._limits)
+        self.llm.stream_interval = StreamInterval()
+        self.llm.by_priority = self._args.scheduling_policy == "priority"
+        self._limits = limits_of(settings.batcher, self.llm)
+        self.batcher = self.llm.batcher = steps.batcher = batcher_of(settings.batcher, self._limits)
         self.max_model_len: int = self.llm.model_config.max_model_len
         self._sampling: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
@@ -133,7 +130,7 @@ class VLLMEngine:
             | settings.sampling.sampling()
         )
         self._tokenizer = self.llm.get_tokenizer()
-        # vLLM asks for it with every request, and its tokenizer looks it up each time.
+        # vLLM asks for it with every request, and its tokenizer looks it up each time: cached.
         eos_token_id = self.llm.renderer.get_eos_token_id()
         self.llm.renderer.get_eos_token_id = lambda: eos_token_id
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
@@ -142,7 +139,7 @@ class VLLMEngine:
         self._count_steps()
 
     def _count_steps(self) -> None:
-        """Count what comes out of the engine: with vLLM's statistics on, something does after each step."""
+        """Count the outputs of the engine: with vLLM's statistics on, there is one after each step."""
         core = self.llm.engine_core
         get_output = core.get_output_async
 
@@ -155,16 +152,16 @@ class VLLMEngine:
 
     @property
     def died(self) -> bool:
-        """Whether the engine is gone, so that nothing more will come out of it."""
+        """Whether the engine has died."""
         return bool(self.llm.errored)
 
     @property
     def busy(self) -> bool:
-        """Whether the engine itself has work, apart from what still has to be sent."""
+        """Whether the engine itself has work, apart from output that is still to be sent."""
         return bool(self.llm.output_processor.has_unfinished_requests())
 
     def tune(self, tuning: BatcherUserConfig) -> None:
-        """Change what the gate lets through, while requests run; a field left out is as it was at first."""
+        """Change the limits of admission while requests run; a field left out is as `args` have it."""
         self.batcher.set_capacity(
             tuning.capacity_tokens or self._limits.capacity,
             max_running=tuning.max_running or self._limits.max_running,
@@ -174,13 +171,13 @@ class VLLMEngine:
         )
 
     async def start(self) -> ASGIApp:
-        """Open the gate and return vLLM's application."""
+        """Start the batcher and return vLLM's application."""
         await self.batcher.start()
         tasks = await self.llm.get_supported_tasks()
         app = build_app(self._args, tasks, self.llm.model_config)
-        # vLLM gives its errors OpenAI's shape, but not the ones of the router: no such path or method.
+        # vLLM gives its own errors OpenAI's shape, but not those of the router: no such path or method.
         app.exception_handler(HTTPException)(http_exception_handler)
-        _lighten(app)
+        _drop_unused(app)
         app.middleware_stack = app.build_middleware_stack()
         await init_app_state(self.llm, app.state, self._args, tasks)
         self._renderer = app.state.online_renderer
@@ -189,12 +186,12 @@ class VLLMEngine:
         return cast(ASGIApp, app)
 
     async def tokenize(self, prompts: list[str]) -> list[list[int] | RequestError]:
-        """Return the token ids of each prompt, special tokens as the model wants them, or why it has none."""
+        """Return the token ids of each prompt, with the model's special tokens, or its error."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._encode, prompts)
 
     def _encode(self, prompts: list[str]) -> list[list[int] | RequestError]:
-        # The tokens of a text take hundreds of times its memory: one that can't fit isn't taken apart.
+        # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
         most = self.max_model_len * self._tokenizer.max_chars_per_token
         short = [prompt for prompt in prompts if len(prompt) <= most]
         ids = iter(self._tokenizer(short).input_ids if short else ())
@@ -205,12 +202,12 @@ class VLLMEngine:
         return RequestError(400, "invalid_request_error", message)
 
     async def render(self, chats: list[list[JSON]]) -> list[list[int] | RequestError]:
-        """Return the token ids of each chat, through the model's chat template, or why there are none."""
+        """Return the token ids of each chat, through the model's chat template, or its error."""
         return await asyncio.gather(*map(self._render, chats))
 
     async def _render(self, messages: list[JSON]) -> list[int] | RequestError:
         try:
-            # As vLLM's own chat route does it.
+            # The same call as in vLLM's own chat route.
             rendered = await self._renderer.render_chat(ChatCompletionRequest(messages=messages))
         except ValidationError as error:
             item = error.errors(include_url=False)[0]
@@ -228,7 +225,7 @@ class VLLMEngine:
         return ids
 
     def sampling(self, fields: SamplingFields) -> Sampling:
-        """Return how to draw tokens: `fields` over the config's over the model's own defaults.
+        """Return sampling parameters: `fields`, then the config's, then the model's own defaults.
 
         Raises:
             RequestError: 400, in vLLM's words.
@@ -244,12 +241,12 @@ class VLLMEngine:
         """Generate one completion.
 
         Raises:
-            RequestError: The prompt doesn't fit, the gate refused it, or the engine failed.
+            RequestError: The prompt doesn't fit, the batcher refused it, or the engine failed.
         """
         params = self._fit(len(token_ids), sampling)
         request_id = f"generate-{next(self._ids)}"
         try:
-            # There is one result, the last; reading on lets the generator end and free its slot.
+            # There is one result, the last; reading on ends the generator and frees its slot.
             output = None
             async for result in self.llm.generate(tokens_input(token_ids), params, request_id):
                 output = result.outputs[0]
@@ -284,7 +281,7 @@ class VLLMEngine:
         raise RequestError(400, "invalid_request_error", message)
 
     def report_metrics(self) -> None:
-        """Report what vLLM has counted since the last call."""
+        """Report vLLM's counters since the last call."""
         for each in self.llm.logger_manager.stat_loggers if self.llm.logger_manager else ():
             if isinstance(each, EngineMetrics):
                 each.flush()
@@ -294,7 +291,7 @@ class VLLMEngine:
         await self.llm.check_health()
 
     async def stop(self, timeout_s: float) -> None:
-        """Finish what was admitted, for `timeout_s` at most, then end vLLM's processes."""
+        """Finish the admitted requests, for `timeout_s` at most, then end vLLM's processes."""
         try:
             await self.batcher.stop(timeout=timeout_s)
         finally:
@@ -302,64 +299,10 @@ class VLLMEngine:
             self._threads.shutdown(wait=False)
 
 
-def _lighten(app: FastAPI) -> None:
-    """Take off what a request pays for behind the relay and nobody uses.
+def _drop_unused(app: FastAPI) -> None:
+    """Drop the middleware that has no use behind the relay, and put the most frequent routes first.
 
-    The router tries one route after the other, so those that are called most go first. The Ingress
-    measures requests and answers browsers, once for all models.
+    The router tries one route after the other.
     """
     app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in HOT)
     app.user_middleware = [each for each in app.user_middleware if each.cls not in UNUSED]
-
-
-def _vllm_args(settings: LLMSettings) -> Any:
-    """Return the namespace that `vllm serve` would have parsed from the same options."""
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    options = settings.engine.options()
-    for name, value in options.items():
-        if not hasattr(args, name):
-            where = "engine" if name in EngineSettings.model_fields else "engine.extra"
-            raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
-        setattr(args, name, value)
-    if settings.batcher.goals and settings.engine.scheduling_policy is None:
-        args.scheduling_policy = "priority"
-    args.model = settings.path
-    args.served_model_name = [settings.id]
-    return args
-
-
-@dataclass(slots=True, frozen=True)
-class _Limits:
-    """What the gate lets through, as the config has it or else vLLM."""
-
-    capacity: int
-    max_running: int | None
-    places: int
-    tenant_weights: Mapping[str, float]
-
-
-def _limits(settings: BatcherSettings, llm: AsyncLLM) -> _Limits:
-    cache = llm.vllm_config.cache_config
-    # vLLM keeps one block for itself.
-    capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
-    return _Limits(
-        settings.capacity_tokens or max(capacity, cache.block_size),
-        settings.max_running,
-        llm.vllm_config.scheduler_config.max_num_seqs,
-        settings.tenant_weights,
-    )
-
-
-def _batcher(settings: BatcherSettings, limits: _Limits) -> ContinuousBatcher:
-    return ContinuousBatcher(
-        capacity=limits.capacity,
-        max_running=limits.max_running,
-        places=limits.places,
-        max_queue_size=settings.max_queue_size,
-        max_queue_cost=settings.max_queue_tokens,
-        policy=settings.policy,
-        oversize="alone",
-        priority_aging_s=settings.aging_s,
-        tenant_weights=limits.tenant_weights,
-        goals=Goals(**settings.goals.model_dump()) if settings.goals else None,
-    )

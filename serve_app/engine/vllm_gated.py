@@ -1,4 +1,4 @@
-"""vLLM's engine client with the batcher in front of every request, and streams that go on from their tokens.
+"""vLLM's engine client with admission in front of every request, and streams that go on from their tokens.
 
 Only files whose names begin with vllm_ import vllm. The imports are those of vLLM 0.32.
 """
@@ -20,10 +20,9 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from batcher import BatcherError, ContinuousBatcher, Slot
 from serve_app.api.errors import RequestError
-from serve_app.engine import admission
-from serve_app.engine.admission import Admission
+from serve_app.engine.admission import current, refusal_of
 from serve_app.engine.stream_interval import StreamInterval
-from serve_app.relay.resume import Resume, Trail
+from serve_app.relay.resume import ResumeMode, StreamTokens
 from serve_app.relay.usage import PromptUsage
 
 GREEDY = 1e-5
@@ -31,7 +30,7 @@ GREEDY = 1e-5
 
 
 class RefusedError(GracefulHTTPError):  # type: ignore[misc]
-    """The gate refused a request; vLLM's application ends it without a stack trace."""
+    """The batcher refused a request; vLLM's application ends it without a stack trace."""
 
     def __init__(self, error: RequestError) -> None:
         super().__init__(error.message, HTTPStatus(error.status))
@@ -39,14 +38,19 @@ class RefusedError(GracefulHTTPError):  # type: ignore[misc]
 
 
 class GatedLLM(AsyncLLM):  # type: ignore[misc]
-    """An `AsyncLLM` whose every request waits for its place in the batcher first."""
+    """An `AsyncLLM` whose requests are admitted by a batcher first.
+
+    Attributes:
+        batcher: Admits the requests.
+        stream_interval: Bounds the pieces per second of all streams.
+        by_priority: vLLM schedules by priority too.
+        prompt_tokens: Tokens of the prompts that were admitted.
+    """
 
     batcher: ContinuousBatcher
-    pace: StreamInterval
-    by_class: bool
-    """Whether vLLM schedules by priority."""
+    stream_interval: StreamInterval
+    by_priority: bool
     prompt_tokens: int = 0
-    """Tokens of the prompts that it has begun."""
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -57,31 +61,31 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         most = limit if output is None else min(length + output, limit)
         n = sampling_params.n
         reserved = n * self._blocks(length)
-        if self.by_class:
-            # The gate's class, whatever the body says: what a client may ask for is decided before.
-            options["priority"] = (admission.current.get() or Admission()).scheduling.priority
-        # Nobody changes them any more; a deep copy costs a fifth of all that vLLM does to a short prompt.
+        request, result = current()
+        if self.by_priority:
+            # Not the priority in the body: the Ingress has decided what its client may ask for.
+            options["priority"] = request.scheduling.priority
+        # The parameters don't change any more, and a copy costs a fifth of vLLM's work on a short prompt.
         sampling_params.skip_clone = True
-        request = admission.current.get()
-        if request is not None and request.token_ids:
-            results = self._go_on(prompt, sampling_params, request_id, request.token_ids, **options)
+        if request.token_ids:
+            token_ids = list(request.token_ids)
+            results = self._go_on(prompt, sampling_params, request_id, token_ids, **options)
         else:
             results = super().generate(prompt, sampling_params, request_id, **options)
         async with (
-            _Gate(self.batcher, reserved, n * self._blocks(most) - reserved, length) as slot,
+            _AdmittedSlot(self.batcher, reserved, n * self._blocks(most) - reserved, length) as slot,
             aclosing(results),
         ):
             self.prompt_tokens += length
             if sampling_params.output_kind is RequestOutputKind.DELTA:
-                trail = None if request is None else request.trail
-                if trail is not None:
-                    trail.resume = _resume(prompt, sampling_params)
-                async for result in self._stream(results, sampling_params, slot, request_id, trail):
-                    yield result
+                if (stream := result.stream) is not None:
+                    stream.resume = _resume_mode(prompt, sampling_params)
+                async for output in self._stream(results, sampling_params, slot, request_id, stream):
+                    yield output
                 return
-            async for result in results:
-                slot.report(sum(len(output.token_ids) for output in result.outputs))
-                yield result
+            async for output in results:
+                slot.report(sum(len(each.token_ids) for each in output.outputs))
+                yield output
 
     async def _stream(
         self,
@@ -89,38 +93,38 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         params: SamplingParams,
         slot: Slot,
         request_id: str,
-        trail: Trail | None,
+        stream: StreamTokens | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        pace = self.pace
-        pace.streams += 1
-        # Who asks for an interval gets it.
+        shared = self.stream_interval
+        shared.streams += 1
+        # An interval that the client asks for is kept.
         ours = params.stream_interval is None
-        interval = params.stream_interval = params.stream_interval or pace.tokens_per_piece()
-        if trail is not None and trail.resume != "tokens":
-            trail = None
+        interval = params.stream_interval = params.stream_interval or shared.tokens_per_piece()
+        if stream is not None and stream.resume != "tokens":
+            stream = None
         tokens = 0
         try:
             async for result in results:
                 before = tokens
                 for output in result.outputs:
                     tokens += len(output.token_ids)
-                    if trail is not None:
-                        trail.add(output.token_ids)
+                    if stream is not None:
+                        stream.add(output.token_ids)
                 if not before:
                     slot.first_token()
-                pace.count(tokens - before)
+                shared.count(tokens - before)
                 slot.report(tokens)
                 yield result
-                if ours and interval != (interval := pace.tokens_per_piece()):
-                    self._travel_together(request_id, interval)
+                if ours and interval != (interval := shared.tokens_per_piece()):
+                    self._set_interval(request_id, interval)
         finally:
-            pace.streams -= 1
+            shared.streams -= 1
 
-    def _travel_together(self, request_id: str, tokens: int) -> None:
-        """Change how many tokens of a stream that runs travel together.
+    def _set_interval(self, request_id: str, tokens: int) -> None:
+        """Set how many tokens of a running stream go into one piece.
 
-        vLLM counts what has left only while that is more than one token: so it's told what has left
-        when it starts to count, and never stops.
+        vLLM counts the tokens that were sent only while the interval is above one: so the count is set when
+        it starts, and the interval never goes back to one.
         """
         processor = self.output_processor
         for each in processor.external_req_ids.get(request_id, ()):
@@ -132,7 +136,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     async def _go_on(
         self, prompt: Any, params: SamplingParams, request_id: str, token_ids: list[int], **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate what follows `token_ids`, and tell it as though these came with the first token."""
+        """Generate what follows `token_ids`, and yield it as though these came with the first token."""
         tokenizer = self.get_tokenizer()
         rest = params.clone()
         processor = self.input_processor
@@ -147,7 +151,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             # It may have been the last: then it ends again where it ended.
             token_ids = token_ids[:-1]
         prompt_ids = prompt["prompt_token_ids"]
-        told = IncrementalDetokenizer.from_new_request(
+        detokenizer = IncrementalDetokenizer.from_new_request(
             tokenizer,
             SimpleNamespace(
                 request_id=request_id,
@@ -156,7 +160,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 sampling_params=params,
             ),
         )
-        told.update(token_ids, False)
+        detokenizer.update(token_ids, False)
         if rest.max_tokens is not None:
             rest.max_tokens -= len(token_ids)
         rest.min_tokens = max(0, params.min_tokens - len(token_ids))
@@ -169,10 +173,10 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         async with aclosing(results):
             async for result in results:
                 (output,) = result.outputs
-                stop = told.update(output.token_ids, output.finish_reason == "stop")
+                stop = detokenizer.update(output.token_ids, output.finish_reason == "stop")
                 if stop is not None:
                     output.finish_reason, output.stop_reason, result.finished = "stop", stop, True
-                output.text = told.get_next_output_text(output.finish_reason is not None, True)
+                output.text = detokenizer.get_next_output_text(output.finish_reason is not None, True)
                 output.token_ids = [*token_ids, *output.token_ids]
                 token_ids = []
                 result.prompt_token_ids = prompt_ids
@@ -185,7 +189,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         length = _prompt_length(prompt, self.model_config.max_model_len)
         results = super().encode(prompt, pooling_params, request_id, **options)
-        async with _Gate(self.batcher, self._blocks(length), 0, length), aclosing(results):
+        async with _AdmittedSlot(self.batcher, self._blocks(length), 0, length), aclosing(results):
             async for result in results:
                 yield result
 
@@ -195,14 +199,14 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         return -(-tokens // block) * block
 
 
-class _Gate:
-    """A slot of the batcher that tells the request's `Admission` when it is refused."""
+class _AdmittedSlot:
+    """A slot of the batcher for a request of vLLM; it fills in the request's `AdmissionResult`."""
 
-    __slots__ = ("_admission", "_length", "_slot")
+    __slots__ = ("_length", "_result", "_slot")
 
     def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int) -> None:
         self._length = length
-        self._admission = request = admission.current.get() or Admission()
+        request, self._result = current()
         if request.scheduling.weight is not None:
             batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
         self._slot = batcher.slot(
@@ -219,26 +223,26 @@ class _Gate:
         try:
             slot = await self._slot.__aenter__()
         except BatcherError as error:
-            self._admission.refusal = admission.explain(error)
-            raise RefusedError(self._admission.refusal) from None
-        self._admission.admitted = True
+            self._result.refusal = refusal_of(error)
+            raise RefusedError(self._result.refusal) from None
+        self._result.admitted = True
         return slot
 
     async def __aexit__(self, *exc: Any) -> None:
         slot = self._slot
         await slot.__aexit__(*exc)
-        self._admission.usage.add(
+        self._result.usage.add(
             PromptUsage(
                 slot.submitted_at, slot.started_at, time.monotonic(), self._length, slot.output_tokens
             )
         )
 
 
-def _resume(prompt: Any, params: SamplingParams) -> Resume:
+def _resume_mode(prompt: Any, params: SamplingParams) -> ResumeMode:
     """Return how a stream could go on in another engine.
 
-    What was drawn freely goes on with other draws, as likely as those that it would have had. What was
-    drawn with a seed can only be drawn again from its start: where the generator stood isn't known.
+    A text drawn without a seed goes on with other draws, as likely as its own would have been. One drawn with
+    a seed can only be drawn again from its start: the state of its generator isn't known.
     """
     if params.n != 1:
         return ""
@@ -251,7 +255,7 @@ def _resume(prompt: Any, params: SamplingParams) -> Resume:
         and params.structured_outputs is None
         and params.thinking_token_budget is None
         and params.repetition_detection is None
-        # They look at what was generated, and it becomes part of the prompt.
+        # These depend on what was generated, which becomes part of the prompt.
         and not params.presence_penalty
         and not params.frequency_penalty
         and not params.bad_words

@@ -1,6 +1,6 @@
 """vLLM's own metrics on Ray's endpoint, at the pace of a scrape instead of that of the engine's steps.
 
-Only files whose names begin with vllm_ import vllm. The imports are those of vLLM 0.32.
+Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ PER_REQUEST = (
     "n_params_iter",
     "time_to_first_tokens_iter",
 )
-"""What a step has a list of."""
+"""Lists in the statistics of a step."""
 
 COUNTS = ("num_generation_tokens", "num_preempted_reqs", "num_corrupted_reqs")
-"""What a step counts."""
+"""Counts in the statistics of a step."""
 
 OF_ONE_STEP = (
     "connector_prefix_cache_stats",
@@ -35,17 +35,17 @@ OF_ONE_STEP = (
     "ec_connector_stats",
     "perf_stats",
 )
-"""What the scheduler may say of a step besides, and can't be added up here."""
+"""Statistics of the scheduler that can't be added up over steps."""
 
 HISTOGRAMS = (
     "histogram_time_to_first_token",
     "histogram_request_time_per_output_token",
     "histogram_e2e_time_request",
 )
-"""Those that are kept of vLLM's histograms, by their attributes: what the dashboard shows."""
+"""The histograms of vLLM that are kept, by their attributes: those that the dashboard shows."""
 
 MAX_PENDING = 10_000
-"""Requests that may have ended before they are reported, whoever calls `flush` or doesn't."""
+"""Finished requests that are kept between two reports at most."""
 
 TOKEN_COUNTS = tuple(field.name for field in dataclasses.fields(PromptTokenStats))
 
@@ -56,7 +56,7 @@ def _gauge(metric: Metric) -> Record:
 
 
 class _Histogram:
-    """What vLLM takes for one of its histograms."""
+    """A histogram with the interface that vLLM expects."""
 
     def __init__(self, name: str, documentation: str, labelnames: list[str], buckets: list[float]) -> None:
         metric = Metric(name, "histogram", documentation, tuple(labelnames), tuple(map(float, buckets)))
@@ -75,7 +75,7 @@ class _Histogram:
 
 
 class _Ignored:
-    """A histogram that takes no notice."""
+    """A histogram that drops its values."""
 
     def observe(self, value: float) -> None:
         pass
@@ -85,8 +85,8 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
     """vLLM's metrics through Ray, many steps at a time.
 
     vLLM reports some twenty values per step and one per token, and each takes Ray 3 µs. Here a step is only
-    added to those before it, and `flush` reports them together. Of its histograms, 16 values per request,
-    most are left out.
+    added to those before it, and `flush` reports them together. Most of its histograms, 16 values per
+    request, are left out.
 
     An error that left `record` would end the engine; it ends the metrics instead.
     """
@@ -110,7 +110,7 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Take in a step of an engine."""
+        """Add a step of an engine."""
         if self._failed:
             return
         try:
@@ -122,7 +122,7 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
             self._fail()
 
     def flush(self) -> None:
-        """Report what has come since the last call; what is now is reported again."""
+        """Report the steps since the last call, and the current state."""
         if self._failed:
             return
         try:
@@ -130,17 +130,17 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
                 cache, self._caches[index] = self._caches[index], PrefixCacheStats()
                 step = dataclasses.replace(scheduler, prefix_cache_stats=cache)
                 super().record(step, self._iterations.pop(index, None), None, index)
-                # What was counted is not counted again.
+                # Counts are reported once.
                 once = dict.fromkeys(OF_ONE_STEP) | {"kv_cache_eviction_events": []}
                 self._schedulers[index] = dataclasses.replace(scheduler, **once)
             for name in HISTOGRAMS:
-                # One has the series of all engines.
+                # The histogram of one engine has the series of all.
                 next(iter(getattr(self, name).values())).report()
         except Exception:
             self._fail()
 
     def _add_scheduler(self, index: int, step: SchedulerStats) -> None:
-        # Other loggers read the step too: it stays as it is.
+        # Other loggers read the step too: it isn't changed.
         self._schedulers[index] = step
         cache = self._caches[index]
         cache.queries += step.prefix_cache_stats.queries

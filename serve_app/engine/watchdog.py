@@ -1,18 +1,18 @@
-"""Finds an engine that has work and makes no progress."""
+"""Detects an engine that has work and makes no progress."""
 
 import time
 from collections.abc import Callable
 
-MOST_LOOKS = 2
-"""A look that comes late counts as so many intervals at most: while this process doesn't run either (it is
-busy, or the machine sleeps), nothing can be said of the engine."""
+MOST_INTERVALS = 2
+"""Intervals that a late look counts as, at most: while this process didn't run either (it was busy, or the
+machine slept), the engine's progress is unknown."""
 
 
 class Watchdog:
-    """Judges an engine by its progress, of which being alive is no proof.
+    """Judges an engine by its progress: a process that hangs is alive too.
 
-    An idle engine makes none and is fine. So is a step that takes long, as long as it takes less than
-    `timeout_s`: that has to be above the longest one, compilation and all.
+    An idle engine makes no progress and is fine. `timeout_s` has to be above the longest step, compilation
+    included.
 
     Args:
         timeout_s: Seconds that an engine with work may go without progress.
@@ -24,7 +24,7 @@ class Watchdog:
         self, timeout_s: float, interval_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._timeout_s = timeout_s
-        self._most = MOST_LOOKS * interval_s
+        self._most = MOST_INTERVALS * interval_s
         self._clock = clock
         self._looked_at = clock()
         self._steps = -1
@@ -34,8 +34,8 @@ class Watchdog:
         """Return whether the engine hangs.
 
         Args:
-            busy: It has work.
-            steps: Counts what has come out of it.
+            busy: Whether the engine has work.
+            steps: Count of the engine's steps.
         """
         now = self._clock()
         passed, self._looked_at = min(now - self._looked_at, self._most), now

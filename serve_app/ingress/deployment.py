@@ -1,4 +1,4 @@
-"""The Ingress deployment: HTTP in, deployment handles out."""
+"""The Ingress deployment: HTTP on one side, deployment handles on the other."""
 
 import asyncio
 import logging
@@ -6,29 +6,29 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from serve_app.api.errors import ErrorType, RequestError
-from serve_app.api.protocol import JSON, parse_generate, parse_process
-from serve_app.api.scheduling import SchedulingFields, ServiceTier, scheduling_of
+from serve_app.api.errors import ErrorType, RequestError, error_response
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import Access, AuthMiddleware
-from serve_app.ingress.engine_call import Call
+from serve_app.ingress.body import read_body
+from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.health import Health
-from serve_app.ingress.limits import Asked, check_tokens
+from serve_app.ingress.limits import OpenAIFields, read_call, read_openai
 from serve_app.ingress.pages import STATS_PAGE, page, wants_page
-from serve_app.ingress.proxy import ProxyResponse, error_response
+from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card
-from serve_app.relay.asgi import RelayRequest
+from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
 from serve_app.system import cancellation
 from serve_app.system.cpu_scheduling import use_batch_scheduling
@@ -40,15 +40,15 @@ logger = logging.getLogger("ray.serve")
 STATS_TIMEOUT_S = 5.0
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"host"}
 SECRET = {b"authorization", b"x-api-key", b"cookie"}
-"""Headers that go no further than here."""
+"""Headers that stay in the Ingress."""
 
 LEFT_BEHIND = HOP_BY_HOP | SECRET
 MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
-"""What vLLM serves beside `/v1/` and clients expect under it."""
+"""Routes that vLLM serves beside `/v1/`, and clients expect under it."""
 
 
 class Ingress:
-    """A thin HTTP front: limits, routing by model, and the relay. It holds no model.
+    """The HTTP front of the service: limits, routing by model, and the relay. It holds no model.
 
     Args:
         settings: The config's `args`.
@@ -60,7 +60,7 @@ class Ingress:
         self._settings = settings
         self._engines = dict(engines)
         self._routing = Routing(settings.models)
-        # Bytes cross as they are: an answer needs no serializer, and its errors travel in band.
+        # Answers are bytes already; errors are part of them.
         self._relays = {
             model: handle.options(
                 method_name="relay",
@@ -85,8 +85,8 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application that Serve runs in this replica."""
         return Starlette(
-            # The router tries one after the other: first those that are called most. What vLLM's own
-            # application serves beside them, its administration above all, can't be reached.
+            # The router tries one after the other: the most frequent ones go first. Other routes of vLLM's
+            # application, its administration above all, can't be reached.
             routes=[
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[:2]),
                 Route(GENERATE, self._generate, methods=["POST"]),
@@ -100,7 +100,7 @@ class Ingress:
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
             ],
-            # Who is turned away at the gate is counted too.
+            # Requests without a valid key are counted too.
             middleware=[
                 self._telemetry.middleware,
                 *([Middleware(AuthMiddleware, self._access)] if self._access else []),
@@ -129,7 +129,7 @@ class Ingress:
 
     async def _replica_stats(self, model: str) -> JSON:
         try:
-            # A broadcast to a model without replicas waits for one to come.
+            # A broadcast to a model without replicas waits for one to start.
             if not (await self._health.read()).replicas(model):
                 return {"replicas": []}
             response = self._engines[model].options(_by_reference=True).broadcast("stats")
@@ -142,26 +142,27 @@ class Ingress:
             return {"replicas": [], "error": str(error) or type(error).__name__}
 
     async def _generate(self, request: Request) -> Response:
-        body = await self._body(request)
-        parsed = parse_generate(body, max_prompts=self._settings.ingress.max_prompts)
-        check_tokens(parsed.max_tokens, self._settings.ingress)
-        return self._relay(parsed.model, request, body, GENERATE, parsed)
+        body = await read_body(request, self._settings.ingress)
+        fields = read_call(body, self._settings.ingress, "prompts", "messages")
+        return self._relay(fields.model, request, body, GENERATE, fields)
 
     async def _process(self, request: Request) -> Response:
-        body = await self._body(request)
-        parsed = parse_process(body, max_records=self._settings.ingress.max_prompts)
-        return self._relay(parsed.model, request, body, PROCESS, parsed)
+        body = await read_body(request, self._settings.ingress)
+        fields = read_call(body, self._settings.ingress, "records")
+        return self._relay(fields.model, request, body, PROCESS, fields)
 
     async def _openai(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await read_body(request, self._settings.ingress)
         path: str = request.scope["path"]
-        named = _read_named(request, body)
-        named.check(self._settings.ingress)
-        fields = SchedulingFields(service_tier=named.service_tier)
-        if named.service_tier == "fast":
-            # OpenAI's newer name for it, which vLLM refuses.
+        if _is_json(request, body):
+            fields = read_openai(body, self._settings.ingress)
+        else:
+            fields = OpenAIFields(model=request.query_params.get("model"))
+        if fields.service_tier == "fast":
+            # OpenAI's newer name of "priority", which vLLM refuses.
             body = to_json(from_json(body) | {"service_tier": "priority"})
-        return self._relay(named.model, request, body, MOVED.get(path, path), fields)
+        tier = SchedulingFields(service_tier=fields.service_tier)
+        return self._relay(fields.model, request, body, MOVED.get(path, path), tier)
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": self._routing.cards(self._started)})
@@ -184,56 +185,16 @@ class Ingress:
         async def served() -> bool:
             return (await self._health.read()).replicas(chosen) > 0
 
-        def ask(request: RelayRequest) -> Call:
+        def ask(request: RelayRequest) -> EngineCall:
             messages = relay.remote(request)
             assert isinstance(messages, DeploymentResponseGenerator)
-            return Call(messages, served)
+            return EngineCall(messages, served)
 
         return ProxyResponse(ask, RelayRequest(request.method, path, query, headers, body, scheduling))
 
-    async def _body(self, request: Request) -> bytes:
-        limit = self._settings.ingress.max_body_bytes
-        seconds = self._settings.ingress.body_timeout_s
-        pieces = []
-        size = int(request.headers.get("content-length") or 0)
-        if size <= limit:
-            size = 0
-            try:
-                async with asyncio.timeout(seconds):
-                    async for piece in request.stream():
-                        size += len(piece)
-                        if size > limit:
-                            break
-                        pieces.append(piece)
-            except TimeoutError:
-                message = f"The body was not here after {seconds:g} s (ingress.body_timeout_s)"
-                raise RequestError(408, "timeout_error", message) from None
-            except ClientDisconnect:
-                # Nobody reads it.
-                raise RequestError(400, "invalid_request_error", "The body ended early") from None
-        if size > limit:
-            message = f"The body is larger than the limit of {limit} bytes (ingress.max_body_bytes)"
-            raise RequestError(413, "request_too_large", message)
-        return b"".join(pieces)
 
-
-class _Named(Asked):
-    """The fields of an OpenAI request that matter before it reaches an engine."""
-
-    model: str | None = None
-    service_tier: ServiceTier | None = None
-
-
-def _read_named(request: Request, body: bytes) -> _Named:
-    if not body or "json" not in request.headers.get("content-type", "json").lower():
-        return _Named(model=request.query_params.get("model"))
-    try:
-        return _Named.model_validate_json(body)
-    except ValidationError as error:
-        item = error.errors(include_url=False)[0]
-        param = str(item["loc"][0]) if item["loc"] else None
-        message = f"{param}: {item['msg']}" if param else f"The body is not a JSON object: {item['msg']}"
-        raise RequestError(400, "invalid_request_error", message, param=param) from None
+def _is_json(request: Request, body: bytes) -> bool:
+    return bool(body) and "json" in request.headers.get("content-type", "json").lower()
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

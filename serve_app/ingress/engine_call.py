@@ -1,19 +1,19 @@
-"""A request that an Engine has, for as long as that gives signs of life."""
+"""A call to an Engine, with a limit on how long the Engine may be silent."""
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
+from serve_app.relay.frame import KEEP_ALIVE, Piece, unpack
 from serve_app.relay.keepalive import KEEPALIVE_S
-from serve_app.relay.resume import EngineLostError
 from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")
 
 SILENCE_S = 4 * KEEPALIVE_S
-"""Seconds without a sign of life after which an Engine is taken for lost. Twice what one that is at work
-takes, for one that is busy or far away."""
+"""Seconds without a message after which an Engine counts as lost: twice the longest silence of one that
+works, for one that is busy or far away."""
 
 
 class Messages(Protocol):
@@ -24,36 +24,43 @@ class Messages(Protocol):
     def cancel(self) -> None: ...
 
 
-class EngineSilentError(EngineLostError):
-    """An Engine has given no sign of life."""
+class EngineLostError(Exception):
+    """The engine died in the middle of an answer."""
 
     def __str__(self) -> str:
-        return f"its engine has given no sign of life for {SILENCE_S:g} s"
+        return "its engine has died"
+
+
+class EngineSilentError(EngineLostError):
+    """The engine has sent no message for too long."""
+
+    def __str__(self) -> str:
+        return f"its engine has sent nothing for {SILENCE_S:g} s"
 
 
 class EngineGoneError(EngineLostError):
-    """Serve has ended a call."""
+    """Ray Serve has cancelled the call, since it takes the replica away."""
 
     def __str__(self) -> str:
         return "its engine was taken away"
 
 
-class Call:
-    """The messages of an answer, without the signs of life between them.
+class EngineCall:
+    """The pieces of an answer, without the keep-alives between them.
+
+    Iteration raises `EngineLostError`, or what the handle raises.
 
     Args:
         messages: What the handle returned.
-        served: Whether any Engine could have the request by now. It may wait for one to start first.
-
-    Raises, while it is read, `EngineLostError` and what the handle does.
+        served: Tells whether any Engine could have the request by now; it may wait for one to start.
     """
 
     def __init__(self, messages: Messages, served: Callable[[], Awaitable[bool]]) -> None:
         self._call = messages
         self._messages = aiter(messages)
         self._served = served
-        # While a client is slow to take what was said, nobody listens.
-        self._listening = False
+        # While a client is slow to take a piece, no message is read, and silence says nothing.
+        self._reading = False
         self._heard = False
         self._begun = False
         self._missed = 0
@@ -61,13 +68,13 @@ class Call:
         self._asking: asyncio.Task[None] | None = None
         self._timer = self._arm()
 
-    def __aiter__(self) -> "Call":
+    def __aiter__(self) -> "EngineCall":
         return self
 
-    async def __anext__(self) -> bytes:
-        self._listening = True
+    async def __anext__(self) -> Piece:
+        self._reading = True
         try:
-            while not (message := await anext(self._messages)):
+            while (message := await anext(self._messages)) == KEEP_ALIVE:
                 self._heard = self._begun = True
         except (asyncio.CancelledError, Exception) as error:
             if cancellation.is_own():
@@ -78,9 +85,12 @@ class Call:
                 raise EngineGoneError from None
             raise
         finally:
-            self._listening = False
+            self._reading = False
         self._heard = self._begun = True
-        return message
+        piece = unpack(message)
+        if piece.lost:
+            raise EngineLostError
+        return piece
 
     def cancel(self) -> None:
         """End the Engine's work, if it isn't done."""
@@ -90,11 +100,11 @@ class Call:
         self._call.cancel()
 
     def _arm(self) -> asyncio.TimerHandle:
-        # Half of it, twice: one that comes late, since this process was busy, says nothing yet.
-        return asyncio.get_running_loop().call_later(SILENCE_S / 2, self._look)
+        # Half of the time, twice: a tick that comes late, since this process was busy, decides nothing.
+        return asyncio.get_running_loop().call_later(SILENCE_S / 2, self._tick)
 
-    def _look(self) -> None:
-        if self._heard or not self._listening:
+    def _tick(self) -> None:
+        if self._heard or not self._reading:
             self._missed = 0
         else:
             self._missed += 1
@@ -107,11 +117,11 @@ class Call:
                 self._asking = asyncio.ensure_future(self._ask())
 
     async def _ask(self) -> None:
-        """Give up if an Engine is there that could have answered; where nobody knows, wait on."""
+        """Give up if an Engine is there that could have answered; wait on while that is unknown."""
         try:
             served = await self._served()
         except Exception as error:
-            logger.warning("whether an engine is there can't be told: %r", error)
+            logger.warning("Ray Serve doesn't tell whether an engine is there: %r", error)
             served = False
         self._asking = None
         if not served:

@@ -1,4 +1,4 @@
-"""What is taken off a request before Ray Serve reads it.
+"""Filter of request headers that Ray Serve would trust.
 
 Ray Serve reads some headers by itself, before the Ingress sees the request, and trusts them: the id goes into
 the access log and to the engine as it is, and a value that is not UTF-8 ends as a 500. The variable
@@ -14,7 +14,7 @@ REQUEST_ID = b"x-request-id"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 NEVER_LEAVES = b"x-request-disconnect-disabled"
-"""With it, Serve doesn't notice that a client has left, and the engine would go on."""
+"""With this header, Serve doesn't notice that a client has left, and the engine would go on."""
 
 WATCHED = frozenset({REQUEST_ID, NEVER_LEAVES})
 READ_BY_SERVE = frozenset(
@@ -30,7 +30,7 @@ READ_BY_SERVE = frozenset(
 
 
 class HeaderFilter:
-    """ASGI middleware that leaves out headers which would do harm.
+    """ASGI middleware that drops harmful headers.
 
     - an id that is not 1 to 128 printable ASCII characters, for which Serve then makes one, and a second id;
     - the wish that work goes on for a client that has left;
@@ -50,7 +50,7 @@ class HeaderFilter:
 
 
 def middlewares() -> list[Middleware]:
-    """Return what Serve puts in front of itself."""
+    """Return the middleware that Serve puts in front of itself."""
     return [Middleware(HeaderFilter)]
 
 

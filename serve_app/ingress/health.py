@@ -1,4 +1,4 @@
-"""Whether the models can be used now, as Ray Serve's controller sees it."""
+"""Health of the models, from Ray Serve's controller."""
 
 import asyncio
 import time
@@ -10,10 +10,10 @@ from ray.serve.schema import ApplicationStatusOverview
 from serve_app.api.protocol import JSON
 
 MAX_AGE_S = 2.0
-"""A status this old is asked for again; probes and clients then can't burden the controller."""
+"""Seconds for which a status is used again, so that probes don't load the controller."""
 
 MAX_AGE_AWAITED_S = 0.5
-"""The same while a model is not ready, and somebody may wait for it."""
+"""The same while a model is not ready."""
 
 
 def engine_name(model: str) -> str:
@@ -23,12 +23,12 @@ def engine_name(model: str) -> str:
 
 @dataclass(slots=True, frozen=True)
 class ModelHealth:
-    """One model.
+    """The health of one model.
 
     Attributes:
         running: Replicas that can serve.
-        asleep: There is none because none is needed; the next request wakes one.
-        awaits: What is missing, in Serve's words; empty when ready.
+        asleep: It is scaled to zero; the next request starts a replica.
+        awaits: The missing part, in Serve's words; empty when ready.
     """
 
     running: int
@@ -43,7 +43,7 @@ class ModelHealth:
 
 @dataclass(slots=True, frozen=True)
 class Report:
-    """All models of the application."""
+    """The health of all models of the application."""
 
     models: dict[str, ModelHealth]
 

@@ -1,53 +1,80 @@
-"""How much one request of the OpenAI API may ask for, checked before it reaches an engine."""
+"""Limits on how much one request may ask for, checked before it reaches an engine."""
 
-from typing import Any
+from typing import Annotated
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from serve_app.api.errors import RequestError
-from serve_app.api.protocol import check_count
+from serve_app.api.protocol import check_count, parse_body
+from serve_app.api.scheduling import SchedulingFields, ServiceTier
+from serve_app.ingress.body import JSONBody
 from serve_app.settings.schema import IngressSettings
 
 TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ANSWERS = ("n", "best_of")
-LISTS = ("prompt", "input")
+PROMPT_LISTS = ("prompt", "input")
 
 
-class Asked(BaseModel):
-    """The fields of an OpenAI request that say how much work it is.
+class CallFields(SchedulingFields):
+    """Fields of a `/generate` or `/process` call that the Ingress reads."""
 
-    They are read as leniently as vLLM reads them: what is no number for one is none for the other.
-    """
+    model: str | None = None
+    max_tokens: Annotated[int, Field(strict=True)] | None = None
 
+
+class OpenAIFields(BaseModel):
+    """Fields of an OpenAI request that the Ingress reads, as leniently as vLLM reads them."""
+
+    model: str | None = None
+    service_tier: ServiceTier | None = None
     n: int | None = None
     best_of: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     max_output_tokens: int | None = None
-    prompt: Any = None
-    input: Any = None
-
-    def check(self, limits: IngressSettings) -> None:
-        """Raise a RequestError, 400, if the request asks for more than `limits` allow."""
-        for field in ANSWERS:
-            _check(field, getattr(self, field), limits.max_n, "ingress.max_n")
-        if limits.max_tokens is not None:
-            for field in TOKENS:
-                _check(field, getattr(self, field), limits.max_tokens, "ingress.max_tokens")
-        for field in LISTS:
-            value = getattr(self, field)
-            # A list of numbers is one prompt, in tokens.
-            if isinstance(value, list) and value and not isinstance(value[0], int):
-                check_count(field, len(value), limits.max_prompts)
 
 
-def _check(field: str, value: int | None, most: int, setting: str) -> None:
+def read_call(body: bytes, limits: IngressSettings, *lists: str) -> CallFields:
+    """Return the fields of a `/generate` or `/process` call, whose prompts or records are in `lists`.
+
+    Raises:
+        RequestError: 400, the call asks for more than `limits` allow, or a field is wrong.
+    """
+    content = JSONBody(body)
+    fields = parse_body(CallFields, content.values(*CallFields.model_fields))
+    for name in lists:
+        _check_list(content, name, limits)
+    if limits.max_tokens is not None:
+        _check_most("max_tokens", fields.max_tokens, limits.max_tokens, "ingress.max_tokens")
+    return fields
+
+
+def read_openai(body: bytes, limits: IngressSettings) -> OpenAIFields:
+    """Return the fields of an OpenAI request.
+
+    Raises:
+        RequestError: 400, the request asks for more than `limits` allow, or a field is wrong.
+    """
+    content = JSONBody(body)
+    fields = parse_body(OpenAIFields, content.values(*OpenAIFields.model_fields))
+    for name in ANSWERS:
+        _check_most(name, getattr(fields, name), limits.max_n, "ingress.max_n")
+    if limits.max_tokens is not None:
+        for name in TOKENS:
+            _check_most(name, getattr(fields, name), limits.max_tokens, "ingress.max_tokens")
+    for name in PROMPT_LISTS:
+        # An empty list is refused by vLLM, in its own words.
+        if content.count(name, limits.max_prompts) != 0:
+            _check_list(content, name, limits)
+    return fields
+
+
+def _check_list(content: JSONBody, name: str, limits: IngressSettings) -> None:
+    if (count := content.count(name, limits.max_prompts)) is not None:
+        check_count(name, count, limits.max_prompts)
+
+
+def _check_most(field: str, value: int | None, most: int, setting: str) -> None:
     if value is not None and value > most:
         message = f"{field}: {value} is more than the limit of {most} ({setting})"
         raise RequestError(400, "invalid_request_error", message, param=field)
-
-
-def check_tokens(value: int | None, limits: IngressSettings) -> None:
-    """Raise a RequestError, 400, if `max_tokens` is more than `limits` allow."""
-    if limits.max_tokens is not None:
-        _check("max_tokens", value, limits.max_tokens, "ingress.max_tokens")

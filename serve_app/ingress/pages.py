@@ -1,4 +1,4 @@
-"""The pages for people: at `/` what runs here and how to call it, at `/stats.html` how it is doing."""
+"""The pages for people: at `/` the models and how to call them, at `/stats.html` live statistics."""
 
 from html import escape
 from pathlib import Path
@@ -8,7 +8,7 @@ from starlette.requests import Request
 from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings
 
 STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
-"""Shows what `/stats` says, as it changes. It needs nothing but the service."""
+"""Shows `/stats` as it changes; a page without other files."""
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -69,21 +69,21 @@ def page(settings: Settings, url: str) -> str:
     models = ", ".join(f"<code>{escape(model.id)}</code>" for model in settings.models)
     examples: dict[str, str] = {}
     for model in settings.models:
-        # One of each kind, for its first model.
+        # One example of each kind, with its first model.
         examples.setdefault(_example(model), model.id)
     blocks = [example.format(url=escape(url), model=escape(name)) for example, name in examples.items()]
     return _PAGE.format(models=models, examples="\n".join(blocks))
 
 
 def _example(model: ModelSettings) -> str:
-    """Return how a model of this kind is called."""
+    """Return an example of a call to a model of this kind."""
     if not isinstance(model, FunctionSettings):
         return _LLM
     return f"{_FUNCTION}\n{_EMBEDDINGS}" if model.embeddings else _FUNCTION
 
 
 def wants_page(request: Request) -> bool:
-    """Return whether who asks for `/stats` is a browser that shows what it gets."""
+    """Return whether a request for `/stats` comes from a browser that shows the answer."""
     if request.url.path.endswith(".html"):
         return True
     return "text/html" in request.headers.get("accept", "") and request.query_params.get("format") != "json"

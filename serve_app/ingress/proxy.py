@@ -1,39 +1,41 @@
-"""The Ingress' answer to a request that an Engine has: what the Engine streams, as it comes.
+"""The Ingress' answer to a request: what an Engine streams, passed on as it comes.
 
-When the Engine dies, another one is asked. Before anything was sent, for the same again; in the middle of
-a stream, for what follows, where its parameters allow that.
+When the Engine dies, another one is asked: before anything was sent, for the same again; in the middle of
+a stream, for what follows, where the request's parameters allow that.
 """
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 from ray.serve.exceptions import BackPressureError
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.errors import RequestError, engine_failed
-from serve_app.ingress.engine_call import Call
+from serve_app.api.errors import RequestError, engine_failed, error_response
+from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.retry import TRIES, back_off, is_lost
 from serve_app.ingress.splice import Sent, Splice, UnresumableError
-from serve_app.relay.asgi import END, Head, RelayRequest, error_event, read_head
-from serve_app.relay.resume import unframe
-from serve_app.relay.usage import cut
+from serve_app.relay.events import error_event
+from serve_app.relay.frame import Head, Piece
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import SCOPE_KEY
 
 logger = logging.getLogger("ray.serve")
 
 UNAVAILABLE = 503
-"""An Engine that can't serve says so with this status: it stops, or vLLM's engine has died."""
+"""The status of an Engine that can't serve: it stops, or vLLM's engine has died."""
 
 
 class ProxyResponse(Response):
-    """An answer that an Engine streams.
+    """An answer that an Engine streams. Its usage goes into the request's scope.
 
     Args:
         ask: Sends a request to an Engine.
         request: The request.
     """
 
-    def __init__(self, ask: Callable[[RelayRequest], Call], request: RelayRequest) -> None:
+    def __init__(self, ask: Callable[[RelayRequest], EngineCall], request: RelayRequest) -> None:
         self._ask = ask
         self._request = request
         self._tried = 1
@@ -49,30 +51,28 @@ class ProxyResponse(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            head, piece, whole = await self._begin()
+            head, piece = await self._begin()
         except Exception as error:
             logger.warning("an engine failed before it answered: %r", error)
             await error_response(unavailable(error))(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
-        if whole:
-            await send({"type": "http.response.body", "body": piece, "more_body": False})
+        if piece.usage is not None:
+            _keep_usage(scope, piece)
+            await send({"type": "http.response.body", "body": piece.body, "more_body": False})
             return
-        if head.resume:
-            await self._send_resumable(head, piece, send)
-        else:
-            await self._send_once(head, piece, send)
+        await self._send_pieces(head, piece, scope, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _begin(self) -> tuple[Head, bytes, bool]:
-        """Read the head and the first piece, from the first Engine that answers."""
+    async def _begin(self) -> tuple[Head, Piece]:
+        """Return the head and the first piece, from the first Engine that answers."""
         while True:
             try:
-                head, piece, whole = await read_head(self._call)
-                if whole:
-                    await _finish(self._call)
+                head, piece = await self._first_piece()
+                if piece.usage is not None:
+                    await self._finish()
                 if head.status != UNAVAILABLE or self._tried == TRIES:
-                    return head, piece, whole
+                    return head, piece
                 logger.info("an engine can't serve; trying another")
             except Exception as error:
                 if not is_lost(error) or self._tried == TRIES:
@@ -80,68 +80,78 @@ class ProxyResponse(Response):
                 logger.warning("an engine failed before it answered; trying another: %r", error)
             await self._ask_again(self._request)
 
-    async def _send_once(self, head: Head, piece: bytes, send: Send) -> None:
-        """Send what an Engine streams and no other could go on with."""
-        await send({"type": "http.response.body", "body": piece, "more_body": True})
-        try:
-            async for piece in self._call:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except Exception as error:
-            if cut(piece)[0].endswith(END):
-                logger.info("an engine failed behind its answer: %r", error)
-                return
-            logger.warning("an engine failed in the middle of an answer: %r", error)
-            if not head.is_event_stream:
-                # Ending without the last piece breaks the connection: the client can't take what it
-                # has for the whole.
-                raise
-            body = error_event(unavailable(error))
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+    async def _first_piece(self) -> tuple[Head, Piece]:
+        piece = await self._next_piece()
+        if piece.head is None:
+            raise RuntimeError("the first message of the engine's answer has no head")
+        return piece.head, piece
 
-    async def _send_resumable(self, head: Head, piece: bytes, send: Send) -> None:
-        """Send a stream, and have another Engine go on when one is lost."""
+    async def _next_piece(self) -> Piece:
+        async for piece in self._call:
+            return piece
+        raise RuntimeError("the engine ended its answer early")
+
+    async def _finish(self) -> None:
+        """Read a call whose answer is complete to its end.
+
+        Ray Serve takes a request whose answer is complete for one whose client has left, and cancels the
+        calls that still run.
+        """
+        try:
+            async for _ in self._call:
+                pass
+        except Exception as error:
+            logger.info("an engine failed behind its answer: %r", error)
+
+    async def _send_pieces(self, head: Head, piece: Piece, scope: Scope, send: Send) -> None:
+        """Send a body of several pieces; have another Engine go on with a stream when its own is lost."""
         sent = Sent(head.resume)
         splice: Splice | None = None
+        complete = False
         while True:
             try:
                 while True:
-                    token_ids, body = unframe(piece)
-                    body, usage = cut(body)
-                    if splice is not None:
-                        body = splice.rest(body)
-                    sent.add(token_ids, body)
-                    if body or usage:
-                        await send({"type": "http.response.body", "body": body + usage, "more_body": True})
-                    piece = await anext(self._call)
-            except StopAsyncIteration:
-                return
+                    body = piece.body if splice is None else splice.rest(piece.body)
+                    sent.add(piece.token_ids, body)
+                    complete = piece.usage is not None
+                    _keep_usage(scope, piece)
+                    if body:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                    if complete:
+                        await self._finish()
+                        return
+                    piece = await self._next_piece()
             except Exception as error:
-                if sent.ended:
-                    logger.info("an engine failed behind its answer: %r", error)
-                    return
-                try:
-                    piece, splice = await self._resume(sent, error)
-                except Exception as failure:
-                    logger.warning("an engine failed in the middle of an answer: %r; %s", error, failure)
-                    body = error_event(unavailable(error))
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                    return
+                if complete:
+                    raise
+                failed = error
+            try:
+                piece, splice = await self._resume(sent, failed)
+            except Exception as reason:
+                logger.warning("an engine failed in the middle of an answer: %r; %s", failed, reason)
+                break
+        if not head.is_event_stream:
+            # Without a last piece the connection breaks: the client can't take what it has for the whole.
+            raise failed
+        await send(
+            {"type": "http.response.body", "body": error_event(unavailable(failed)), "more_body": True}
+        )
 
-    async def _resume(self, sent: Sent, error: Exception) -> tuple[bytes, Splice]:
-        """Have another Engine go on with a stream; return its first piece, and what fits it to the others.
+    async def _resume(self, sent: Sent, error: Exception) -> tuple[Piece, Splice]:
+        """Have another Engine go on with a stream; return its first piece, and what joins it to the others.
 
         Raises:
-            UnresumableError: None can, or none is left to ask.
+            UnresumableError: No other Engine can, or none is left to ask.
         """
         if not is_lost(error):
-            raise UnresumableError("that was no fault of its replica")
+            raise UnresumableError("the replica itself is not lost")
         request = sent.request(self._request)
         splice = sent.splice()
         while self._tried < TRIES:
             logger.warning("an engine failed in the middle of an answer; another goes on: %r", error)
             await self._ask_again(request)
             try:
-                head, piece, _ = await read_head(self._call)
+                head, piece = await self._first_piece()
             except Exception as failure:
                 if not is_lost(failure):
                     raise
@@ -164,27 +174,14 @@ class ProxyResponse(Response):
         self._call.cancel()
 
 
-async def _finish(messages: AsyncIterator[bytes]) -> None:
-    """Let a call whose answer is there come to its end.
-
-    Serve takes a request whose answer is complete for one whose client has left, and cancels what still
-    runs.
-    """
-    try:
-        async for _ in messages:
-            pass
-    except Exception as error:
-        logger.info("an engine failed behind its answer: %r", error)
+def _keep_usage(scope: MutableMapping[str, Any], piece: Piece) -> None:
+    if piece.usage is not None and piece.usage.prompt_tokens:
+        scope[SCOPE_KEY] = piece.usage
 
 
 def unavailable(error: Exception) -> RequestError:
-    """Return what a client is told when its Engine failed."""
+    """Return the error for a client whose Engine failed."""
     if isinstance(error, BackPressureError):
         message = "Too many requests wait for this model. Try again."
         return RequestError(429, "rate_limit_error", message, retry_after_s=1.0)
     return engine_failed()
-
-
-def error_response(error: RequestError) -> JSONResponse:
-    """Return an error as an HTTP response."""
-    return JSONResponse(error.body(), error.status, error.headers())

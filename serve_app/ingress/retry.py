@@ -1,4 +1,4 @@
-"""Which failures of a call are worth another try, and when."""
+"""Retry policy for calls to an engine."""
 
 import asyncio
 import random
@@ -6,13 +6,13 @@ import random
 import grpc
 from ray.exceptions import RayActorError
 
-from serve_app.relay.resume import EngineLostError
+from serve_app.ingress.engine_call import EngineLostError
 
 TRIES = 4
-"""Engines that a request may meet. Bounded, since a request may be what they die of."""
+"""Engines that one request may meet. Bounded, since the request may be what they die of."""
 
 BACKOFF_S = 0.15
-"""Seconds before the second try, on average; they double with each. A replica that dies is gone by then."""
+"""Mean seconds before the second try; they double with each. A replica that dies is gone by then."""
 
 _BROKEN = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL}
 
@@ -25,7 +25,7 @@ def is_lost(error: Exception) -> bool:
 
 
 async def back_off(tried: int) -> None:
-    """Wait before the next try; all who lost the same replica don't come back at the same moment.
+    """Wait before the next try, with jitter: many requests may have lost the same replica.
 
     Args:
         tried: Tries so far.

@@ -1,4 +1,4 @@
-"""Which model answers a request, and on which routes."""
+"""Routing of a request to a model, by its name and route."""
 
 from collections.abc import Sequence
 
@@ -22,12 +22,12 @@ OPENAI = (
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
 )
-"""What clients may call of vLLM's application, by POST; those that are called most go first. All of its
-other routes stay inside: a new vLLM may bring some that administer the engine."""
+"""Routes of vLLM's application that clients may call, by POST; the most frequent ones go first. All other
+routes stay closed: a new vLLM may bring some that administer the engine."""
 
 
 class Routing:
-    """The models that are served, by route.
+    """The models of the service, and the routes that each one answers.
 
     Args:
         models: The models, in the order of the config.
@@ -40,12 +40,12 @@ class Routing:
         """Return the id of the model that answers a request.
 
         Args:
-            name: What the request names; None: the only one that answers on that path.
-            path: Where the request came in.
+            name: The model that the request names; None: the only one that answers on that route.
+            path: The route.
 
         Raises:
-            RequestError: 404, there is no such model; 400, it doesn't answer on that path, or has to be
-                named.
+            RequestError: 404, there is no such model; 400, it doesn't answer on that route, or several do and
+                none is named.
         """
         if name is not None:
             model = self.find(name)
@@ -55,7 +55,7 @@ class Routing:
             return name
         models = [model for model in self._models.values() if _serves(model, path)]
         if path == EMBEDDINGS:
-            # Any language model might; a function that says so does.
+            # A function with `embeddings` goes before language models, few of which can embed.
             models = [model for model in models if isinstance(model, FunctionSettings)] or models
         if len(models) == 1:
             return models[0].id

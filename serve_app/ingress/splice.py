@@ -1,15 +1,16 @@
-"""A stream of the OpenAI API that broke, told on from another Engine as one stream."""
+"""Joins a stream of the OpenAI API that broke to its continuation from another Engine."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from serve_app.relay.asgi import END, RelayRequest
-from serve_app.relay.resume import Resume
+from serve_app.relay.events import DONE
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.resume import ResumeMode
 
 MAX_KEPT_BYTES = 1 << 20
-"""Of a stream that is longer than this, what was sent is not kept; it can't go on elsewhere."""
+"""A stream that is longer than this is not kept, and can't go on elsewhere."""
 
 WHOLE_TEXT_ONLY = (
     "tools",
@@ -20,7 +21,7 @@ WHOLE_TEXT_ONLY = (
     "return_token_ids",
     "use_beam_search",
 )
-"""Fields of a request whose answer holds more than text, or text that the tokens alone don't make."""
+"""Fields of a request whose answer holds more than text, or text that the tokens alone don't give."""
 
 
 class UnresumableError(Exception):
@@ -28,22 +29,24 @@ class UnresumableError(Exception):
 
 
 class Sent:
-    """What a client has been sent of a stream, kept as it is: it is read only if the stream breaks.
+    """What a client has been sent of a stream, unparsed: it is read only if the stream breaks.
 
     Args:
-        resume: How the stream could go on.
+        resume: How the stream could go on; nothing is kept of one that can't.
     """
 
     __slots__ = ("_bodies", "_resume", "_size", "_token_ids")
 
-    def __init__(self, resume: Resume) -> None:
+    def __init__(self, resume: ResumeMode) -> None:
         self._resume = resume
         self._bodies: list[bytes] = []
         self._token_ids: list[bytes] = []
         self._size = 0
 
     def add(self, token_ids: bytes, body: bytes) -> None:
-        """Take in a piece."""
+        """Add a piece."""
+        if not self._resume:
+            return
         self._size += len(token_ids) + len(body)
         if self._size <= MAX_KEPT_BYTES:
             self._token_ids.append(token_ids)
@@ -51,21 +54,16 @@ class Sent:
         elif self._bodies:
             self._token_ids, self._bodies = [], []
 
-    @property
-    def ended(self) -> bool:
-        """Whether the client has the last event: nothing that breaks now is its loss."""
-        return bool(self._bodies) and self._bodies[-1].endswith(END)
-
-    def start_over(self, resume: Resume) -> None:
-        """Forget the tokens, not the text: another Engine tells them from the first on."""
+    def start_over(self, resume: ResumeMode) -> None:
+        """Forget the tokens, not the text: another Engine sends the tokens from the first one on."""
         self._resume = resume
         self._token_ids = []
 
     def request(self, request: RelayRequest) -> RelayRequest:
-        """Return the request that has another Engine go on.
+        """Return the request for another Engine that goes on with the stream.
 
         Raises:
-            UnresumableError: None can.
+            UnresumableError: No Engine can go on.
         """
         if not self._resume:
             raise UnresumableError("its parameters don't allow it")
@@ -82,25 +80,25 @@ class Sent:
         return replace(request, resumes=True, token_ids=token_ids)
 
     def splice(self) -> "Splice":
-        """Return what fits another Engine's stream to what was sent.
+        """Return what joins another Engine's stream to what was sent.
 
         Raises:
-            UnresumableError: It is no text that could go on.
+            UnresumableError: What was sent is not text that could go on.
         """
         return Splice(b"".join(self._bodies))
 
 
 class Splice:
-    """Turns a stream that tells an answer from its start into the rest of one that broke.
+    """Turns a stream that repeats an answer from its start into the rest of the stream that broke.
 
     Args:
-        sent: What the client has.
+        sent: The events that the client has.
     """
 
     def __init__(self, sent: bytes) -> None:
         self._first: dict[str, Any] = {}
         self._texts: dict[str, str] = {}
-        self._told: dict[str, int] = {}
+        self._repeated: dict[str, int] = {}
         self._finished = self._counted = False
         if not sent.endswith(b"\n\n"):
             raise UnresumableError("it broke inside an event")
@@ -121,14 +119,14 @@ class Splice:
             piece: Whole events.
 
         Raises:
-            UnresumableError: It tells another text.
+            UnresumableError: The other stream has another text.
         """
         return b"".join(filter(None, map(self._rest, _events(piece))))
 
     def _rest(self, event: dict[str, Any] | None) -> bytes:
         if event is None:
-            self._check_all_told()
-            return END
+            self._check_all_repeated()
+            return DONE
         if "error" in event:
             return _pack(event)
         choices = event["choices"]
@@ -136,51 +134,51 @@ class Splice:
             if self._counted:
                 return b""
         elif self._finished:
-            # The client has all of the text; what may be missing comes behind it.
+            # The client has all of the text; only what comes behind it may be missing.
             return b""
         else:
             (choice,) = choices
-            new = self._cut(choice)
+            new = self._drop_known(choice)
             ends = choice.get("finish_reason") is not None
             if ends:
-                self._check_all_told()
+                self._check_all_repeated()
             elif not new:
                 return b""
         return _pack(event | {name: self._first[name] for name in ("id", "created")})
 
-    def _cut(self, choice: dict[str, Any]) -> bool:
-        """Take out of a choice what the client has; return whether anything is left."""
+    def _drop_known(self, choice: dict[str, Any]) -> bool:
+        """Remove from a choice the text that the client has; return whether any is left."""
         left = False
         place = _place(choice)
         place.pop("role", None)
         for field, text in _texts(choice).items():
-            sent, told = self._texts.get(field, ""), self._told.get(field, 0)
-            known = sent[told : told + len(text)]
+            sent, repeated = self._texts.get(field, ""), self._repeated.get(field, 0)
+            known = sent[repeated : repeated + len(text)]
             if not text.startswith(known):
-                raise UnresumableError("the other engine tells another text")
-            self._told[field] = told + len(text)
+                raise UnresumableError("the other engine gives another text")
+            self._repeated[field] = repeated + len(text)
             place[field] = text[len(known) :]
             left = left or len(known) < len(text)
         return left
 
-    def _check_all_told(self) -> None:
+    def _check_all_repeated(self) -> None:
         if not self._finished and any(
-            len(text) > self._told.get(field, 0) for field, text in self._texts.items()
+            len(text) > self._repeated.get(field, 0) for field, text in self._texts.items()
         ):
-            raise UnresumableError("the other engine tells a shorter text")
+            raise UnresumableError("the other engine gives a shorter text")
 
 
 def _events(data: bytes) -> Iterator[dict[str, Any] | None]:
-    """Read server-sent events; None stands for the one that ends the stream."""
+    """Yield server-sent events; None stands for the last one, DONE."""
     for line in data.split(b"\n\n"):
-        if line == END.strip():
+        if line == DONE.strip():
             yield None
         elif line:
             yield json.loads(line.removeprefix(b"data: "))
 
 
 def _place(choice: dict[str, Any]) -> dict[str, Any]:
-    """Return where a choice has its text: in itself, or in its `delta`."""
+    """Return the object that holds a choice's text: the choice itself, or its `delta`."""
     place: dict[str, Any] = choice.get("delta", choice)
     return place
 

@@ -1,24 +1,20 @@
-"""What an engine tells the Ingress of an answer: the tokens it took and how long it waited.
-
-It travels behind the last byte of the answer, in the same message, and is taken off before anything leaves.
-"""
+"""Usage of a request: the tokens that it took, and its times."""
 
 import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MARK = b"\xffsaturate\x00"
-"""Ends a message that carries a usage. Neither JSON nor a stream of events can hold it: it isn't UTF-8."""
+SCOPE_KEY = "saturate.usage"
+"""Key of the ASGI scope under which the Ingress keeps the usage of an answer."""
 
-MAX_PARTS = 64
-"""Parts that are kept of one request, which may have thousands of prompts."""
+MAX_PROMPTS = 64
+"""Prompts of one request that are kept one by one; a request may have thousands."""
 
 _FIELDS = struct.Struct(">IIff")
-_SIZE = _FIELDS.size + len(MARK)
 
 
 class PromptUsage(NamedTuple):
-    """One prompt of a request; the times are those of `time.monotonic`."""
+    """Usage of one prompt of a request; the times are those of `time.monotonic`."""
 
     submitted_at: float
     started_at: float
@@ -29,45 +25,38 @@ class PromptUsage(NamedTuple):
 
 @dataclass(slots=True)
 class RequestUsage:
-    """What an answer took, over all of its prompts.
+    """Usage of a request, over all of its prompts.
 
     Attributes:
         prompt_tokens: Tokens in.
         output_tokens: Tokens out.
-        wait_s: Seconds that it waited in the batcher; of several prompts, the longest wait.
+        wait_s: Seconds in the batcher's queue; of several prompts, the longest wait.
         engine_s: Seconds from the submission of the first prompt to the end of the last one.
-        parts: The first of its prompts.
+        prompts: The first `MAX_PROMPTS` prompts; they don't cross the relay.
     """
 
     prompt_tokens: int = 0
     output_tokens: int = 0
     wait_s: float = 0.0
     engine_s: float = 0.0
-    parts: list[PromptUsage] = field(default_factory=list)
+    prompts: list[PromptUsage] = field(default_factory=list)
     _since: float = float("inf")
 
-    def add(self, part: PromptUsage) -> None:
-        """Take in a prompt that has ended."""
-        self.prompt_tokens += part.prompt_tokens
-        self.output_tokens += part.output_tokens
-        self.wait_s = max(self.wait_s, part.started_at - part.submitted_at)
-        self._since = min(self._since, part.submitted_at)
-        self.engine_s = part.ended_at - self._since
-        if len(self.parts) < MAX_PARTS:
-            self.parts.append(part)
+    def add(self, prompt: PromptUsage) -> None:
+        """Add a prompt that has ended."""
+        self.prompt_tokens += prompt.prompt_tokens
+        self.output_tokens += prompt.output_tokens
+        self.wait_s = max(self.wait_s, prompt.started_at - prompt.submitted_at)
+        self._since = min(self._since, prompt.submitted_at)
+        self.engine_s = prompt.ended_at - self._since
+        if len(self.prompts) < MAX_PROMPTS:
+            self.prompts.append(prompt)
 
     def pack(self) -> bytes:
-        """Return the usage as it goes behind an answer; nothing, where nothing was taken."""
-        if not self.prompt_tokens:
-            return b""
-        return _FIELDS.pack(self.prompt_tokens, self.output_tokens, self.wait_s, self.engine_s) + MARK
+        """Return the totals as bytes."""
+        return _FIELDS.pack(self.prompt_tokens, self.output_tokens, self.wait_s, self.engine_s)
 
-
-def cut(message: bytes) -> tuple[bytes, bytes]:
-    """Split any message into what belongs to the answer and a usage as it came, which may be empty."""
-    return (message[:-_SIZE], message[-_SIZE:]) if message.endswith(MARK) else (message, b"")
-
-
-def split(message: bytes) -> tuple[bytes, RequestUsage]:
-    """Split a message that ends with `MARK` into what belongs to the answer and the usage."""
-    return message[:-_SIZE], RequestUsage(*_FIELDS.unpack_from(message, len(message) - _SIZE))
+    @classmethod
+    def unpack(cls, data: bytes) -> "RequestUsage":
+        """Read the totals that `pack` wrote."""
+        return cls(*_FIELDS.unpack(data))

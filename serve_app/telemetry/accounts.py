@@ -8,7 +8,7 @@ from typing import Any, Literal
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import MARK, RequestUsage, split
+from serve_app.relay.usage import SCOPE_KEY, RequestUsage
 
 Outcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 
@@ -154,6 +154,7 @@ class Accounts:
     def close(self, account: Account) -> None:
         """A request has ended."""
         account.ended_at = time.monotonic()
+        account.usage = account.scope.get(SCOPE_KEY)
         # They hold each other, and would wait for the garbage collector.
         del account.scope[KEY]
         self.under_way -= 1
@@ -170,7 +171,7 @@ class Accounts:
 
 
 class Accounting:
-    """ASGI middleware that keeps an account of each request and takes off the receipts of the engines.
+    """ASGI middleware that keeps an account of each request.
 
     Args:
         app: What answers.
@@ -193,9 +194,6 @@ class Accounting:
                 account.status = message["status"]
                 account.streams = _is_event_stream(message.get("headers", ()))
             else:
-                body = message.get("body", b"")
-                if body.endswith(MARK):
-                    message["body"], account.usage = split(body)
                 if not account.first_at:
                     account.first_at = time.monotonic()
                 if not message.get("more_body", False):

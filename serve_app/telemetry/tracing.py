@@ -96,17 +96,17 @@ class Tracing:
             },
         )
         if whole.is_recording():
-            for part in usage.parts:
-                self._part(whole, part, offset)
+            for prompt in usage.prompts:
+                self._prompt(whole, prompt, offset)
         whole.end()
 
-    def _part(self, whole: Span, part: PromptUsage, offset: int) -> None:
+    def _prompt(self, whole: Span, prompt: PromptUsage, offset: int) -> None:
         inside = set_span_in_context(whole)
-        times = [_ns(at, offset) for at in (part.submitted_at, part.started_at, part.ended_at)]
+        times = [_ns(at, offset) for at in (prompt.submitted_at, prompt.started_at, prompt.ended_at)]
         self._tracer.start_span("queue", context=inside, start_time=times[0]).end(times[1])
         tokens = {
-            "gen_ai.usage.input_tokens": part.prompt_tokens,
-            "gen_ai.usage.output_tokens": part.output_tokens,
+            "gen_ai.usage.input_tokens": prompt.prompt_tokens,
+            "gen_ai.usage.output_tokens": prompt.output_tokens,
         }
         self._tracer.start_span("generate", context=inside, start_time=times[1], attributes=tokens).end(
             times[2]

@@ -13,10 +13,9 @@ SCRIPT = """
 import asyncio, json, sys
 import ray
 from ray import serve
-from serve_app.relay.usage import cut
-from serve_app.relay.asgi import Head, RelayRequest
 from serve_app.ingress.splice import Splice
-from serve_app.relay.resume import to_ids, unframe
+from serve_app.relay.frame import unpack
+from serve_app.relay.request import RelayRequest
 
 # What comes out of the engine faster than it is read travels together: a short answer may have no seam.
 TRIES = 20
@@ -29,13 +28,13 @@ handle = serve.get_deployment_handle("Engine:demo", "llm").options(
 HEADERS = [(b"content-type", b"application/json")]
 
 async def ask(path, body, **resumed):
-    messages = aiter(handle.remote(RelayRequest("POST", path, b"", HEADERS, body, **resumed)))
-    head, piece, whole = Head.unpack(await anext(messages))
-    pieces = [piece] + [piece async for piece in messages]
-    if not head.resume:
-        return "", [], cut(b"".join(pieces))[0]
-    ids, bodies = zip(*map(unframe, pieces))
-    return head.resume, ids, [cut(body)[0] for body in bodies]
+    messages = handle.remote(RelayRequest("POST", path, b"", HEADERS, body, **resumed))
+    pieces = [unpack(message) async for message in messages]
+    bodies = [piece.body for piece in pieces]
+    resume = pieces[0].head.resume
+    if not resume:
+        return "", [], b"".join(bodies)
+    return resume, [piece.token_ids for piece in pieces], bodies
 
 async def main():
     results = []

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import (
-    CLASSES,
     DEFAULT_SCHEDULING,
+    TIER_PRIORITY,
     Scheduling,
     SchedulingFields,
     ServiceTier,
@@ -50,7 +50,7 @@ def test_who_states_nothing_has_the_usual_terms() -> None:
 )
 def test_a_service_tier_is_a_class(tier: ServiceTier, priority: int) -> None:
     assert SchedulingFields(service_tier=tier).scheduling().priority == priority
-    assert tier in CLASSES
+    assert tier in TIER_PRIORITY
 
 
 def test_fields_are_terms() -> None:

@@ -1,4 +1,4 @@
-"""A call's records through a batcher: all of them, in order, and who is told what when one fails."""
+"""Calls that carry a list of records: order, admission, and errors of single records."""
 
 import asyncio
 import gc
@@ -10,7 +10,7 @@ import pytest
 from batcher import DynamicBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
-from serve_app.engine.batch_call import BREATH, Outcome, explain, run_records
+from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall, record_error, run_records
 
 LIMIT_S = 20.0
 
@@ -60,22 +60,19 @@ async def run(
     records: list[Any],
     scheduling: Scheduling = DEFAULT_SCHEDULING,
     partial: bool = False,
-) -> list[Outcome]:
+) -> list[Any]:
+    """Return the result of each record, or the type of its error."""
+    call = BatchCall("records", partial=partial)
     async with asyncio.timeout(LIMIT_S):
-        return await run_records(batcher, records, scheduling, field="records", partial=partial)
+        tickets = await run_records(batcher, records, scheduling, call)
+    failed = {error.index: error.type for error in call.errors or ()}
+    return [failed[index] if ticket is None else ticket.result() for index, ticket in enumerate(tickets)]
 
 
 async def settle() -> None:
     """Let every task run until it waits for something that only the test can bring about."""
     for _ in range(20):
         await asyncio.sleep(0)
-
-
-def shown(outcomes: list[Outcome]) -> list[Any]:
-    return [
-        (outcome.status, outcome.type) if isinstance(outcome, RequestError) else outcome.result()
-        for outcome in outcomes
-    ]
 
 
 async def hold_up(model: Model, batcher: DynamicBatcher[Any, Any], waiting: int) -> "asyncio.Future[Any]":
@@ -89,8 +86,8 @@ async def hold_up(model: Model, batcher: DynamicBatcher[Any, Any], waiting: int)
 
 
 async def test_results_are_in_the_order_of_the_records(batcher: DynamicBatcher[Any, Any]) -> None:
-    count = 2 * BREATH + 3
-    assert shown(await run(batcher, list(range(count)))) == [f"<{n}>" for n in range(count)]
+    count = 2 * RECORDS_PER_TURN + 3
+    assert await run(batcher, list(range(count))) == [f"<{n}>" for n in range(count)]
     assert batcher.stats.avg_batch_size > 1
 
 
@@ -103,7 +100,7 @@ async def test_a_list_longer_than_the_queue_waits_for_room_behind_its_first_reco
     assert batcher.stats.outside == 1
     assert not call.done()
     model.go.set()
-    assert shown(await call) == [f"<{n}>" for n in range(20)]
+    assert await call == [f"<{n}>" for n in range(20)]
     await busy
 
 
@@ -140,8 +137,8 @@ async def test_what_is_left_of_a_call_that_failed_is_not_run(
 
 async def test_with_partial_a_record_fails_alone(batcher: DynamicBatcher[Any, Any]) -> None:
     outcomes = await run(batcher, ["bad", "a", "bad", "b"], partial=True)
-    failed = (422, "processing_error")
-    assert shown(outcomes) == [failed, "<a>", failed, "<b>"]
+    failed = "processing_error"
+    assert outcomes == [failed, "<a>", failed, "<b>"]
 
 
 async def test_a_record_whose_cost_can_not_be_told_fails_alone_too(model: Model) -> None:
@@ -152,8 +149,8 @@ async def test_a_record_whose_cost_can_not_be_told_fails_alone_too(model: Model)
 
     async with DynamicBatcher(model.process, cost_estimator=cost) as batcher:
         outcomes = await run(batcher, [5, "a", None], partial=True)
-        failed = (422, "processing_error")
-        assert shown(outcomes) == [failed, "<a>", failed]
+        failed = "processing_error"
+        assert outcomes == [failed, "<a>", failed]
         with pytest.raises(RequestError, match=r"records\[1\]: TypeError: no text"):
             await run(batcher, ["a", 5])
 
@@ -172,8 +169,7 @@ async def test_what_can_not_start_in_time_is_not_run(model: Model, batcher: Dyna
     with pytest.raises(RequestError) as caught:
         await run(batcher, ["late"], scheduling)
     assert (caught.value.status, caught.value.type) == (408, "timeout_error")
-    late = (408, "timeout_error")
-    assert shown(await run(batcher, ["late"] * 6, scheduling, partial=True)) == [late] * 6
+    assert await run(batcher, ["late"] * 6, scheduling, partial=True) == ["timeout_error"] * 6
     model.go.set()
     await busy
     assert "late" not in model.records
@@ -242,4 +238,6 @@ async def test_no_error_is_left_to_the_event_loop_to_report(batcher: DynamicBatc
 
 
 def test_an_error_is_told_by_its_type_and_its_message() -> None:
-    assert explain(ZeroDivisionError("division by zero")).message == "ZeroDivisionError: division by zero"
+    assert (
+        record_error(ZeroDivisionError("division by zero")).message == "ZeroDivisionError: division by zero"
+    )

@@ -12,8 +12,8 @@ from ray import serve
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.function import FunctionEngine
-from serve_app.relay.asgi import Head, RelayRequest
-from serve_app.relay.usage import MARK, split
+from serve_app.relay.frame import unpack
+from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, SettingsError, parse
 
 
@@ -99,10 +99,9 @@ async def relay(
     text = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = RelayRequest("POST", path, b"", [], text, scheduling or Scheduling())
     (message,) = [message async for message in engine.relay(request)]
-    if message.endswith(MARK):
-        message, _ = split(message)
-    head, answer, _ = Head.unpack(message)
-    return head.status, json.loads(answer), dict(head.headers)
+    piece = unpack(message)
+    assert piece.head is not None
+    return piece.head.status, json.loads(piece.body), dict(piece.head.headers)
 
 
 # The class

@@ -6,28 +6,29 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.engine.replica import answer
-from serve_app.relay.asgi import Head
+from serve_app.relay.frame import Head, Piece, unpack
+from serve_app.relay.usage import RequestUsage
 
 
 async def test_a_body_is_answered_as_json() -> None:
     async def body() -> bytes:
         return b'{"a": 1}'
 
-    head, text, whole = Head.unpack(await answer(body()))
-    assert whole
-    assert (head.status, text) == (200, b'{"a": 1}')
-    assert head.headers == [(b"content-type", b"application/json")]
+    usage = RequestUsage(3, 4)
+    head = Head(200, [(b"content-type", b"application/json")])
+    assert unpack(await answer(body(), usage)) == Piece(head, b'{"a": 1}', usage=usage)
 
 
 async def test_a_refusal_is_answered_with_its_status_and_headers() -> None:
     async def body() -> bytes:
         raise RequestError(429, "rate_limit_error", "full", retry_after_s=2)
 
-    head, text, whole = Head.unpack(await answer(body()))
-    assert whole
-    assert head.status == 429
-    assert (b"retry-after", b"2") in head.headers
-    assert json.loads(text)["error"]["message"] == "full"
+    piece = unpack(await answer(body(), RequestUsage()))
+    assert piece.head is not None
+    assert piece.usage is not None
+    assert piece.head.status == 429
+    assert (b"retry-after", b"2") in piece.head.headers
+    assert json.loads(piece.body)["error"]["message"] == "full"
 
 
 async def test_any_other_error_is_no_answer() -> None:
@@ -35,4 +36,4 @@ async def test_any_other_error_is_no_answer() -> None:
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await answer(body())
+        await answer(body(), RequestUsage())

@@ -13,14 +13,17 @@ from ray import serve
 from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
+from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import Health, ModelHealth, Report
 from serve_app.ingress.routing import OPENAI
-from serve_app.relay.asgi import Head, Message, RelayRequest, pack_error
+from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
+from tests.serve_app.answers import END, complete
 
 LIMIT_S = 20.0
 PLAIN = Head(200, [(b"content-type", b"application/json"), (b"x-mine", b"1")])
@@ -110,7 +113,8 @@ def answer(*messages: bytes | Exception) -> Answering:
 
 async def echo(request: RelayRequest) -> AsyncGenerator[bytes, None]:
     """Answer with what arrived."""
-    yield PLAIN.pack(json.dumps({"path": request.path, "body": request.body.decode("latin-1")}).encode())
+    content = {"path": request.path, "body": request.body.decode("latin-1")}
+    yield complete(PLAIN, json.dumps(content).encode())
 
 
 @pytest.fixture(autouse=True)
@@ -225,7 +229,10 @@ def check_error(response: httpx.Response, status: int, type: str, param: str | N
 
 
 async def test_a_request_goes_to_the_engine_of_its_model_and_its_answer_comes_back() -> None:
-    engines = {"a": Engine(answer(PLAIN.pack(b"from a"))), "b": Engine(answer(PLAIN.pack(b"from "), b"b"))}
+    engines = {
+        "a": Engine(answer(complete(PLAIN, b"from a"))),
+        "b": Engine(answer(pack(head=PLAIN, body=b"from "), pack(body=b"b"), END)),
+    }
     async with Client(engines) as client:
         response = await client.post(CHAT, json={"model": "b", "messages": []})
     assert (response.status_code, response.content) == (200, b"from b")
@@ -398,7 +405,7 @@ async def test_a_bad_field_of_process_is_refused_with_its_name() -> None:
         for body, param in (
             ({"records": []}, "records"),
             ({"records": ["x"] * 3}, "records"),
-            ({"records": ["x"], "prompts": ["x"]}, "prompts"),
+            ({"records": ["x"], "tenant": 5}, "tenant"),
         ):
             check_error(await client.post("/process", json=body), 400, "invalid_request_error", param)
         assert client.engine.requests == []
@@ -411,7 +418,7 @@ async def test_a_bad_field_of_process_is_refused_with_its_name() -> None:
     ("path", "body"),
     [("/generate", {"prompts": ["x"]}), ("/process", {"records": ["x"], "model": "rank"})],
 )
-async def test_terms_are_those_of_the_body_and_of_the_headers(path: str, body: dict[str, Any]) -> None:
+async def test_scheduling_comes_from_the_body_and_the_headers(path: str, body: dict[str, Any]) -> None:
     engines = {"a": Engine(echo), "rank": Engine(echo)}
     requests = engines["rank" if path == "/process" else "a"].requests
     async with Client(engines) as client:
@@ -496,8 +503,9 @@ async def test_a_bad_field_of_generate_is_refused_with_its_name() -> None:
         for body, param in (
             ({"prompts": []}, "prompts"),
             ({"prompts": ["x"] * 3}, "prompts"),
-            ({"prompts": ["x"], "max_tokens": 0}, "max_tokens"),
-            ({"prompts": ["x"], "temprature": 0}, "temprature"),
+            ({"messages": [[]] * 3}, "messages"),
+            ({"prompts": ["x"], "max_tokens": "5"}, "max_tokens"),
+            ({"prompts": ["x"], "queue_timeout_s": 0}, "queue_timeout_s"),
         ):
             check_error(await client.post("/generate", json=body), 400, "invalid_request_error", param)
         assert client.engine.requests == []
@@ -601,8 +609,8 @@ async def test_an_engine_s_refusal_comes_through_as_it_is() -> None:
 
 async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event() -> None:
     messages: list[bytes | Exception] = [
-        STREAM.pack(b'data: {"a": 1}\n\n'),
-        b'data: {"a": 2}\n\n',
+        pack(head=STREAM, body=b'data: {"a": 1}\n\n'),
+        pack(body=b'data: {"a": 2}\n\n'),
         RuntimeError("died"),
     ]
     async with Client(Engine(answer(*messages))) as client:
@@ -617,7 +625,7 @@ async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event() -> N
 
 
 async def test_a_body_that_fails_in_the_middle_breaks_the_connection() -> None:
-    engine = Engine(answer(PLAIN.pack(b'{"a": '), RuntimeError("died")))
+    engine = Engine(answer(pack(head=PLAIN, body=b'{"a": '), RuntimeError("died")))
     call = Call(application({"demo": engine}), CHAT)
     with pytest.raises(RuntimeError, match="died"):
         await asyncio.wait_for(call.task, LIMIT_S)
@@ -647,13 +655,14 @@ async def test_each_piece_is_passed_on_when_it_comes() -> None:
     answering, messages = held()
     engine = Engine(answering)
     call = Call(application({"demo": engine}), CHAT)
-    messages.put_nowait(STREAM.pack(b"a"))
+    messages.put_nowait(pack(head=STREAM, body=b"a"))
     start = await call.next()
     assert (start["status"], start["headers"]) == (200, STREAM.headers)
     assert (await call.next())["body"] == b"a"
     for body in (b"b", b"c"):
-        messages.put_nowait(body)
+        messages.put_nowait(pack(body=body))
         assert await call.next() == {"type": "http.response.body", "body": body, "more_body": True}
+    messages.put_nowait(END)
     messages.put_nowait(None)
     assert await call.next() == {"type": "http.response.body", "body": b"", "more_body": False}
     await asyncio.wait_for(call.task, LIMIT_S)
@@ -666,7 +675,7 @@ async def test_a_client_that_leaves_stops_the_engine_s_work(path: str, when: str
     engine = Engine(answering)
     call = Call(application({"demo": engine}), path, b'{"prompts": ["x"]}')
     if when == "in the middle of it":
-        messages.put_nowait(STREAM.pack(b"a"))
+        messages.put_nowait(pack(head=STREAM, body=b"a"))
         await call.next()
         await call.next()
     else:
@@ -674,7 +683,7 @@ async def test_a_client_that_leaves_stops_the_engine_s_work(path: str, when: str
     assert not engine.answers[0].stopped.is_set()
     await call.leave()
     assert engine.answers[0].stopped.is_set()
-    messages.put_nowait(b"too late")
+    messages.put_nowait(pack(body=b"too late"))
     await asyncio.sleep(0)
     assert call.sent.empty()
 

@@ -1,4 +1,4 @@
-"""When an Engine that says nothing is given up, and when it isn't."""
+"""When an Engine that sends nothing is given up, and when it isn't."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
@@ -8,13 +8,14 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from serve_app.ingress import engine_call
-from serve_app.ingress.engine_call import Call, EngineGoneError, EngineSilentError
+from serve_app.ingress.engine_call import EngineCall, EngineGoneError, EngineLostError, EngineSilentError
 from serve_app.ingress.retry import is_lost
-from serve_app.relay.keepalive import ALIVE
+from serve_app.relay.frame import KEEP_ALIVE, LOST, Piece, pack
 
 T = TypeVar("T")
 LIMIT_S = 5.0
 SILENCE_S = 0.04
+A, B = pack(body=b"a"), pack(body=b"b")
 
 
 class Answer:
@@ -66,49 +67,49 @@ async def soon(awaitable: Awaitable[T]) -> T:
         return await awaitable
 
 
-async def test_signs_of_life_are_no_part_of_the_answer() -> None:
+async def test_keep_alives_are_no_part_of_the_answer() -> None:
     answer = Answer()
-    for said in (ALIVE, b"a", ALIVE, ALIVE, b"b", None):
+    for said in (KEEP_ALIVE, A, KEEP_ALIVE, KEEP_ALIVE, B, None):
         answer.said.put_nowait(said)
-    assert await soon(gather(Call(answer, Replicas(True)))) == [b"a", b"b"]
+    assert await soon(gather(EngineCall(answer, Replicas(True)))) == [Piece(body=b"a"), Piece(body=b"b")]
 
 
-async def gather(messages: Call) -> list[bytes]:
+async def gather(messages: EngineCall) -> list[Piece]:
     return [message async for message in messages]
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_an_engine_that_says_nothing_is_given_up(begun: bool) -> None:
+async def test_an_engine_that_sends_nothing_is_given_up(begun: bool) -> None:
     answer = Answer()
-    asked = Call(answer, Replicas(True))
+    asked = EngineCall(answer, Replicas(True))
     if begun:
-        answer.said.put_nowait(b"a")
-        assert await soon(anext(asked)) == b"a"
+        answer.said.put_nowait(A)
+        assert await soon(anext(asked)) == Piece(body=b"a")
     with pytest.raises(EngineSilentError) as caught:
         await soon(anext(asked))
     assert is_lost(caught.value)
     assert answer.cancelled.is_set()
 
 
-async def test_one_that_gives_signs_of_life_is_waited_for() -> None:
+async def test_an_engine_that_sends_keep_alives_is_waited_for() -> None:
     answer, replicas = Answer(), Replicas(True)
-    waits = asyncio.ensure_future(anext(Call(answer, replicas)))
+    waits = asyncio.ensure_future(anext(EngineCall(answer, replicas)))
     for _ in range(12):
-        answer.said.put_nowait(ALIVE)
+        answer.said.put_nowait(KEEP_ALIVE)
         await asyncio.sleep(SILENCE_S / 4)
     assert not waits.done()
-    answer.said.put_nowait(b"a")
-    assert await soon(waits) == b"a"
+    answer.said.put_nowait(A)
+    assert await soon(waits) == Piece(body=b"a")
 
 
 async def test_a_request_that_no_engine_can_have_yet_is_waited_for() -> None:
     answer, replicas = Answer(), Replicas(False, False, False, True)
     with pytest.raises(EngineSilentError):
-        await soon(anext(Call(answer, replicas)))
+        await soon(anext(EngineCall(answer, replicas)))
     assert replicas.asked == 4
 
 
-async def test_it_is_waited_for_while_nobody_knows() -> None:
+async def test_an_engine_is_waited_for_while_its_state_is_unknown() -> None:
     answer = Answer()
     asked = 0
 
@@ -117,46 +118,54 @@ async def test_it_is_waited_for_while_nobody_knows() -> None:
         asked += 1
         if asked < 3:
             raise ConnectionError
-        answer.said.put_nowait(b"a")
+        answer.said.put_nowait(A)
         await asyncio.sleep(SILENCE_S / 4)
         return True
 
     # It says something while that is asked.
-    assert await soon(anext(Call(answer, unknown))) == b"a"
+    assert await soon(anext(EngineCall(answer, unknown))) == Piece(body=b"a")
     assert asked == 3
     assert not answer.cancelled.is_set()
 
 
-async def test_a_client_that_is_slow_says_nothing_of_the_engine() -> None:
+async def test_a_slow_client_does_not_make_an_engine_silent() -> None:
     answer = Answer()
-    asked = Call(answer, Replicas(True))
-    answer.said.put_nowait(b"a")
-    assert await soon(anext(asked)) == b"a"
+    asked = EngineCall(answer, Replicas(True))
+    answer.said.put_nowait(A)
+    assert await soon(anext(asked)) == Piece(body=b"a")
     # The client takes its time.
     await asyncio.sleep(4 * SILENCE_S)
     assert not answer.cancelled.is_set()
-    answer.said.put_nowait(b"b")
-    assert await soon(anext(asked)) == b"b"
+    answer.said.put_nowait(B)
+    assert await soon(anext(asked)) == Piece(body=b"b")
 
 
-async def test_other_failures_are_what_they_are() -> None:
+async def test_an_engine_that_died_in_the_middle_is_lost() -> None:
+    answer = Answer()
+    answer.said.put_nowait(LOST)
+    with pytest.raises(EngineLostError) as caught:
+        await soon(anext(EngineCall(answer, Replicas(True))))
+    assert is_lost(caught.value)
+
+
+async def test_other_failures_are_raised_as_they_are() -> None:
     answer = Answer()
     answer.said.put_nowait(ActorDiedError())
     with pytest.raises(ActorDiedError):
-        await soon(anext(Call(answer, Replicas(True))))
+        await soon(anext(EngineCall(answer, Replicas(True))))
 
 
 async def test_a_call_that_serve_ends_is_lost_and_not_the_client_s_doing() -> None:
     answer = Answer()
     answer.said.put_nowait(asyncio.CancelledError())
     with pytest.raises(EngineGoneError) as caught:
-        await soon(anext(Call(answer, Replicas(True))))
+        await soon(anext(EngineCall(answer, Replicas(True))))
     assert is_lost(caught.value)
 
 
-async def test_who_leaves_is_not_told_of_silence() -> None:
+async def test_a_caller_that_is_cancelled_gets_its_cancellation() -> None:
     answer = Answer()
-    asked = Call(answer, Replicas(True))
+    asked = EngineCall(answer, Replicas(True))
     waits = asyncio.ensure_future(anext(asked))
     await asyncio.sleep(0)
     waits.cancel()

@@ -1,7 +1,8 @@
-"""What a client gets when the Engines behind the Ingress die, one after the other."""
+"""Answers to a client while the Engines behind the Ingress die, one after the other."""
 
 import asyncio
 import json
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,19 +12,24 @@ import pytest
 from ray import ActorID
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.handle import DeploymentResponseGenerator
+from starlette.types import Message
 
 from serve_app.api.errors import RequestError, engine_failed
 from serve_app.ingress import retry
-from serve_app.ingress.engine_call import Call
+from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.retry import TRIES
-from serve_app.relay.asgi import Head, Message, RelayRequest, pack_error
-from serve_app.relay.resume import LOST, Resume, Trail, to_ids
+from serve_app.relay.events import DONE
+from serve_app.relay.frame import LOST, Head, pack, pack_error
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.resume import ResumeMode, to_ids
+from serve_app.relay.usage import SCOPE_KEY, RequestUsage
 
 LIMIT_S = 5.0
 PLAIN = [(b"content-type", b"application/json")]
 STREAM = [(b"content-type", b"text/event-stream")]
-ANSWER = Head(200, PLAIN).pack(b'{"text": "abc"}', whole=True)
+USAGE = RequestUsage(3, 4)
+ANSWER = pack(head=Head(200, PLAIN), body=b'{"text": "abc"}', usage=USAGE)
 FULL = pack_error(RequestError(429, "rate_limit_error", "full", retry_after_s=2))
 STOPS = pack_error(engine_failed())
 DEAD = ActorDiedError()
@@ -33,7 +39,6 @@ GONE = asyncio.CancelledError()
 AWAY = ActorUnavailableError("Actor is unavailable.", ActorID.nil().binary())
 CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
 WRONG = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
-END = b"data: [DONE]\n\n"
 
 Script = list[bytes | BaseException]
 
@@ -72,10 +77,10 @@ class Engines:
     asked: list[RelayRequest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
 
-    def ask(self, request: RelayRequest) -> Call:
+    def ask(self, request: RelayRequest) -> EngineCall:
         self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
         self.asked.append(request)
-        return Call(self.answers[-1], served)
+        return EngineCall(self.answers[-1], served)
 
 
 @dataclass
@@ -85,6 +90,7 @@ class Reply:
     status: int = 0
     body: bytes = b""
     ended: bool = False
+    usage: RequestUsage | None = None
 
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -120,15 +126,17 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return pauses
 
 
-async def nobody() -> Message:
+async def no_body() -> Message:
     raise AssertionError("the body was read before")
 
 
 async def reply(engines: Engines, **body: Any) -> Reply:
     request = RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
     received = Reply()
+    scope: dict[str, Any] = {"type": "http"}
     async with asyncio.timeout(LIMIT_S):
-        await ProxyResponse(engines.ask, request)({"type": "http"}, nobody, received.take)
+        await ProxyResponse(engines.ask, request)(scope, no_body, received.take)
+    received.usage = scope.get(SCOPE_KEY)
     assert received.ended
     assert all(answer.left for answer in engines.answers), "no call is left running"
     return received
@@ -144,6 +152,7 @@ async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) 
     engines = Engines([[failure], [failure], [ANSWER]])
     received = await reply(engines)
     assert (received.status, received.body) == (200, b'{"text": "abc"}')
+    assert received.usage == USAGE
     assert engines.asked[0] is engines.asked[1] is engines.asked[2]
 
 
@@ -205,18 +214,17 @@ def event(text: str, finish: str | None = None, id: str = "a") -> bytes:
 
 
 def stream(
-    *pieces: tuple[list[int], bytes], resume: Resume = "tokens", then: bytes | Exception | None = None
+    *pieces: tuple[list[int], bytes], resume: ResumeMode = "tokens", then: bytes | Exception | None = None
 ) -> Script:
-    trail = Trail(lambda: False)
     script: Script = []
-    for token_ids, body in pieces:
-        trail.add(token_ids)
-        framed = trail.frame(body)
-        script.append(framed if script else Head(200, STREAM, resume).pack(framed))
+    for ids, body in pieces:
+        head = None if script else Head(200, STREAM, resume)
+        usage = USAGE if body.endswith(DONE) else None
+        script.append(pack(head=head, body=body, token_ids=array("I", ids).tobytes(), usage=usage))
     return script if then is None else [*script, then]
 
 
-WHOLE = stream(([1, 2], event("ab", id="b")), ([3], event("c", "length", id="b") + END))
+WHOLE = stream(([1, 2], event("ab", id="b")), ([3], event("c", "length", id="b") + DONE))
 
 
 @pytest.mark.parametrize(
@@ -241,7 +249,7 @@ async def test_a_stream_goes_on_as_often_as_there_are_tries() -> None:
 
 
 async def test_what_is_drawn_with_a_seed_starts_again_and_the_client_sees_no_seam() -> None:
-    again = stream(([], event("abc", "length", id="b") + END), resume="again")
+    again = stream(([], event("abc", "length", id="b") + DONE), resume="again")
     engines = Engines([stream(([], event("a")), resume="again", then=DEAD), again])
     received = await reply(engines, seed=1, temperature=1)
     assert received.text == "abc"
@@ -251,8 +259,8 @@ async def test_what_is_drawn_with_a_seed_starts_again_and_the_client_sees_no_sea
 @pytest.mark.parametrize(
     "script",
     [
-        stream(([1], event("a", "length")), ([], END), then=AWAY),
-        [Head(200, STREAM).pack(event("a", "length")), END, AWAY],
+        stream(([1], event("a", "length")), ([], DONE), then=AWAY),
+        stream(([], event("a", "length")), ([], DONE), resume="", then=AWAY),
     ],
     ids=["may go on", "may not"],
 )
@@ -267,7 +275,7 @@ async def test_an_engine_that_dies_behind_the_last_event_has_answered(script: Sc
 @pytest.mark.parametrize(
     ("script", "body"),
     [
-        ([Head(200, STREAM).pack(event("a")), DEAD], {}),
+        (stream(([], event("a")), resume="", then=DEAD), {}),
         (stream(([1], event("a")), then=DEAD), {"n": 2}),
         (stream(([1], event("a")), then=RuntimeError("a bug")), {}),
     ],
@@ -311,3 +319,16 @@ async def test_pauses_are_short_and_differ(monkeypatch: pytest.MonkeyPatch) -> N
         await retry.back_off(tried)
     assert len(set(slept)) == len(slept)
     assert sum(slept) < 2 * 1.5 * retry.BACKOFF_S * 2**TRIES
+
+
+async def test_a_stream_leaves_its_usage_in_the_scope() -> None:
+    assert (await reply(Engines([WHOLE]))).usage == USAGE
+
+
+async def test_a_stream_that_breaks_leaves_none() -> None:
+    assert (await reply(Engines([stream(([], event("a")), resume="", then=DEAD)]))).usage is None
+
+
+async def test_a_stream_that_ends_without_its_usage_broke_off() -> None:
+    received = await reply(Engines([stream(([1], event("a")))]))
+    assert received.events[-1]["error"]["code"] == 503

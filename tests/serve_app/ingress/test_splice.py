@@ -1,6 +1,7 @@
 """A stream that broke, told on from another engine: the client gets the text once, and as one stream."""
 
 import json
+from array import array
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.ingress.splice import MAX_KEPT_BYTES, Sent, Splice, UnresumableError
-from serve_app.relay.asgi import END, RelayRequest
-from serve_app.relay.resume import LOST, EngineLostError, Trail, to_ids, unframe
+from serve_app.relay.events import DONE
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.resume import to_ids
 
 JSON = dict[str, Any]
 
@@ -51,7 +53,7 @@ def test_the_rest_follows_and_nothing_comes_twice() -> None:
     rest = splice.rest(chunk({"role": "assistant", "content": ""}, id="b", created=9))
     assert rest == b""
     rest = splice.rest(chunk({"content": "Hello"}, id="b", created=9) + chunk({"content": "!"}, "stop"))
-    rest += splice.rest(usage(3, id="b") + END)
+    rest += splice.rest(usage(3, id="b") + DONE)
     first, second, third, end = told(rest)
     assert first["choices"][0]["delta"] == {"content": "lo"}
     assert second["choices"][0] == {"index": 0, "delta": {"content": "!"}, "finish_reason": "stop"}
@@ -69,14 +71,14 @@ def test_reasoning_is_told_on_like_content() -> None:
 def test_the_end_alone_may_be_what_is_missing() -> None:
     splice = Splice(text("ab") + text("c", "length"))
     assert (
-        splice.rest(text("ab") + text("c", "length") + usage(3, id="b") + END)
-        == usage(3).replace(b", ", b",").replace(b'": ', b'":') + END
+        splice.rest(text("ab") + text("c", "length") + usage(3, id="b") + DONE)
+        == usage(3).replace(b", ", b",").replace(b'": ', b'":') + DONE
     )
 
 
 def test_a_usage_is_not_sent_twice() -> None:
     splice = Splice(text("a", "length") + usage(1))
-    assert splice.rest(text("a", "length") + usage(1) + END) == END
+    assert splice.rest(text("a", "length") + usage(1) + DONE) == DONE
 
 
 def test_an_answer_that_ends_where_the_old_one_broke_still_says_why() -> None:
@@ -89,7 +91,7 @@ def test_an_error_of_the_other_engine_comes_through() -> None:
     assert told(Splice(text("a")).rest(event({"error": {"code": 500}}))) == [{"error": {"code": 500}}]
 
 
-@pytest.mark.parametrize("other", [text("ax"), text("x"), text("a", "stop"), text("a") + END])
+@pytest.mark.parametrize("other", [text("ax"), text("x"), text("a", "stop"), text("a") + DONE])
 def test_another_text_is_not_passed_on(other: bytes) -> None:
     splice = Splice(text("abc"))
     with pytest.raises(UnresumableError, match="text"):
@@ -99,7 +101,7 @@ def test_another_text_is_not_passed_on(other: bytes) -> None:
 @pytest.mark.parametrize(
     "sent",
     [
-        text("a") + END,
+        text("a") + DONE,
         event({"error": {"code": 400}}),
         text("a")[:-1],
         chunk({"tool_calls": [{"index": 0}]}),
@@ -122,7 +124,7 @@ def test_wherever_it_broke_and_however_it_is_cut_the_client_gets_the_text(
 
     sent = b"".join(cut(whole[: data.draw(st.integers(0, len(whole)))]))
     splice = Splice(sent)
-    rest = b"".join(splice.rest(piece) for piece in [*cut(whole), text("", "length"), END])
+    rest = b"".join(splice.rest(piece) for piece in [*cut(whole), text("", "length"), DONE])
     assert answer(sent + rest) == whole
     assert [each.get("choices", [{}])[0].get("finish_reason") for each in told(rest)[-2:]] == ["length", None]
 
@@ -134,19 +136,13 @@ def request(**body: Any) -> RelayRequest:
     return RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
 
 
-def frames(*pieces: tuple[list[int], bytes]) -> list[bytes]:
-    trail = Trail(lambda: False)
-    framed = []
-    for ids, body in pieces:
-        trail.add(ids)
-        framed.append(trail.frame(body))
-    return framed
+def ids_of(*token_ids: int) -> bytes:
+    return array("I", token_ids).tobytes()
 
 
 def test_tokens_travel_beside_the_text() -> None:
     sent = Sent("tokens")
-    for piece in frames(([1, 2], text("a")), ([], text("b")), ([70_000], text("c"))):
-        token_ids, body = unframe(piece)
+    for token_ids, body in ((ids_of(1, 2), text("a")), (b"", text("b")), (ids_of(70_000), text("c"))):
         sent.add(token_ids, body)
     again = sent.request(request())
     assert again.resumes
@@ -162,19 +158,13 @@ def test_what_was_drawn_with_a_seed_is_drawn_again_from_the_start() -> None:
 
 def test_it_can_break_again() -> None:
     sent = Sent("tokens")
-    sent.add(*unframe(frames(([1], text("a")))[0]))
+    sent.add(ids_of(1), text("a"))
     splice = sent.splice()
     sent.start_over("tokens")
-    for piece in frames(([1, 2], text("ab", id="b")), ([3], text("c", id="b"))):
-        token_ids, body = unframe(piece)
+    for token_ids, body in ((ids_of(1, 2), text("ab", id="b")), (ids_of(3), text("c", id="b"))):
         sent.add(token_ids, splice.rest(body))
     assert to_ids(sent.request(request()).token_ids) == [1, 2, 3]
     assert answer(sent.splice().rest(text("abcd", id="c"))) == "d"
-
-
-def test_the_rest_of_a_stream_whose_engine_died_is_no_piece() -> None:
-    with pytest.raises(EngineLostError):
-        unframe(LOST)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 import asyncio
 import gc
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import Any, TypeVar
 from unittest import mock
@@ -12,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import StreamingResponse
+from starlette.types import Message, Receive, Send
 
 from serve_app.api.errors import RequestError
 from serve_app.relay import asgi
-from serve_app.relay.asgi import Head, Message, RelayRequest, pack_error, read_head, run_app
+from serve_app.relay.events import DONE
+from serve_app.relay.frame import Head, Piece, pack_error, unpack
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
 
 T = TypeVar("T")
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+USAGE = RequestUsage(3, 4)
 
 REQUEST = RelayRequest("POST", "/v1/x", b"a=1&b=%20", [(b"accept", b"*/*"), (b"x", b"\xff")], b"question")
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
@@ -45,9 +47,22 @@ async def soon(awaitable: Awaitable[T]) -> T:
         return await awaitable
 
 
-async def rest(messages: AsyncGenerator[bytes, None]) -> list[bytes]:
+def run_app(app: Any, request: RelayRequest, **options: Any) -> AsyncGenerator[bytes, None]:
+    return asgi.run_app(app, request, **({"usage": USAGE} | options))
+
+
+async def rest(messages: AsyncGenerator[bytes, None]) -> list[Piece]:
     async with asyncio.timeout(LIMIT_S):
-        return [message async for message in messages]
+        return [unpack(message) async for message in messages]
+
+
+async def next_piece(messages: AsyncGenerator[bytes, None]) -> Piece:
+    async with asyncio.timeout(LIMIT_S):
+        return unpack(await anext(messages))
+
+
+def joined(pieces: list[Piece]) -> bytes:
+    return b"".join(piece.body for piece in pieces)
 
 
 class App:
@@ -92,57 +107,12 @@ def leave_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asgi, "LEAVE_S", 0.01)
 
 
-# The first message
-
-TEXT = st.binary(max_size=20)
-HEADER_LISTS = st.lists(st.tuples(TEXT, TEXT), max_size=5)
-
-
-@given(status=st.integers(100, 599), headers=HEADER_LISTS, body=st.binary(), whole=st.booleans())
-def test_a_head_and_a_body_come_out_as_they_went_in(
-    status: int, headers: list[tuple[bytes, bytes]], body: bytes, whole: bool
-) -> None:
-    head = Head(status, headers)
-    assert Head.unpack(head.pack(body, whole=whole)) == (head, body, whole)
-
-
-def test_a_head_may_hold_the_headers_that_asgi_allows() -> None:
-    # Lists in place of tuples, and a name twice.
-    head = Head(200, [[b"set-cookie", b"a"], [b"set-cookie", b"b"]])  # type: ignore[list-item]
-    unpacked, _, _ = Head.unpack(head.pack(b""))
-    assert unpacked.headers == [(b"set-cookie", b"a"), (b"set-cookie", b"b")]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        (b"content-type", b"text/event-stream", True),
-        (b"Content-Type", b"text/event-stream; charset=utf-8", True),
-        (b"content-type", b"application/json", False),
-        (b"accept", b"text/event-stream", False),
-    ],
-)
-def test_event_streams_are_told_by_their_content_type(name: bytes, value: bytes, expected: bool) -> None:
-    assert Head(200, [(b"x", b"y"), (name, value)]).is_event_stream is expected
-    assert not Head(200, []).is_event_stream
-
-
-def test_an_error_is_a_whole_answer_in_one_message() -> None:
-    head, body, whole = Head.unpack(pack_error(FULL))
-    assert whole
-    assert head.status == 429
-    assert dict(head.headers) == {b"content-type": b"application/json", b"retry-after": b"3"}
-    assert json.loads(body) == FULL.body()
-
-
 async def test_the_reader_gets_head_and_first_piece_and_then_the_rest() -> None:
     app = App(START, piece(b"a"))
     messages = run_app(app, REQUEST)
-    head, body, whole = await soon(read_head(messages))
-    assert not whole
+    assert await next_piece(messages) == Piece(Head(200, HEADERS), b"a")
     app.give(END, None)
-    assert (head.status, head.headers, body) == (200, HEADERS, b"a")
-    assert b"".join(await rest(messages)) == b""
+    assert await rest(messages) == [Piece(usage=USAGE)]
 
 
 # What the application sees
@@ -189,7 +159,6 @@ async def test_two_requests_do_not_share_their_state() -> None:
     app_yields=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     reader_yields=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     buffer=st.sampled_from([0, 3, 1 << 20]),
-    closing=st.sampled_from([b"", b"a usage"]),
 )
 def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
     bodies: list[bytes],
@@ -197,21 +166,12 @@ def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
     app_yields: list[int],
     reader_yields: list[int],
     buffer: int,
-    closing: bytes,
 ) -> None:
-    ended = False
-
-    def close() -> bytes:
-        assert ended, "nothing closes an answer that goes on"
-        return closing
-
     async def app(scope: Message, receive: Receive, send: Send) -> None:
         await send(START)
         for i, body in enumerate(bodies):
             await give_way(app_yields, i)
             await send(piece(body))
-        nonlocal ended
-        ended = True
         await send({"type": "http.response.body", "body": last})
 
     async def give_way(yields: list[int], i: int) -> None:
@@ -220,7 +180,7 @@ def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
 
     async def read() -> list[bytes]:
         received = []
-        async for message in run_app(app, REQUEST, closing=close):
+        async for message in run_app(app, REQUEST):
             received.append(message)
             await give_way(reader_yields, len(received))
         return received
@@ -230,18 +190,17 @@ def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
 
     with mock.patch.object(asgi, "MAX_BUFFERED_BYTES", buffer):
         received = asyncio.run(limited())
-    head, first, whole = Head.unpack(received[0])
-    assert not whole or len(received) == 1
-    assert head == Head(200, HEADERS)
-    assert b"".join([first, *received[1:]]) == b"".join(bodies) + last + closing
-    assert received[-1].endswith(closing)
-    assert all(received[1:]), "an empty message carries nothing"
+    pieces = [unpack(message) for message in received]
+    assert joined(pieces) == b"".join(bodies) + last
+    assert [piece.head for piece in pieces] == [Head(200, HEADERS)] + [None] * (len(pieces) - 1)
+    assert [piece.usage for piece in pieces] == [None] * (len(pieces) - 1) + [USAGE]
+    assert all(piece.body for piece in pieces[1:-1]), "an empty message carries nothing"
 
 
 async def test_the_first_piece_leaves_at_once_though_more_is_to_come() -> None:
     app = App(START, piece(b"a"))
     async with aclosing(run_app(app, REQUEST)) as messages:
-        assert Head.unpack(await soon(anext(messages)))[1] == b"a"
+        assert (await next_piece(messages)).body == b"a"
 
 
 async def test_a_later_piece_leaves_at_once_where_nothing_else_is_sent() -> None:
@@ -250,7 +209,7 @@ async def test_a_later_piece_leaves_at_once_where_nothing_else_is_sent() -> None
         await soon(anext(messages))
         for body in (b"b", b"c"):
             app.give(piece(body))
-            assert await soon(anext(messages)) == body
+            assert await next_piece(messages) == Piece(body=body)
 
 
 async def test_pieces_pile_up_while_the_reader_is_busy_and_travel_together() -> None:
@@ -260,53 +219,48 @@ async def test_pieces_pile_up_while_the_reader_is_busy_and_travel_together() -> 
         app.give(piece(b"b"), piece(b"c"), piece(b""), piece(b"d"))
         await settle()
         assert app.sent == 6
-        assert await soon(anext(messages)) == b"bcd"
+        assert await next_piece(messages) == Piece(body=b"bcd")
 
 
 async def test_the_event_that_has_clients_leave_travels_with_the_end() -> None:
-    done = b"data: [DONE]\n\n"
     app = App(START, piece(b"a"))
-    async with aclosing(run_app(app, REQUEST, closing=lambda: b" and a usage")) as messages:
+    async with aclosing(run_app(app, REQUEST)) as messages:
         await soon(anext(messages))
         app.give(piece(b"b"))
         await settle()
-        app.give(piece(done))
-        last = asyncio.ensure_future(anext(messages))
+        app.give(piece(DONE))
+        last = asyncio.ensure_future(next_piece(messages))
         await settle()
         assert not last.done()
         app.give(END)
-        assert await soon(last) == b"b" + done + b" and a usage"
+        assert await soon(last) == Piece(body=b"b" + DONE, usage=USAGE)
         app.give(None)
 
 
-async def test_that_event_does_not_wait_where_the_application_waits_for_room() -> None:
-    done = b"data: [DONE]\n\n"
+async def test_that_event_waits_for_the_end_where_the_application_waits_for_room_too() -> None:
     app = App(START, piece(b"a"))
     async with aclosing(run_app(app, REQUEST)) as messages:
         await soon(anext(messages))
-        app.give(piece(b"b" * asgi.MAX_BUFFERED_BYTES + done), END, None)
-        assert (await soon(anext(messages))).endswith(done)
-        assert await rest(messages) == []
+        body = b"b" * asgi.MAX_BUFFERED_BYTES
+        app.give(piece(body + DONE), END, None)
+        assert await next_piece(messages) == Piece(body=body)
+        assert await rest(messages) == [Piece(body=DONE, usage=USAGE)]
 
 
-async def test_an_application_that_fails_after_that_event_has_it_sent() -> None:
-    app = App(START, piece(b"data: [DONE]\n\n"), ValueError("late"))
+async def test_an_application_that_fails_after_that_event_has_answered() -> None:
+    app = App(START, piece(DONE), ValueError("late"))
     async with aclosing(run_app(app, REQUEST)) as messages:
-        assert Head.unpack(await soon(anext(messages)))[1] == b"data: [DONE]\n\n"
-        with pytest.raises(ValueError, match="late"):
-            await soon(anext(messages))
+        assert await rest(messages) == [Piece(Head(200, HEADERS), DONE, usage=USAGE)]
 
 
 async def test_a_whole_answer_that_is_there_at_once_is_one_message() -> None:
     app = App(START, piece(b"a"), piece(b"b"), {"type": "http.response.body", "body": b"c"}, None)
-    received = await rest(run_app(app, REQUEST))
-    assert [Head.unpack(message) for message in received] == [(Head(200, HEADERS), b"abc", True)]
+    assert await rest(run_app(app, REQUEST)) == [Piece(Head(200, HEADERS), b"abc", usage=USAGE)]
 
 
 async def test_an_answer_without_a_body() -> None:
     app = App({"type": "http.response.start", "status": 204}, {"type": "http.response.body"}, None)
-    received = await rest(run_app(app, REQUEST))
-    assert [Head.unpack(message) for message in received] == [(Head(204, []), b"", True)]
+    assert await rest(run_app(app, REQUEST)) == [Piece(Head(204, []), usage=USAGE)]
 
 
 async def test_what_the_application_does_after_its_answer_is_left_to_finish(
@@ -327,14 +281,13 @@ async def test_what_the_application_does_after_its_answer_is_left_to_finish(
 
 async def test_a_refusal_takes_the_place_of_a_head_that_says_all_is_well() -> None:
     app = App(START, piece(b'data: {"error": ...}'))
-    received = await rest(run_app(app, REQUEST, refusal=lambda: FULL))
-    assert received == [pack_error(FULL)]
+    assert await rest(run_app(app, REQUEST, refusal=lambda: FULL)) == [unpack(pack_error(FULL))]
     await soon(app.ended.wait())
 
 
 async def test_a_refusal_takes_the_place_of_an_application_s_own_failure() -> None:
     app = App(RuntimeError("refused"))
-    assert await rest(run_app(app, REQUEST, refusal=lambda: FULL)) == [pack_error(FULL)]
+    assert await rest(run_app(app, REQUEST, refusal=lambda: FULL)) == [unpack(pack_error(FULL))]
 
 
 async def test_a_refusal_is_asked_for_when_the_answer_is_there_and_not_before() -> None:
@@ -356,7 +309,7 @@ async def test_a_refusal_after_the_head_has_left_changes_nothing() -> None:
     await soon(anext(messages))
     verdict.append(FULL)
     app.give(piece(b"b"), END, None)
-    assert b"".join(await rest(messages)) == b"b"
+    assert joined(await rest(messages)) == b"b"
 
 
 # An application that fails
@@ -385,7 +338,7 @@ async def test_an_application_that_breaks_off_fails_the_answer_where_it_was(
 ) -> None:
     app = App(START, piece(b"a"))
     messages = run_app(app, REQUEST)
-    assert Head.unpack(await soon(anext(messages)))[1] == b"a"
+    assert (await next_piece(messages)).body == b"a"
     app.give(end)
     if reader == "is busy":
         await soon(app.ended.wait())
@@ -399,7 +352,7 @@ async def test_an_error_after_the_last_piece_is_not_the_answer_s() -> None:
     messages = run_app(app, REQUEST)
     await soon(anext(messages))
     app.give(END, RuntimeError("in a background task"))
-    assert await rest(messages) == []
+    assert await rest(messages) == [Piece(usage=USAGE)]
     await soon(app.ended.wait())
 
 
@@ -461,7 +414,7 @@ async def test_starlette_stops_a_stream_whose_client_has_left(monkeypatch: pytes
             ended.set()
 
     messages = run_app(StreamingResponse(tokens()), REQUEST)
-    assert Head.unpack(await soon(anext(messages)))[1] == b"a"
+    assert (await next_piece(messages)).body == b"a"
     await messages.aclose()
     await soon(ended.wait())
 
@@ -517,7 +470,7 @@ async def test_an_application_far_ahead_of_its_reader_waits() -> None:
     app, messages = await far_ahead()
     # The third piece takes it over ten bytes; that `send` doesn't return.
     assert app.sent == 4
-    assert await soon(anext(messages)) == b"12345" * 3
+    assert await next_piece(messages) == Piece(body=b"12345" * 3)
     await settle()
     assert app.sent == 6
     await messages.aclose()
@@ -554,7 +507,7 @@ async def test_an_application_waits_again_each_time_it_is_far_ahead() -> None:
     app, messages = await far_ahead()
     for _ in range(3):
         app.give(*(piece(b"12345") for _ in range(4)))
-        body = await soon(anext(messages))
+        body = (await next_piece(messages)).body
         await settle()
         assert len(body) <= 15
         assert not app.ended.is_set()
@@ -568,7 +521,7 @@ async def test_the_last_piece_does_not_wait_however_large() -> None:
     await soon(anext(messages))
     app.give({"type": "http.response.body", "body": b"x" * 1000}, None)
     await soon(app.ended.wait())
-    assert await rest(messages) == [b"x" * 1000]
+    assert await rest(messages) == [Piece(body=b"x" * 1000, usage=USAGE)]
 
 
 def test_the_buffer_is_bounded() -> None:

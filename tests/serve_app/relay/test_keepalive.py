@@ -1,4 +1,4 @@
-"""An answer that takes its time, and what is heard of it meanwhile."""
+"""Keep-alive messages of an answer that takes its time."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -6,10 +6,14 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from serve_app.relay import keepalive
-from serve_app.relay.asgi import Head, Message, RelayRequest, run_app
-from serve_app.relay.keepalive import ALIVE, with_keepalive
+from serve_app.relay.asgi import run_app
+from serve_app.relay.frame import KEEP_ALIVE, unpack
+from serve_app.relay.keepalive import with_keepalive
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
 
 LIMIT_S = 5.0
 REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
@@ -17,7 +21,7 @@ EVENTS = [(b"content-type", b"text/event-stream")]
 
 
 @pytest.fixture(autouse=True)
-def pulse_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def keepalive_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "KEEPALIVE_S", 0.01)
 
 
@@ -26,11 +30,11 @@ async def next_of(messages: AsyncGenerator[bytes, None]) -> bytes:
         return await anext(messages)
 
 
-async def next_said(messages: AsyncGenerator[bytes, None]) -> bytes:
-    """Return the next message that is more than a sign of life."""
-    while not (message := await next_of(messages)):
+async def next_body(messages: AsyncGenerator[bytes, None]) -> bytes:
+    """Return the body of the next message that is no keep-alive."""
+    while (message := await next_of(messages)) == KEEP_ALIVE:
         pass
-    return message
+    return unpack(message).body
 
 
 def app(goes_on: asyncio.Event) -> Any:
@@ -49,31 +53,31 @@ def app(goes_on: asyncio.Event) -> Any:
     return run
 
 
-async def test_a_stream_that_has_nothing_to_say_gives_signs_of_life() -> None:
+async def test_a_stream_that_has_nothing_to_send_sends_keep_alives() -> None:
     goes_on = asyncio.Event()
-    async with aclosing(run_app(app(goes_on), REQUEST)) as messages:
-        assert [await next_of(messages) for _ in range(3)] == [ALIVE] * 3
+    async with aclosing(run_app(app(goes_on), REQUEST, usage=RequestUsage())) as messages:
+        assert [await next_of(messages) for _ in range(3)] == [KEEP_ALIVE] * 3
         goes_on.set()
-        assert Head.unpack(await next_said(messages))[1] == b"a"
-        assert [await next_of(messages) for _ in range(3)] == [ALIVE] * 3
+        assert await next_body(messages) == b"a"
+        assert [await next_of(messages) for _ in range(3)] == [KEEP_ALIVE] * 3
         goes_on.set()
-        assert await next_said(messages) == b"b"
+        assert await next_body(messages) == b"b"
         goes_on.set()
         async with asyncio.timeout(LIMIT_S):
-            assert not any([message async for message in messages])
+            assert not any([unpack(message).body async for message in messages])
 
 
-async def test_one_that_is_quick_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_quick_stream_sends_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "KEEPALIVE_S", LIMIT_S)
     goes_on = asyncio.Event()
     goes_on.set()
-    async with aclosing(run_app(app(goes_on), REQUEST)) as messages:
-        assert Head.unpack(await next_of(messages))[1] == b"a"
+    async with aclosing(run_app(app(goes_on), REQUEST, usage=RequestUsage())) as messages:
+        assert unpack(await next_of(messages)).body == b"a"
         goes_on.set()
-        assert await next_of(messages) == b"b"
+        assert unpack(await next_of(messages)).body == b"b"
 
 
-async def test_so_does_an_answer_that_comes_at_once_when_it_comes() -> None:
+async def test_keep_alives_precede_a_complete_answer() -> None:
     ready = asyncio.Event()
 
     async def answer() -> bytes:
@@ -81,13 +85,13 @@ async def test_so_does_an_answer_that_comes_at_once_when_it_comes() -> None:
         return b"whole"
 
     messages = with_keepalive(answer())
-    assert [await next_of(messages) for _ in range(2)] == [ALIVE] * 2
+    assert [await next_of(messages) for _ in range(2)] == [KEEP_ALIVE] * 2
     ready.set()
-    assert await next_said(messages) == b"whole"
+    assert await next_of(messages) == b"whole"
     assert [message async for message in messages] == []
 
 
-async def test_its_failure_is_raised() -> None:
+async def test_the_failure_of_an_answer_is_raised() -> None:
     async def fails() -> bytes:
         raise ValueError("wrong")
 
@@ -95,7 +99,7 @@ async def test_its_failure_is_raised() -> None:
         await next_of(with_keepalive(fails()))
 
 
-async def test_who_leaves_ends_it() -> None:
+async def test_closing_the_stream_cancels_the_answer() -> None:
     ended = asyncio.Event()
 
     async def answer() -> bytes:
@@ -106,6 +110,6 @@ async def test_who_leaves_ends_it() -> None:
         return b""
 
     async with aclosing(with_keepalive(answer())) as messages:
-        assert await next_of(messages) == ALIVE
+        assert await next_of(messages) == KEEP_ALIVE
     async with asyncio.timeout(LIMIT_S):
         await ended.wait()

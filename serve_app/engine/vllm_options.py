@@ -1,0 +1,78 @@
+"""vLLM's options and the batcher's limits, from the settings of a model.
+
+Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from batcher import ContinuousBatcher, Goals
+from serve_app.settings.schema import BatcherSettings, EngineSettings, LLMSettings, SettingsError
+
+
+def vllm_args(settings: LLMSettings) -> Any:
+    """Return the namespace that `vllm serve` would parse from the same options.
+
+    Raises:
+        SettingsError: vLLM has no such option.
+    """
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    for name, value in settings.engine.options().items():
+        if not hasattr(args, name):
+            where = "engine" if name in EngineSettings.model_fields else "engine.extra"
+            raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
+        setattr(args, name, value)
+    if settings.batcher.goals and settings.engine.scheduling_policy is None:
+        args.scheduling_policy = "priority"
+    args.model = settings.path
+    args.served_model_name = [settings.id]
+    return args
+
+
+class Limits(NamedTuple):
+    """Limits of admission, from the config or else from vLLM.
+
+    Attributes:
+        capacity: Tokens that may be in flight.
+        max_running: Requests that may be in flight; None: no limit beside the others.
+        places: Sequences in one step of the engine.
+        tenant_weights: Share of a tenant in relation to the others.
+    """
+
+    capacity: int
+    max_running: int | None
+    places: int
+    tenant_weights: Mapping[str, float]
+
+
+def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
+    """Return the limits of admission to a vLLM engine that has started."""
+    cache = llm.vllm_config.cache_config
+    # vLLM keeps one block for itself.
+    capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    return Limits(
+        settings.capacity_tokens or max(capacity, cache.block_size),
+        settings.max_running,
+        llm.vllm_config.scheduler_config.max_num_seqs,
+        settings.tenant_weights,
+    )
+
+
+def batcher_of(settings: BatcherSettings, limits: Limits) -> ContinuousBatcher:
+    """Return the batcher that admits requests within `limits`."""
+    return ContinuousBatcher(
+        capacity=limits.capacity,
+        max_running=limits.max_running,
+        places=limits.places,
+        max_queue_size=settings.max_queue_size,
+        max_queue_cost=settings.max_queue_tokens,
+        policy=settings.policy,
+        oversize="alone",
+        priority_aging_s=settings.aging_s,
+        tenant_weights=limits.tenant_weights,
+        goals=Goals(**settings.goals.model_dump()) if settings.goals else None,
+    )

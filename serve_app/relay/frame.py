@@ -1,0 +1,160 @@
+"""Frames: the encoding of an answer on its way from an Engine to an Ingress.
+
+A relay message is one or more frames. A frame is a kind (one byte), the length of its payload (four bytes,
+big-endian) and the payload. The first message of an answer begins with a HEAD; the last one ends with USAGE,
+so a complete answer differs from one that broke off.
+"""
+
+import json
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from serve_app.api.errors import RequestError
+from serve_app.relay.resume import ResumeMode
+from serve_app.relay.usage import RequestUsage
+
+_PREFIX = struct.Struct(">BI")
+
+
+class Kind(IntEnum):
+    """The kinds of frame."""
+
+    HEAD = 1
+    """Status, headers and resume mode, as JSON."""
+    TOKEN_IDS = 2
+    """Ids of the tokens that the bodies up to here show, as the bytes of an `array`."""
+    BODY = 3
+    """Bytes of the body."""
+    USAGE = 4
+    """Tokens and times of the answer; nothing follows it."""
+    KEEP_ALIVE = 5
+    """Nothing to send yet."""
+    LOST = 6
+    """The engine has died; the answer ends here, incomplete."""
+
+
+class Head(NamedTuple):
+    """The status line and headers of an answer.
+
+    Attributes:
+        status: The HTTP status.
+        headers: Names and values.
+        resume: How the answer, a stream, could go on in another Engine.
+    """
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    resume: ResumeMode = ""
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return any(
+            name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in self.headers
+        )
+
+    def pack(self) -> bytes:
+        """Return the payload of a HEAD frame."""
+        text = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in self.headers]
+        return json.dumps([self.status, text, self.resume]).encode()
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> "Head":
+        """Read the payload of a HEAD frame."""
+        status, text, resume = json.loads(payload)
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in text]
+        return cls(status, headers, resume)
+
+
+class Piece(NamedTuple):
+    """One decoded relay message.
+
+    Attributes:
+        head: The status line and headers; only the first piece of an answer has them.
+        body: Bytes of the body.
+        token_ids: Ids of the tokens that came with this body, as the bytes of an `array`.
+        usage: Tokens and times of the answer; only the last piece of a complete answer has them.
+        lost: The engine has died.
+    """
+
+    head: Head | None = None
+    body: bytes = b""
+    token_ids: bytes = b""
+    usage: RequestUsage | None = None
+    lost: bool = False
+
+
+def _frame(kind: Kind, payload: bytes = b"") -> bytes:
+    return _PREFIX.pack(kind, len(payload)) + payload
+
+
+KEEP_ALIVE = _frame(Kind.KEEP_ALIVE)
+"""The message of an Engine that has nothing to send yet."""
+
+LOST = _frame(Kind.LOST)
+"""The message that stands for the rest of an answer whose engine has died."""
+
+
+def pack(
+    *,
+    head: Head | None = None,
+    body: bytes = b"",
+    token_ids: bytes = b"",
+    usage: RequestUsage | None = None,
+) -> bytes:
+    """Return a relay message; see `Piece` for the arguments."""
+    parts = []
+    if head is not None:
+        parts.append(_frame(Kind.HEAD, head.pack()))
+    if token_ids:
+        parts.append(_frame(Kind.TOKEN_IDS, token_ids))
+    if body:
+        parts += (_PREFIX.pack(Kind.BODY, len(body)), body)
+    if usage is not None:
+        parts.append(_frame(Kind.USAGE, usage.pack()))
+    return b"".join(parts)
+
+
+def pack_error(error: RequestError, usage: RequestUsage | None = None) -> bytes:
+    """Return the answer to a request that was refused: one message, complete."""
+    headers = [(b"content-type", b"application/json")]
+    headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
+    body = json.dumps(error.body()).encode()
+    return pack(head=Head(error.status, headers), body=body, usage=usage or RequestUsage())
+
+
+def unpack(message: bytes) -> Piece:
+    """Read a relay message.
+
+    Raises:
+        ValueError: It isn't one.
+    """
+    head: Head | None = None
+    body = token_ids = b""
+    usage: RequestUsage | None = None
+    lost = False
+    start, end = 0, len(message)
+    while start < end:
+        if start + _PREFIX.size > end:
+            raise ValueError(f"a relay message of {end} bytes ends inside a frame's prefix")
+        kind, length = _PREFIX.unpack_from(message, start)
+        start += _PREFIX.size
+        payload = message[start : start + length]
+        if len(payload) != length:
+            raise ValueError(f"a relay message of {end} bytes ends inside a frame of {length}")
+        start += length
+        if kind == Kind.BODY:
+            body = payload
+        elif kind == Kind.TOKEN_IDS:
+            token_ids = payload
+        elif kind == Kind.USAGE:
+            usage = RequestUsage.unpack(payload)
+        elif kind == Kind.HEAD:
+            head = Head.unpack(payload)
+        elif kind == Kind.LOST:
+            lost = True
+        elif kind != Kind.KEEP_ALIVE:
+            raise ValueError(f"a relay message has a frame of unknown kind {kind}")
+    return Piece(head, body, token_ids, usage, lost)

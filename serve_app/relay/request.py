@@ -1,0 +1,45 @@
+"""An HTTP request as the Ingress sends it to an Engine."""
+
+import time
+from dataclasses import dataclass, field
+
+from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
+
+
+@dataclass(slots=True, frozen=True)
+class RelayRequest:
+    """An HTTP request as it crosses the deployment handle.
+
+    Attributes:
+        method: The HTTP method.
+        path: The path, decoded.
+        query: The query string.
+        headers: Names, in lower case, and values.
+        body: The whole body.
+        scheduling: What its headers and body state.
+        arrived_at: When the Ingress got it, in seconds since the epoch: the clock that all machines share.
+        resumes: It goes on with a stream that broke in another Engine.
+        token_ids: The tokens that the stream had sent, as the bytes of an `array`.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    scheduling: Scheduling = DEFAULT_SCHEDULING
+    arrived_at: float = field(default_factory=time.time)
+    resumes: bool = False
+    token_ids: bytes = b""
+
+    def scheduling_now(self) -> Scheduling:
+        """Return the scheduling from now on: the time that it has waited elsewhere counts.
+
+        A stream that goes on has started in time: it has no deadline any more.
+        """
+        scheduling = self.scheduling
+        if scheduling.queue_timeout_s is None:
+            return scheduling
+        waited = max(0.0, time.time() - self.arrived_at)
+        left = None if self.resumes else scheduling.queue_timeout_s - waited
+        return scheduling._replace(queue_timeout_s=left)

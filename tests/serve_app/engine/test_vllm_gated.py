@@ -1,0 +1,212 @@
+"""Admission in front of vLLM's engine client."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+
+from batcher import ContinuousBatcher
+from serve_app.api.scheduling import Scheduling
+from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.vllm_gated import RefusedError
+from serve_app.relay.resume import StreamTokens, to_ids
+from serve_app.settings.schema import DEMO_MODEL, LLMSettings
+from tests.serve_app.engine.vllm_doubles import BLOCK, CONTEXT, Script, gated, output
+
+LIMIT_S = 20.0
+DELTA = RequestOutputKind.DELTA
+TEN = tokens_input(list(range(10)))
+
+
+@pytest.fixture
+async def batcher() -> AsyncIterator[ContinuousBatcher]:
+    async with ContinuousBatcher(capacity=1024, max_queue_size=1) as batcher:
+        yield batcher
+
+
+async def run(llm: Any, prompt: Any = TEN, params: SamplingParams | None = None) -> list[Any]:
+    async with asyncio.timeout(LIMIT_S):
+        return [each async for each in llm.generate(prompt, params or SamplingParams(max_tokens=4), "r")]
+
+
+@pytest.mark.parametrize(
+    ("params", "cost"),
+    [
+        # 10 + 4 tokens are one block of 16; 10 + 7 are two.
+        ({"max_tokens": 4}, BLOCK),
+        ({"max_tokens": 7}, 2 * BLOCK),
+        ({"max_tokens": 7, "n": 3}, 6 * BLOCK),
+        # Without a limit of its own a text may fill the context; never more.
+        ({"max_tokens": None}, CONTEXT),
+        ({"max_tokens": 1000}, CONTEXT),
+    ],
+)
+async def test_a_request_reserves_the_blocks_of_its_prompt_and_its_longest_output(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, params: dict[str, Any], cost: int
+) -> None:
+    script = Script(output(1), output(finish="stop"))
+    await run(gated(monkeypatch, script, batcher), params=SamplingParams(**params))
+    assert script.costs == [cost]
+    assert batcher.stats.running_cost == 0
+
+
+async def test_a_full_queue_refuses_and_the_engine_never_sees_the_request(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1))
+    llm = gated(monkeypatch, script, batcher)
+    result = AdmissionResult()
+    async with batcher.slot(1024):
+        waiting = asyncio.ensure_future(run(llm))
+        await asyncio.sleep(0)
+        assert batcher.stats.queue_depth == 1
+        set_current(AdmissionRequest(), result)
+        with pytest.raises(RefusedError) as caught:
+            await run(llm)
+        assert script.calls == []
+    await waiting
+    assert caught.value.error is result.refusal
+    assert result.refusal is not None
+    assert result.refusal.status == 429
+    assert not result.admitted
+
+
+async def test_an_admitted_request_has_its_usage_once_it_ends(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    llm = gated(monkeypatch, Script(output(1, 2), output(1, 2, 3, finish="stop")), batcher)
+    result = AdmissionResult()
+    set_current(AdmissionRequest(), result)
+    await run(llm)
+    assert result.admitted
+    assert (result.usage.prompt_tokens, result.usage.output_tokens) == (10, 3)
+    assert llm.prompt_tokens == 10
+
+
+async def test_a_request_that_is_closed_early_frees_its_slot_and_its_engine(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1), output(2))
+    results = gated(monkeypatch, script, batcher).generate(TEN, SamplingParams(max_tokens=4), "r")
+    await anext(results)
+    assert batcher.stats.running == 1
+    await results.aclose()
+    assert batcher.stats.running == 0
+    assert script.closed == 1
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+async def test_vllm_gets_the_tier_of_the_request_where_it_schedules_by_priority(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, by_priority: bool
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher, by_priority=by_priority)
+    set_current(AdmissionRequest(Scheduling(priority=1)), AdmissionResult())
+    async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), "r", priority=-5):
+        pass
+    assert script.calls[0]["priority"] == (1 if by_priority else -5)
+
+
+@pytest.mark.parametrize(
+    ("params", "mode"),
+    [
+        ({"temperature": 0}, "tokens"),
+        ({"temperature": 1}, "tokens"),
+        ({"temperature": 1, "seed": 1}, "again"),
+        ({"temperature": 0, "presence_penalty": 1}, "again"),
+        ({"temperature": 1, "presence_penalty": 1}, ""),
+        ({"temperature": 0, "logprobs": 1}, "again"),
+        ({"temperature": 0, "n": 1}, "tokens"),
+        ({"temperature": 1, "n": 2}, ""),
+    ],
+)
+async def test_a_stream_states_how_it_could_go_on(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, params: dict[str, Any], mode: str
+) -> None:
+    result = AdmissionResult(stream=StreamTokens())
+    set_current(AdmissionRequest(), result)
+    llm = gated(monkeypatch, Script(output(1), output(2, finish="stop")), batcher)
+    await run(llm, params=SamplingParams(max_tokens=4, output_kind=DELTA, **params))
+    assert result.stream is not None
+    assert result.stream.resume == mode
+    assert to_ids(result.stream.take()) == ([1, 2] if mode == "tokens" else [])
+
+
+async def test_a_stream_keeps_the_interval_that_its_client_asks_for(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
+    for asked in (None, 7):
+        params = SamplingParams(max_tokens=4, output_kind=DELTA)
+        params.stream_interval = asked
+        await run(llm, params=params)
+        assert params.stream_interval == (asked or 1)
+    assert llm.stream_interval.streams == 0
+
+
+async def test_a_running_stream_gets_a_longer_interval_when_many_tokens_are_made(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    llm: Any = gated(monkeypatch, Script(output(1), output(2), output(3, finish="stop")), batcher)
+    state = SimpleNamespace(
+        stream_interval=1,
+        sent_tokens_offset=0,
+        detokenizer=SimpleNamespace(num_output_tokens=lambda: 2),
+    )
+    llm.output_processor.external_req_ids = {"r": ["r-0"]}
+    llm.output_processor.request_states = {"r-0": state}
+    asked = iter([1, 1, 4, 1])
+    monkeypatch.setattr(
+        "serve_app.engine.stream_interval.StreamInterval.tokens_per_piece", lambda _: next(asked)
+    )
+    await run(llm, params=SamplingParams(max_tokens=4, output_kind=DELTA))
+    # Told what was sent when it starts to count; never one again.
+    assert (state.stream_interval, state.sent_tokens_offset) == (2, 2)
+
+
+async def test_an_embedding_request_reserves_its_prompt(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(SimpleNamespace())
+    llm: Any = gated(monkeypatch, script, batcher)
+    async for _ in llm.encode(tokens_input(list(range(17))), SimpleNamespace(), "r"):
+        pass
+    assert script.costs == [2 * BLOCK]
+
+
+@pytest.mark.parametrize("prompt", ["a text", {"type": "multimodal"}])
+async def test_a_prompt_of_unknown_length_reserves_the_context(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, prompt: Any
+) -> None:
+    script = Script(output(1, finish="stop"))
+    await run(gated(monkeypatch, script, batcher), prompt)
+    assert script.costs == [CONTEXT]
+
+
+async def test_a_resumed_stream_repeats_its_text_with_the_first_new_token(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(LLMSettings(id="demo", source=DEMO_MODEL).path)
+    sent, new = tokenizer("12").input_ids, tokenizer("3").input_ids
+    script = Script(output(*new), output(finish="length"))
+    llm: Any = gated(monkeypatch, script, batcher)
+    llm.get_tokenizer = lambda: tokenizer
+    llm.input_processor = SimpleNamespace(
+        generation_config_fields={},
+        renderer=SimpleNamespace(get_eos_token_id=lambda: tokenizer.eos_token_id),
+    )
+    result = AdmissionResult(stream=StreamTokens())
+    set_current(AdmissionRequest(token_ids=tuple(sent)), result)
+    results = await run(llm, params=SamplingParams(max_tokens=8, temperature=0, output_kind=DELTA))
+    assert "".join(each.outputs[0].text for each in results) == "123"
+    assert result.stream is not None
+    assert to_ids(result.stream.take()) == [*sent, *new]
+    (call,) = script.calls
+    assert call["prompt"]["prompt_token_ids"] == [*range(10), *sent]
+    assert call["params"].max_tokens == 8 - len(sent)

@@ -1,0 +1,70 @@
+"""vLLM's options and the limits of admission, from the settings of a model."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve_app.engine.vllm_options import Limits, batcher_of, limits_of, vllm_args
+from serve_app.settings.schema import LLMSettings, SettingsError
+
+GOALS = {"goals": {"ttft_p99_s": 0.5}}
+
+
+def settings(**fields: Any) -> LLMSettings:
+    return LLMSettings.model_validate({"id": "demo", "source": "saturate://demo"} | fields)
+
+
+def engine(size_tokens: int | None, blocks: int = 9, block: int = 16) -> Any:
+    cache = SimpleNamespace(kv_cache_size_tokens=size_tokens, num_gpu_blocks=blocks, block_size=block)
+    scheduler = SimpleNamespace(max_num_seqs=64)
+    return SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache, scheduler_config=scheduler))
+
+
+def test_options_reach_vllm_by_their_names() -> None:
+    args = vllm_args(settings(engine={"max_model_len": 512, "extra": {"max_logprobs": 3}}))
+    assert (args.max_model_len, args.max_logprobs) == (512, 3)
+    assert args.served_model_name == ["demo"]
+    assert args.model.endswith("model")
+
+
+def test_an_option_that_vllm_has_not_is_refused_with_its_path() -> None:
+    with pytest.raises(SettingsError, match=r"engine\.extra\.nope: this vLLM has no such option"):
+        vllm_args(settings(engine={"extra": {"nope": 1}}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [
+        ({}, "fcfs"),
+        ({"batcher": GOALS}, "priority"),
+        ({"batcher": GOALS, "engine": {"scheduling_policy": "fcfs"}}, "fcfs"),
+    ],
+)
+def test_with_goals_vllm_schedules_by_priority_unless_told_otherwise(fields: Any, policy: str) -> None:
+    assert vllm_args(settings(**fields)).scheduling_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("llm", "capacity"),
+    [
+        # vLLM keeps one block for itself.
+        (engine(1600), 1584),
+        (engine(None), 128),
+        (engine(None, blocks=1), 16),
+    ],
+)
+def test_the_capacity_is_the_kv_cache_that_vllm_reports(llm: Any, capacity: int) -> None:
+    limits = limits_of(settings().batcher, llm)
+    assert (limits.capacity, limits.max_running, limits.places) == (capacity, None, 64)
+
+
+def test_the_config_may_lower_the_capacity() -> None:
+    fields = {"capacity_tokens": 100, "max_running": 3, "tenant_weights": {"a": 2.0}}
+    limits = limits_of(settings(batcher=fields).batcher, engine(1600))
+    assert limits == Limits(100, 3, 64, {"a": 2.0})
+
+
+def test_the_batcher_keeps_to_the_limits() -> None:
+    stats = batcher_of(settings().batcher, Limits(100, 3, 64, {})).stats
+    assert (stats.capacity, stats.max_running) == (100, 3)

@@ -1,0 +1,75 @@
+"""Bodies of which the Ingress parses single fields, as a parser of all of it would."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.api.errors import RequestError
+from serve_app.ingress.body import JSONBody
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(TEXT, VALUES, max_size=5), st.booleans())
+def test_fields_have_the_values_of_a_full_parse(content: dict[str, Any], ascii: bool) -> None:
+    body = JSONBody(json.dumps(content, ensure_ascii=ascii).encode())
+    assert body.values(*content, "not there") == content
+
+
+@given(st.lists(TEXT | st.lists(st.integers(), max_size=3), max_size=6), st.integers(1, 8))
+def test_a_length_is_exact_above_the_limit_and_never_too_small(prompts: list[Any], most: int) -> None:
+    count = JSONBody(json.dumps({"prompt": prompts}).encode()).count("prompt", most)
+    assert count is not None
+    if len(prompts) > most:
+        assert count == len(prompts)
+    else:
+        assert len(prompts) <= count <= most
+    assert (count == 0) == (not prompts)
+
+
+@pytest.mark.parametrize("value", ["x", 5, None, {"a": 1}, [1, 2, 3], [-1], [[1]][0]])
+def test_other_values_are_no_list_of_prompts(value: object) -> None:
+    assert JSONBody(json.dumps({"prompt": value}).encode()).count("prompt", 10) is None
+
+
+@pytest.mark.parametrize("value", ["[NaN, 1]", '["\\ud83d\\ude00", "b"]', '["é"]', "[ ]", ' [\n"a" ]'])
+def test_unusual_text_is_counted_as_well(value: str) -> None:
+    count = JSONBody(f'{{"prompt": {value}, "x": NaN}}'.encode()).count("prompt", 10)
+    assert count == (None if "NaN" in value else len(json.loads(value)))
+
+
+def test_the_last_of_two_fields_with_one_name_counts() -> None:
+    assert JSONBody(b'{"n": 1, "n": 1000}').values("n") == {"n": 1000}
+
+
+def test_values_beyond_strict_json_are_read() -> None:
+    assert JSONBody(b'{"top_p": NaN, "model": "a"}').values("model") == {"model": "a"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": 1} x',
+        b"\xef\xbb\xbf{}",
+        b"[" * 10_000,
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        JSONBody(body)
+    assert caught.value.status == 400
+    assert caught.value.message.startswith("The body ")

@@ -1,0 +1,23 @@
+from serve_app.relay.usage import MAX_PROMPTS, PromptUsage, RequestUsage
+
+
+def test_the_usage_of_a_request_is_that_of_its_prompts() -> None:
+    usage = RequestUsage()
+    usage.add(PromptUsage(10.0, 10.5, 12.0, prompt_tokens=3, output_tokens=4))
+    usage.add(PromptUsage(9.0, 11.0, 13.0, prompt_tokens=5, output_tokens=6))
+    assert (usage.prompt_tokens, usage.output_tokens) == (8, 10)
+    assert usage.wait_s == 2.0
+    assert usage.engine_s == 4.0
+
+
+def test_the_totals_cross_the_relay() -> None:
+    usage = RequestUsage(3, 4, 0.5, 1.5)
+    assert RequestUsage.unpack(usage.pack()) == usage
+
+
+def test_only_the_first_prompts_are_kept_one_by_one() -> None:
+    usage = RequestUsage()
+    for _ in range(MAX_PROMPTS + 1):
+        usage.add(PromptUsage(0.0, 0.0, 1.0, 1, 1))
+    assert len(usage.prompts) == MAX_PROMPTS
+    assert usage.prompt_tokens == MAX_PROMPTS + 1
