@@ -17,11 +17,11 @@ LAST = [
     "test_prometheus",
     "test_access",
     "test_stop",
-    # On the pair of replicas: what leaves it whole, then what changes its config.
+    # On the pair of replicas: what leaves it whole, what leaves it with one Engine, what asks for no more.
     "test_resumption",
-    "test_driver_kills",
     "test_faults",
     "test_deploys",
+    "test_driver_kills",
     "test_overload",
     # On services of their own.
     "test_scaling",

@@ -1,5 +1,5 @@
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import openai
@@ -16,12 +16,25 @@ def service(starting_service: "Future[Service]") -> Service:
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two replicas of each deployment, for tests that kill them or overload them."""
-    service = start_pair(tmp_path_factory.mktemp("pair"))
-    yield service
+def starting_pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["Future[Service] | None"]:
+    """The pair of replicas, which starts when a test asks for this; None if no test of the run needs it."""
+    if not any("pair" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield None
+        return
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_pair, tmp_path_factory.mktemp("pair"))
+        yield starting
+        service = starting.result()
     service.stop()
-    assert service.processes() == [], "whatever was done to it, nothing is left behind"
+    assert service.processes() == [], "processes are left behind"
+
+
+@pytest.fixture(scope="session")
+def pair(starting_pair: "Future[Service]") -> Service:
+    """Two replicas of each deployment, for tests that kill them or overload them."""
+    return starting_pair.result()
 
 
 @pytest.fixture(scope="module")

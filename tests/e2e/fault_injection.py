@@ -40,7 +40,6 @@ async def inject(service: Service, victim: str, number: signal.Signals) -> Recov
         victim: A word of the command line of the process.
         number: The signal that it is sent.
     """
-    await asyncio.to_thread(wait_until_whole, service)
     load = Load(service.url)
     await load.learn()
     others = set(service.pids(victim))

@@ -102,13 +102,19 @@ def redeploy(service: Service, count: int, **changes: Any) -> None:
     Args:
         service: The service.
         count: Replicas of its Engine.
-        changes: Options of the Engine's deployment.
+        changes: Options of the Engine's deployment; `user_config` sets `max_running`.
     """
     config = copy.deepcopy(service.config)
     engine(config).update(changes, num_replicas=count)
     service.deploy(config)
-    wait_until(lambda: is_settled(service))
-    wait_for_replicas(service, count)
+    limit = changes["user_config"]["batcher"]["max_running"]
+    wait_until(lambda: running_limits(service) == [limit] * count and is_settled(service))
+
+
+def running_limits(service: Service) -> list[int]:
+    """Return the `max_running` of each Engine replica."""
+    replicas = httpx.get(f"{service.url}/stats", timeout=30).json()["models"]["demo"]["replicas"]
+    return [one["batcher"]["max_running"] for one in replicas]
 
 
 def is_settled(service: Service) -> bool:

@@ -45,6 +45,11 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def meanwhile(starting_pair: object) -> None:
+    """The pair of replicas starts beside these tests, which leave the machine time."""
+
+
 @pytest.fixture(scope="module")
 def guarded(service: Service, keys_file: Path) -> str:
     """The URL of an Ingress that asks for keys, in front of the Engines of the shared service."""
@@ -94,7 +99,7 @@ def test_without_a_key_there_is_only_health(guarded: str, method: str, path: str
         assert response.json()["error"]["type"] == "authentication_error"
 
 
-def test_a_key_opens_every_route(guarded: str) -> None:
+def test_a_key_is_accepted_on_every_route(guarded: str) -> None:
     with caller(guarded, "ada") as client:
         assert generate(client).json()["results"] == ["2"]
         for path in ("/", "/stats", "/v1/models"):

@@ -20,7 +20,7 @@ CHAT = [{"role": "user", "content": "What is 47+28?"}]
 
 
 def drive(service: Service, *arguments: object) -> str:
-    """Run the command to its end and return what it printed."""
+    """Run the command to its end and return its output."""
     return service.run([*COMMAND, *map(str, arguments)])
 
 

@@ -1,12 +1,13 @@
 """Deaths and hangs of processes under a steady load, as the clients see them."""
 
+import asyncio
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.fault_injection import CORE, LIMIT_S, inject
+from tests.e2e.fault_injection import CORE, LIMIT_S, inject, wait_until_whole
 from tests.e2e.service import Service
 
 TIMES = 5
@@ -42,7 +43,7 @@ FAULTS = {
     "death of the Serve controller": Fault(CONTROLLER, in_short=True),
     # Its answers break off with it; a request whose answer had not begun, HAProxy sends to the other one.
     "death of the Ingress replica": Fault(INGRESS, breaks=lambda kind, begun: begun, in_short=True),
-    "hang of the engine": Fault(CORE, signal.SIGSTOP, in_short=True),
+    "hang of the engine": Fault(CORE, signal.SIGSTOP),
     "death of the Engine replica": Fault(ENGINE),
     "death of EngineCore": Fault(CORE),
     # A machine has one: clients are turned away until the next one runs, and for a moment it knows no
@@ -60,6 +61,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "time"), CASES)
 async def test_clients_get_their_answers(name: str, time: int, pair: Service) -> None:
     fault = FAULTS[name]
+    await asyncio.to_thread(wait_until_whole, pair)
     engines = pair.pids(CORE)
     found = await inject(pair, fault.victim, fault.sends)
     print(f"{name}: recovered in {found.recovered_s:.1f} s; {found.load.summary()}", flush=True)

@@ -17,7 +17,7 @@ from serve_app.ingress.splice import Splice
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 
-# What comes out of the engine faster than it is read travels together: a short answer may have no seam.
+# Tokens that are produced faster than they are read travel together: a short answer may have no seam.
 TRIES = 20
 
 ray.init(address="auto", log_to_driver=False)
@@ -67,7 +67,7 @@ SUM = [{"role": "user", "content": "What is 23+18?"}]
 
 
 def told(stream: str) -> tuple[str, str | None, JSON]:
-    """Return what a stream says: its text, why it ended, and what it used."""
+    """Return the text of a stream, its finish reason and its usage."""
     *events, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     assert done == "[DONE]"
     read: list[JSON] = [json.loads(event) for event in events]

@@ -14,7 +14,7 @@ TOKENIZER = build_tokenizer(2048)
 
 
 async def stream(client: openai.AsyncOpenAI, **extra: Any) -> tuple[list[str], list[int]]:
-    """Return the pieces of one long answer, and the tokens that they hold."""
+    """Return the pieces of one long answer, and its token ids."""
     chunks = await client.completions.create(
         model="demo",
         prompt="What is 47+28?",

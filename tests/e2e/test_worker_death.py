@@ -1,11 +1,12 @@
 """The death of vLLM's worker, where it is a process of its own: not in configs/local.yaml."""
 
+import asyncio
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.fault_injection import LIMIT_S, inject
+from tests.e2e.fault_injection import LIMIT_S, inject, wait_until_whole
 from tests.e2e.service import Service
 from tests.e2e.services import local, use_exact_arithmetic
 
@@ -32,6 +33,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.mark.parametrize("time", range(TIMES))
 async def test_clients_get_their_answers(time: int, workers: Service) -> None:
+    await asyncio.to_thread(wait_until_whole, workers)
     found = await inject(workers, "VLLM::Worker", signal.SIGKILL)
     print(f"death of the worker: recovered in {found.recovered_s:.1f} s; {found.load.summary()}", flush=True)
     assert found.load.failures() == []

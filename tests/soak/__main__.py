@@ -27,7 +27,7 @@ from tests.soak.memory import Memory
 
 SAMPLE_S = 5.0
 HANG_S = 5.0
-"""What the config of the soak calls a hang."""
+"""Seconds without a step that are a hang."""
 
 DRAIN_S = 120.0
 
@@ -41,9 +41,9 @@ FAULTS: dict[str, Callable[[Service], object]] = {
 }
 
 HONEST = ("ReadError", "RemoteProtocolError", "ConnectError", "status 503", "status 404", "an error event")
-"""What a client may see: its connection went through a process that was killed; or no Engine was left, and it
-was told so; or HAProxy had just started and knew no application yet. Everything else, above all another text
-and an answer that never ends, is a defect."""
+"""Failures that a client may see: its connection went through a process that was killed; or it was told that
+no Engine was left; or HAProxy had just started and knew no application yet. Everything else, above all
+another text and an answer that never ends, is a defect."""
 
 
 def kill_one(service: Service, word: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
         description="Run mixed load on a service with two of each replica, harm it at random, and look at "
-        "what was lost, what stayed in flight and whose memory grows.",
+        "lost requests, requests that stayed in flight and growing memory.",
     )
     parser.add_argument(
         "--minutes", type=float, default=30, help="how long (30); memory takes ten to say anything"
