@@ -17,10 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import yaml
 
-from serve_app.cli.serve import Dashboard
+from serve_app.cli.serve import TOKEN_FILE, Dashboard
 
 ROOT = Path(__file__).parents[2]
 MARK = "SATURATE_TEST_RUN"
@@ -80,7 +81,7 @@ class Service:
         port = port or free_port()
         config["http_options"]["port"] = port
         own = give_ports(config)
-        self._path = path = folder / "config.yaml"
+        path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"
         self.config = config
@@ -133,13 +134,11 @@ class Service:
         return code
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """Deploy another config with `serve deploy`; return when the change has begun."""
-        self._path.write_text(yaml.safe_dump(config, sort_keys=False))
+        """Deploy another config, as `serve deploy` does; return when the change has begun."""
         self.status()
-        address = self._dashboard.url.removesuffix("/api/serve/applications/")
-        command = [str(Path(sys.executable).with_name("serve")), "deploy", str(self._path), "-a", address]
-        # The token is in the file where Ray keeps it; this has the command look.
-        self.run(["env", "RAY_AUTH_MODE=token", *command])
+        token = os.environ.get("RAY_AUTH_TOKEN") or TOKEN_FILE.read_text().strip()
+        headers = {"authorization": f"Bearer {token}"}
+        httpx.put(self._dashboard.url, json=config, headers=headers, timeout=60).raise_for_status()
 
     def status(self) -> dict[str, Any]:
         """Return the state of the application in Ray Serve."""
