@@ -1,4 +1,4 @@
-"""Prometheus on the live service: every query of the dashboard and every rule finds what it asks for."""
+"""Prometheus on the live service: every query of the dashboard and every rule finds data."""
 
 import asyncio
 import math
@@ -51,7 +51,7 @@ EMPTY = {
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
 }
-"""What may stay empty, and why."""
+"""Queries and rules that may find nothing, with the reason."""
 
 
 class Prometheus:
@@ -126,7 +126,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 async def load(service: Service, enough: asyncio.Event) -> None:
-    """Ask all kinds of things, some of them wrong, until it is enough."""
+    """Send requests of all kinds, some of them wrong, until `enough` is set."""
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
 
         async def ask(number: int) -> None:
@@ -219,7 +219,7 @@ def test_every_counter_of_tokens_grows_by_what_was_produced(service: Service, pr
         time.sleep(1)
         return [value(prometheus, expr) for expr in counters]
 
-    # What came before this test takes some seconds from a process by way of Ray's agent into Prometheus.
+    # Counts of earlier tests take some seconds from a process through Ray's agent into Prometheus.
     before, read_last, quiet = [0.0], [0.0], 0
     while quiet < 6:
         read_last = read()

@@ -18,7 +18,6 @@ GONE_S = 15.0
 IDLE_S = 8.0
 
 
-@pytest.mark.last(1)
 def test_sigterm_finishes_requests_in_flight_and_leaves_no_process(
     service: Service, http: httpx.Client
 ) -> None:

@@ -1,4 +1,4 @@
-"""Checks what holds for any pod and any job of ours, whatever it runs."""
+"""Checks of every pod and every job."""
 
 import re
 import shlex
@@ -24,9 +24,9 @@ ROOTS = [
     "huggingface_hub/constants.py",
     "huggingface_hub/utils/_auth.py",
 ]
-"""Where the variables are read that we set, in what is installed."""
+"""Modules that read the variables that we set."""
 CLIENT_PORTS = {8000}
-"""What pods other than ours may reach..."""
+"""Ports that other pods may reach..."""
 OPERATOR_PORTS = {8000, 8265}
 """...what KubeRay may..."""
 SCRAPER_PORTS = {8080, 44217, 44227}
@@ -119,7 +119,7 @@ def _environment(container: Container) -> Iterator[str]:
             "SATURATE_API_KEY",
             "REDIS_PASSWORD",
         }:
-            yield f"{path}.name: {name} is read by nobody"
+            yield f"{path}.name: {name} is read by no program"
         if secret := variable.get("valueFrom", {}).get("secretKeyRef"):
             command = f"create secret generic {secret['name']} --from-literal={secret['key']}="
             if command not in readme:

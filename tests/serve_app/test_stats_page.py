@@ -138,6 +138,7 @@ def browse(url: str, folder: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @needs_chromium
 def test_the_numbers_of_the_service_are_on_the_page(url: str, tmp_path: Path) -> None:
     FakeService.asked = 0
@@ -161,6 +162,7 @@ def test_the_numbers_of_the_service_are_on_the_page(url: str, tmp_path: Path) ->
     assert len(re.findall(r"<svg", dom)) == 6 + 6
 
 
+@pytest.mark.long
 @needs_chromium
 @pytest.mark.parametrize("flags", [[], ["--blink-settings=preferredColorScheme=0"]], ids=["light", "dark"])
 def test_it_renders_in_light_and_dark(url: str, tmp_path: Path, flags: list[str]) -> None:
@@ -170,7 +172,24 @@ def test_it_renders_in_light_and_dark(url: str, tmp_path: Path, flags: list[str]
     assert picture.stat().st_size > 20_000
 
 
-def test_it_loads_nothing_from_elsewhere() -> None:
+def test_it_reads_statistics_that_there_are() -> None:
+    script = STATS_PAGE[STATS_PAGE.index("<script>") :]
+    read = set(re.findall(r"\b(?:batcher|stats|each)\.([a-z]+_\w+)", script))
+    read |= set(re.findall(r'\bof\("(\w+)"\)', script))
+    (counts,) = re.findall(r"const COUNTS = (\[.*?\]);", script)
+    read |= {f"total_{kind}" for kind in json.loads(counts)}
+    assert {"queue_depth", "running_cost", "wait_p99_s", "total_rejected"} <= read
+    known = asdict(LLM) | asdict(FUNCTION)
+    assert {name for name in read if name not in known and not hasattr(LLM, name)} == set()
+
+
+def test_its_script_finds_its_elements() -> None:
+    asked = set(re.findall(r'getElementById\("(\w+)"\)', STATS_PAGE))
+    assert asked == {"models", "state"}
+    assert asked <= set(re.findall(r'\bid="(\w+)"', STATS_PAGE))
+
+
+def test_it_needs_nothing_from_elsewhere() -> None:
     addresses = set(re.findall(r"https?://[^\s\"'`]+", STATS_PAGE))
     # A namespace, which is never requested.
     assert addresses == {"http://www.w3.org/2000/svg"}

@@ -11,7 +11,7 @@ import pytest
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.settings.schema import parse
-from tests.serve_app.ingress.test_deployment import (
+from tests.serve_app.ingress.engine_doubles import (
     CHAT,
     LIMIT_S,
     Client,
