@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve test lint format bench-batcher bench-serve bench-goals bench-driver bench-gpu soak clean
+.PHONY: help install serve test test-all pytest lint format bench-batcher bench-serve bench-goals bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -22,8 +22,8 @@ install: .venv/installed ## Install into .venv, for the CPU, with all that the t
 	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --editable '.[cpu,test]'
 	@touch $@
 
-serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C ends it.
-	@$(BIN)/python -m serve_app.cli.serve $(CONFIG)
+serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.
+	@$(BIN)/saturate serve $(CONFIG)
 
 lint: install ## Check style and types.
 	$(BIN)/ruff check .
@@ -34,8 +34,15 @@ format: install ## Put the code into its style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-test: lint ## Run every test.
-	$(BIN)/python -m pytest
+# The checks take a core for half a minute, in which the tests mostly wait for a service to start.
+test: install ## Check style and types, and run every test but the long ones.
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
+
+test-all: install ## The same with the long tests.
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest ARGS='-m ""'
+
+pytest: install
+	$(BIN)/python -m pytest $(ARGS)
 
 # What the benchmarks compare with, and what they draw with; they run without it too.
 .venv/bench: .venv/installed

@@ -1,4 +1,4 @@
-"""What `serve run` imports: a config's `args` in, an application out."""
+"""Application builder: the `import_path` of every config."""
 
 from typing import Any
 
@@ -13,20 +13,22 @@ from serve_app.ingress.health import engine_name
 from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings, parse
 
 UNBOUNDED = 100_000
-"""The batcher bounds what waits, by tokens and with an answer that says when to come back; Serve's own
-limit on ongoing requests is set where it can't cut in before."""
+"""Ray Serve's limit on ongoing requests, too high to be reached: the batchers bound their queues, by tokens,
+and answer a refused request with the time after which to retry."""
 
 HEALTH_CHECK_PERIOD_S = 1
-"""A replica that has died is missed, and replaced, at the next check; one that fails it, after three."""
+"""Seconds between health checks: a dead replica is replaced at the next, a failing one after three."""
 
 GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
-"""What a replica that stops may take to finish its answers: as long as HAProxy lets them run. So one setting
-says how long a stream may be. A replica that has nothing left to answer doesn't take it."""
+"""Seconds in which a stopping replica may finish its answers: as long as HAProxy lets them run, so that one
+setting bounds the length of a stream. A replica without requests stops at once."""
+
 QUIET = {"enable_access_log": False}
+"""Logging without Ray Serve's access log; the Ingress writes a line of its own, see `TelemetrySettings`."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application that a config describes: one Engine per model behind an Ingress.
+    """Return the application of a config: one Engine per model behind an Ingress.
 
     Args:
         args: See `serve_app.settings.schema.Settings`.
@@ -38,13 +40,12 @@ def build(args: dict[str, Any]) -> Application:
     ingress = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        # It does little at a time, so one that is silent for three checks hangs.
+        # An Ingress works in short steps, so one that doesn't answer for three checks hangs.
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=GRACE_S,
-        # New ones are there before old ones go: an HAProxy that is being replaced knows only those of its
-        # own time, and sends on to them what comes over connections that it still holds.
+        # New replicas are ready before old ones stop: an HAProxy that is being replaced knows only the old
+        # ones, and sends them the requests of the connections that it still holds.
         max_surge_percent=100,
-        # It writes its own line per request; see `TelemetrySettings`.
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
     engines = {model.id: _engine(model, settings) for model in settings.models}
@@ -56,7 +57,7 @@ def _engine(model: ModelSettings, settings: Settings) -> Application:
     deployment = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        # A burst may keep a replica from answering for a while.
+        # A burst may keep a replica from answering a health check for a while.
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=GRACE_S,
         logging_config=QUIET,

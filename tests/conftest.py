@@ -1,16 +1,65 @@
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import settings
 
-# How long an example takes says something of the machine only.
+if TYPE_CHECKING:
+    from tests.e2e.service import Service
+
+# The time that an example takes says something about the machine only.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+LAST = [
+    # On the shared service: what measures all of it, what adds an application to it, what stops it.
+    "test_prometheus",
+    "test_access",
+    "test_stop",
+    # On the pair of replicas: what leaves it whole, what leaves it with one Engine, what asks for no more.
+    "test_resumption",
+    "test_faults",
+    "test_deploys",
+    "test_driver_kills",
+    "test_overload",
+    # On services of their own.
+    "test_scaling",
+    "test_worker_death",
+    "test_node_loss",
+    "test_rehearsal",
+    "test_lost_machine",
+]
+"""The modules that run after all others, in this order."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run what stops the service after all that uses it, and then what needs the machine for itself."""
+    """Order the tests: those without a service, those with the shared one, then `LAST`."""
     items.sort(key=_place)
 
 
 def _place(item: pytest.Item) -> int:
-    last = item.get_closest_marker("last")
-    return 0 if last is None else last.args[0]
+    if item.path.stem in LAST:
+        return 2 + LAST.index(item.path.stem)
+    return int(_needs_service(item))
+
+
+def _needs_service(item: pytest.Item) -> bool:
+    return item.path.parent.name == "e2e" and "service" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def starting_service(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["Future[Service] | None"]:
+    """The service that tests share; it starts while the tests run that need none."""
+    if not any(map(_needs_service, request.session.items)):
+        yield None
+        return
+    from tests.e2e.services import start_shared
+
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_shared, tmp_path_factory.mktemp("service"))
+        yield starting
+        if not starting.exception():
+            starting.result().stop()

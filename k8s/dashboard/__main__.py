@@ -1,4 +1,4 @@
-"""The Grafana dashboard.
+"""Prints the Grafana dashboard as JSON.
 
 python -m k8s.dashboard > k8s/components/observability/dashboard.json
 """

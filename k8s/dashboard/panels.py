@@ -1,7 +1,4 @@
-"""The Grafana dashboard, in the order in which a person asks.
-
-python -m serve_app.telemetry.dashboard > k8s/components/observability/dashboard.json
-"""
+"""Rows and panels of the Grafana dashboard, from what users see to what the engine reports."""
 
 from dataclasses import dataclass
 
@@ -16,7 +13,7 @@ SERVE = 'application=~"$application"'
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One query of a panel, and what its series are called."""
+    """One query of a panel, and the name of its series in the legend."""
 
     expr: str
     legend: str
@@ -27,11 +24,11 @@ class Panel:
     """One graph.
 
     Attributes:
-        title: What it answers.
+        title: Title.
         unit: Grafana's name of the unit.
-        queries: What it shows.
-        help: What to read from it.
-        most: The end of its axis.
+        queries: Queries.
+        help: Description that Grafana shows beside the title.
+        most: Upper end of the axis; None: Grafana chooses.
     """
 
     title: str
@@ -42,22 +39,22 @@ class Panel:
 
 
 def rate(metric: Metric, by: str, labels: str = HERE) -> str:
-    """Return the growth per second of a counter, added up over replicas."""
+    """Return the rate of a counter, summed over replicas."""
     return f"sum by ({by}) (rate({metric.exported}{{{labels}}}[$__rate_interval]))"
 
 
 def total(metric: Metric, by: str, labels: str = HERE) -> str:
-    """Return a gauge, added up over replicas."""
+    """Return a gauge, summed over replicas."""
     return f"sum by ({by}) ({metric.exported}{{{labels}}})"
 
 
 def highest(metric: Metric, by: str, labels: str = HERE) -> str:
-    """Return a gauge of the replica where it is highest."""
+    """Return the highest value of a gauge over replicas."""
     return f"max by ({by}) ({metric.exported}{{{labels}}})"
 
 
 def quantile(share: float, name: str, by: str, labels: str = HERE) -> str:
-    """Return a quantile of a histogram. (Ray makes up its sum, so a mean of it would be wrong.)"""
+    """Return a quantile of a histogram."""
     grown = f"sum by (le, {by}) (rate({name}_bucket{{{labels}}}[$__rate_interval]))"
     return f"histogram_quantile({share}, {grown})"
 
@@ -70,7 +67,7 @@ def quantiles(name: str, by: str, legend: str, labels: str = HERE) -> tuple[Quer
 
 
 def vllm(name: str) -> str:
-    """Return the growth per second of one of vLLM's counters."""
+    """Return the rate of one of vLLM's counters."""
     return f"sum by (model_name) (rate(ray_vllm_{name}_total{{{VLLM}}}[$__rate_interval]))"
 
 
@@ -83,14 +80,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Are users happy?",
         (
             Panel(
-                "Requests by what became of them",
+                "Requests by outcome",
                 "reqps",
                 (Query(rate(c.REQUESTS, "model, outcome"), "{{model}} {{outcome}}"),),
-                "rejected: 429, the queue is full. expired: 408, it waited as long as it would. refused: "
-                "the client's mistake. cancelled: the client left.",
+                "rejected: 429, the queue is full. expired: 408, its deadline passed. refused: the request "
+                "was wrong. cancelled: the client disconnected.",
             ),
             Panel(
-                "Share that got an answer",
+                "Share of successful requests",
                 "percentunit",
                 (
                     Query(
@@ -98,14 +95,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{model}}",
                     ),
                 ),
-                "Without what clients broke off or asked wrongly.",
+                "Without requests that were cancelled or refused.",
                 1,
             ),
             Panel(
                 "Time to first token",
                 "s",
                 quantiles(c.FIRST_TOKEN.exported, "model", "{{model}}"),
-                "Streams, as the Ingress sees them.",
+                "Streams, measured at the Ingress.",
             ),
             Panel(
                 "Time per output token",
@@ -119,10 +116,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 quantiles(c.REQUEST_SECONDS.exported, "model, stream", "{{model}} stream {{stream}}"),
             ),
             Panel(
-                "What the way to the engine adds",
+                "Overhead of the path",
                 "s",
                 quantiles(c.PATH_SECONDS.exported, "model", "{{model}}"),
-                "Of an answered request, what was neither waiting in the batcher nor in the engine.",
+                "Time of an answered request outside the batcher's queue and the engine.",
             ),
         ),
     ),
@@ -142,12 +139,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{model_name}} used by vLLM",
                     ),
                 ),
-                "Reserved is what the batcher has admitted. Much above what vLLM uses: answers are shorter "
+                "Reserved: admitted by the batcher. If it is far above what vLLM uses, answers are shorter "
                 "than their max_tokens; see batcher.policy.",
                 1,
             ),
             Panel(
-                "Time in which anything runs",
+                "Busy time",
                 "percentunit",
                 (
                     Query(
@@ -170,10 +167,10 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "short",
                 (
                     Query(rate(c.PROMPT_TOKENS, "model"), "{{model}} in"),
-                    Query(rate(c.OUTPUT_TOKENS, "model"), "{{model}} out, of what has ended"),
+                    Query(rate(c.OUTPUT_TOKENS, "model"), "{{model}} out, when requests end"),
                     Query(
                         vllm("generation_tokens"),
-                        "{{model_name}} out, as produced",
+                        "{{model_name}} out, when produced",
                     ),
                 ),
             ),
@@ -181,7 +178,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "GPUs",
                 "percent",
                 (Query("avg by (ip, GpuIndex) (ray_node_gpus_utilization)", "{{ip}} {{GpuIndex}}"),),
-                "As Ray's agent reads it from the driver.",
+                "Utilization, as Ray's agent reads it from the driver.",
                 100,
             ),
             Panel(
@@ -198,7 +195,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
-        "What waits, and why?",
+        "Which requests wait, and why?",
         (
             Panel(
                 "Waiting, by tier",
@@ -206,37 +203,37 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 (Query(total(c.QUEUE_RECORDS, "model, tier"), "{{model}} {{tier}}"),),
             ),
             Panel(
-                "What it costs",
+                "Cost of waiting records",
                 "short",
                 (
                     Query(total(c.QUEUE_COST, "model, tier"), "{{model}} {{tier}}"),
                     Query(total(c.CAPACITY, "model"), "{{model}} may run at once"),
                 ),
-                "Tokens, for an LLM. What waits, divided by what may run at once, is the rounds ahead.",
+                "Tokens, for a language model.",
             ),
             Panel(
-                "How long they waited",
+                "Wait in the queue",
                 "s",
                 quantiles(c.WAIT_SECONDS.exported, "model, tier", "{{model}} {{tier}}"),
             ),
             Panel(
-                "How long who comes now would wait",
+                "Expected wait of a new record",
                 "s",
                 (Query(highest(c.WAIT_ESTIMATE, "model"), "{{model}}, longest queue"),),
-                "What a 429 tells its client.",
+                "The Retry-After of a 429.",
             ),
-            Panel("How long they ran", "s", quantiles(c.RUN_SECONDS.exported, "model", "{{model}}")),
+            Panel("Run time", "s", quantiles(c.RUN_SECONDS.exported, "model", "{{model}}")),
             Panel(
                 "Outside the batcher",
                 "short",
                 (
-                    Query(total(c.QUEUE_OUTSIDE, "model"), "{{model}}: callers that wait for room"),
+                    Query(total(c.QUEUE_OUTSIDE, "model"), "{{model}}: callers waiting for the queue"),
                     Query(
                         f"sum by (deployment) (ray_serve_deployment_queued_queries{{{SERVE}}})",
                         "{{deployment}}: waiting for a replica",
                     ),
                 ),
-                "Waiting for a replica: there is none yet, or Serve's own limit is met.",
+                "Waiting for a replica: there is none yet, or Serve's own limit is reached.",
             ),
             Panel(
                 "Goal for the first token",
@@ -245,27 +242,27 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     Query(highest(c.FIRST_TOKEN_EXPECTED, "model"), "{{model}} expected"),
                     Query(highest(c.FIRST_TOKEN_GOAL, "model"), "{{model}} goal"),
                 ),
-                "Where `batcher.goals` is set: what 99 of 100 requests that are not flex are to wait for it.",
+                "With `batcher.goals`: time to first token of 99 of 100 requests that are not flex.",
             ),
             Panel(
-                "Batch work beside it",
+                "Batch work beside live traffic",
                 "short",
                 (
                     Query(total(c.BACKGROUND_RECORDS, "model"), "{{model}}"),
                     Query(total(c.BACKGROUND_LIMIT, "model"), "{{model}} at most"),
                 ),
-                "Records of flex that run, and how many the goal lets run.",
+                "Records of flex that run, and their limit.",
             ),
         ),
     ),
     (
-        "Who is using it?",
+        "Which tenants use it?",
         (
             Panel(
                 "Cost per second by tenant",
                 "short",
                 (Query(f"topk(10, {rate(c.TENANT_COST, 'model, tenant')})", "{{model}} {{tenant}}"),),
-                "Tokens, prompt and output, for an LLM. 'other' is all who use less than the first twenty.",
+                "Tokens in and out, for a language model. 'other': all tenants beyond the first twenty.",
             ),
             Panel(
                 "Records per second by tenant",
@@ -282,7 +279,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{model}} {{tenant}}",
                     ),
                 ),
-                "Who asks for more than a fair share waits longer; the others should not.",
+                "A tenant that asks for more than its share waits longer; the others should not.",
             ),
             Panel(
                 "Rows of datasets per second",
@@ -291,13 +288,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     Query(rate(c.DRIVER_ROWS, "model, outcome", MODEL), "{{model}} {{outcome}}"),
                     Query(rate(c.DRIVER_RETRIES, "model", MODEL), "{{model}} calls sent again"),
                 ),
-                "Of drivers that go through the handle; one that goes over HTTP shows it where it runs.",
+                "Drivers that use the handle. A driver that uses HTTP shows its rate where it runs.",
             ),
             Panel(
                 "Tokens of datasets per second",
                 "short",
                 (Query(rate(c.DRIVER_TOKENS, "model", MODEL), "{{model}}"),),
-                "Of the same drivers: prompts and results.",
+                "The same drivers: prompts and results.",
             ),
             Panel(
                 "Calls of drivers in flight",
@@ -311,13 +308,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Is anything failing?",
         (
             Panel(
-                "Answers that are errors",
+                "Errors by status",
                 "reqps",
                 (Query(rate(c.REQUESTS, "model, code", 'outcome!="ok", ' + HERE), "{{model}} {{code}}"),),
-                "200: a stream that broke off. 0: there was no answer any more.",
+                "200: a stream that broke. 0: the client received no status.",
             ),
             Panel(
-                "Records that got no result",
+                "Records without a result",
                 "short",
                 (
                     Query(
@@ -336,12 +333,12 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                     ),
                     Query(
                         f"count by (deployment) (ray_serve_replica_processing_queries{{{SERVE}}})",
-                        "{{deployment}} there",
+                        "{{deployment}} running",
                     ),
                 ),
             ),
             Panel(
-                "Nodes that are waited for",
+                "Pending nodes",
                 "short",
                 (Query("sum by (NodeType) (autoscaler_pending_nodes)", "{{NodeType}}"),),
             ),
@@ -377,13 +374,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{model_name}} waiting",
                     ),
                 ),
-                "With policy guaranteed_no_evict nothing waits here for long: the batcher lets in what fits.",
+                "With policy guaranteed_no_evict, sequences wait here only for a moment.",
             ),
             Panel(
                 "Time to first token in the engine",
                 "s",
                 quantiles("ray_vllm_time_to_first_token_seconds", "model_name", "{{model_name}}", VLLM),
-                "All requests, from the engine's intake: without the batcher's queue and the way to it.",
+                "All requests, from their start in the engine: without the queue and the path to it.",
             ),
             Panel(
                 "Time per output token in the engine",
@@ -418,7 +415,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                         "{{model_name}}",
                     ),
                 ),
-                "Work that was thrown away for want of KV cache. Stays empty until the first one.",
+                "Work that was discarded for lack of KV cache. Empty until the first one.",
             ),
         ),
     ),

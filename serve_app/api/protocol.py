@@ -1,4 +1,4 @@
-"""Requests and responses of `/generate` and `/process`, over HTTP and over the handle."""
+"""What crosses HTTP and the handle: the requests and responses of `/generate` and `/process`."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -6,6 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
+from serve_app.api.validation import field_path
 
 JSON = dict[str, Any]
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -20,7 +21,7 @@ def _as_list(value: object) -> object:
 
 
 class SamplingFields(BaseModel):
-    """Sampling parameters; a field left out has the config's value, or else vLLM's default."""
+    """How tokens are drawn; a field left out falls back to the config, then to vLLM's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -66,7 +67,7 @@ class GenerateRequest(SamplingFields, SchedulingFields):
 
 
 class Detail(BaseModel):
-    """Finish reason and token counts of one prompt."""
+    """How one prompt ended."""
 
     finish_reason: str | None
     prompt_tokens: int
@@ -74,7 +75,7 @@ class Detail(BaseModel):
 
 
 class PromptError(BaseModel):
-    """The error of one prompt or record of a `partial` call."""
+    """Why one prompt or record of a `partial` call has no result."""
 
     index: int
     type: str
@@ -196,15 +197,10 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         return RequestError(
             400, "invalid_request_error", f"The body is not valid JSON: {item['ctx']['error']}"
         )
-    param = ""
-    for part in item["loc"]:
-        # pydantic puts the branch of a union behind the field, which means nothing to a client.
-        if isinstance(part, int):
-            param += f"[{part}]"
-        elif part in fields:
-            param += part if not param else f".{part}"
-        elif not param:
-            param = part
+    # pydantic puts the branch of a union behind the field; it means nothing to a client.
+    param = field_path(
+        part for at, part in enumerate(item["loc"]) if isinstance(part, int) or part in fields or not at
+    )
     if not item["loc"]:
         return RequestError(400, "invalid_request_error", "The body must be a JSON object")
     match item["type"]:

@@ -1,12 +1,12 @@
 """Scheduling of a request: its tier, its tenant, and how long it may wait."""
 
 import hashlib
-from collections.abc import Iterable
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from serve_app.api.errors import RequestError
+from serve_app.api.headers import Headers, bearer_token
 
 ServiceTier = Literal["auto", "default", "scale", "priority", "fast", "flex"]
 """OpenAI's names; "scale" is capacity that was paid ahead, which is no tier of its own here."""
@@ -83,9 +83,7 @@ class SchedulingFields(BaseModel):
         )
 
 
-def scheduling_of(
-    headers: Iterable[tuple[bytes, bytes]], fields: SchedulingFields, *, tenant: str | None = None
-) -> Scheduling:
+def scheduling_of(headers: Headers, fields: SchedulingFields, *, tenant: str | None = None) -> Scheduling:
     """Return the scheduling of an HTTP request.
 
     A header goes before the same field of the body. Without a tenant, the API key gives one: a hash, from
@@ -105,18 +103,13 @@ def scheduling_of(
         scheduling = scheduling._replace(tenant=_tenant(name))
     elif fields.tenant is None and tenant is not None:
         scheduling = scheduling._replace(tenant=tenant)
-    elif fields.tenant is None and (key := _bearer(given.get(b"authorization", b""))):
+    elif fields.tenant is None and (key := bearer_token(headers)):
         scheduling = scheduling._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
         scheduling = scheduling._replace(queue_timeout_s=_seconds(seconds))
     if given.get(RETRY_COUNT, b"0") != b"0":
         scheduling = scheduling._replace(returning=True)
     return scheduling
-
-
-def _bearer(value: bytes) -> bytes:
-    scheme, _, key = value.partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 def _tenant(value: bytes) -> str:

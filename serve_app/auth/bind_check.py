@@ -1,4 +1,4 @@
-"""Whether strangers can call a service that asks nobody for a key."""
+"""Warning about a service that is reachable from the network and needs no API key."""
 
 import ipaddress
 
@@ -6,24 +6,24 @@ from ray.serve.context import _get_global_client
 
 
 def warning(host: str | None, *, keys: bool) -> str | None:
-    """Return what to warn of; None: there is nothing.
+    """Return the warning; None if the service listens on loopback only, or needs API keys.
 
     Args:
-        host: The address on which the service listens; None: nobody knows.
-        keys: It asks for API keys.
+        host: The address on which the service listens; None: unknown.
+        keys: Whether the service needs API keys.
     """
     if keys or _is_loopback(host or ""):
         return None
     where = host or "an unknown address"
     return (
-        f"WARNING: this service listens on {where} and asks for no API key. Whoever reaches it can use its "
-        "models. Set `access` in the config's args, or keep strangers out with the network around it."
+        f"WARNING: this service listens on {where} and asks for no API key. Every client that reaches it "
+        "can use its models. Set `access` in the config's args, or restrict the network around it."
     )
 
 
 def serve_host() -> str | None:
-    """Return the address on which Ray Serve listens, if there is one. To be called in a replica."""
-    # Serve has no public name for it.
+    """Return the address on which Ray Serve listens, if there is one. Called in a replica."""
+    # Ray Serve has no public API for it.
     client = _get_global_client(raise_if_no_controller_running=False)
     return client.http_config.host if client else None
 

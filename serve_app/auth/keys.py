@@ -1,23 +1,24 @@
-"""API keys: how one is made, and how it is written down.
+"""API keys: making one, and the list of them in a file.
 
-A key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect what can be guessed, as
-passwords can. The file holds only hashes; who reads it can call nobody.
+A key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect secrets that can be
+guessed, such as passwords. The file holds only hashes, so reading it gives no access.
 
-    python -m serve_app.auth.keys new --name ada --tenant research
+    saturate keys new --name ada --tenant research
 """
 
-import argparse
 import hashlib
 import secrets
-import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import click
 import yaml
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from serve_app.api.protocol import Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
+from serve_app.api.validation import field_path
 from serve_app.settings.schema import Positive, SettingsError, Strict, Weight
+from serve_app.system.command_line import run
 
 Tier = Literal["priority", "default", "flex"]
 
@@ -29,18 +30,19 @@ def _hash(text: str) -> str:
 
 
 class Key(Strict):
-    """What one key allows.
+    """One API key, as a hash, and the requests that it allows.
 
     Attributes:
-        name: Who it was given to; messages and logs say it. Unique.
+        name: The holder's name, for messages and logs. Unique.
         sha256: The hash of the key, in hex.
-        tenant: Whose requests these are: tenants share the engines fairly.
-        weight: The tenant's share of an engine in relation to the other tenants; by default what the
-            model's `batcher.tenant_weights` says. The keys of one tenant that have one have the same.
-        any_tenant: The caller may name other tenants: for a gateway that serves several.
-        tiers: Service tiers that it may use; a request that names none gets `default`, or else the first.
-        requests_per_minute: So many at once, and refilled at that rate; by default no limit. It holds
-            for each Ingress replica by itself.
+        tenant: Tenant of the key's requests; tenants share the engines fairly.
+        weight: The tenant's share of an engine relative to the other tenants; by default that of the model's
+            `batcher.tenant_weights`. All keys of a tenant that state a weight state the same one.
+        any_tenant: Requests may name other tenants: for a gateway that serves several.
+        tiers: Service tiers that requests may use. One that names no tier gets `default`, or the first of
+            these if `default` is not among them.
+        requests_per_minute: Size of a token bucket that is refilled within a minute; by default no limit.
+            Each Ingress replica counts by itself.
         max_concurrency: Most requests in flight at one Ingress replica; by default no limit.
     """
 
@@ -54,7 +56,7 @@ class Key(Strict):
     max_concurrency: Positive | None = None
 
     def priorities(self) -> dict[int, str]:
-        """Return the classes of `tiers`, by their priorities."""
+        """Return the names of `tiers` by priority."""
         return {TIER_PRIORITY[tier]: tier for tier in self.tiers}
 
 
@@ -62,7 +64,7 @@ _KEYS = TypeAdapter(list[Key])
 
 
 def hash_key(key: bytes) -> str:
-    """Return what is kept of a key."""
+    """Return the SHA-256 of a key, in hex."""
     return hashlib.sha256(key).hexdigest()
 
 
@@ -75,8 +77,8 @@ def check_together(keys: list[Key], source: str) -> None:
     """Raise a SettingsError if keys contradict each other.
 
     Args:
-        keys: All that hold at one time.
-        source: Where they are from, for errors.
+        keys: All valid keys.
+        source: Their origin, for errors.
     """
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
@@ -94,10 +96,10 @@ def read_keys(text: str, source: str) -> list[Key]:
 
     Args:
         text: YAML or JSON.
-        source: Where it is from, for errors.
+        source: Its origin, for errors.
 
     Raises:
-        SettingsError: It says what is wrong and where, and no value: that may be a key.
+        SettingsError: The list is wrong. The message has the place and no value, which may be a key.
     """
     try:
         content = yaml.safe_load(text)
@@ -111,39 +113,85 @@ def read_keys(text: str, source: str) -> list[Key]:
     try:
         keys = _KEYS.validate_python(content)
     except ValidationError as error:
-        mistakes = (_mistake(item["loc"], item["type"], item["msg"]) for item in error.errors())
-        raise SettingsError(f"{source}: " + "; ".join(mistakes)) from None
+        lines = [_describe(item["loc"], item["type"], item["msg"]) for item in error.errors()]
+        raise SettingsError(f"{source}: " + "; ".join(lines)) from None
     check_together(keys, source)
     return keys
 
 
-def _mistake(place: tuple[int | str, ...], type: str, message: str) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
+def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
     if type == "extra_forbidden":
         message = f"unknown field; allowed are {', '.join(Key.model_fields)}"
-    return f"{path}: {message.removeprefix('Value error, ')}"
+    return f"{field_path(place)}: {message.removeprefix('Value error, ')}"
 
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m serve_app.auth.keys", description="Make API keys.")
-    commands = parser.add_subparsers(required=True)
-    new = commands.add_parser("new", help="make a key; print it once, and its entry for the keys file")
-    new.add_argument("--name", required=True, help="who it is for; unique")
-    new.add_argument("--tenant", required=True, help="whose requests these are")
-    new.add_argument("--weight", type=float, help="the tenant's share in relation to the others")
-    new.add_argument("--tiers", nargs="+", help="priority, default, flex; by default all")
-    new.add_argument("--requests-per-minute", type=int)
-    new.add_argument("--max-concurrency", type=int)
-    new.add_argument("--any-tenant", action="store_true", default=None, help="may name other tenants")
+    run(keys)
+
+
+@click.group()
+def keys() -> None:
+    """Make API keys for the file that `access.keys_file` of a config names."""
+
+
+@keys.command()
+@click.option("--name", required=True, help="Person or program that gets the key; unique.")
+@click.option("--tenant", required=True, help="Tenant of its requests; tenants share the engines fairly.")
+@click.option(
+    "--weight",
+    type=float,
+    help="The tenant's share in relation to the other tenants: 2 gets twice the tokens of 1.  "
+    "[default: the model's batcher.tenant_weights]",
+)
+@click.option(
+    "--tiers",
+    multiple=True,
+    metavar="TIER[,TIER]",
+    help="Service tiers that the key may use, of priority, default, flex; `flex` alone for batch work.  "
+    "[default: all]",
+)
+@click.option(
+    "--requests-per-minute",
+    type=int,
+    metavar="N",
+    help="Most requests per minute at each Ingress replica.  [default: no limit]",
+)
+@click.option(
+    "--max-concurrency",
+    type=int,
+    metavar="N",
+    help="Most requests in flight at each Ingress replica.  [default: no limit]",
+)
+@click.option(
+    "--any-tenant",
+    is_flag=True,
+    help="Requests with this key may name other tenants; for a gateway that serves several.",
+)
+@click.argument("more_tiers", nargs=-1, metavar="")
+def new(tiers: tuple[str, ...], more_tiers: tuple[str, ...], **values: Any) -> None:
+    """Make a key and print its entry for the keys file.
+
+    The key is printed once, in a comment, and kept nowhere; the entry has its hash.
+
+    \b
+    Examples:
+      saturate keys new --name ada --tenant research >> keys.yaml
+      saturate keys new --name nightly --tenant batch --tiers flex >> keys.yaml
+    """
+    if more_tiers and not tiers:
+        raise click.UsageError(f"got unexpected extra argument {more_tiers[0]!r}")
     key = new_key()
-    options = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
-    entry = options | {"sha256": hash_key(key.encode())}
+    entry = {name: value for name, value in values.items() if value is not None and value is not False}
+    # `--tiers flex default` is the form of earlier versions.
+    if chosen := [tier for text in (*tiers, *more_tiers) for tier in text.split(",")]:
+        entry["tiers"] = chosen
+    entry["sha256"] = hash_key(key.encode())
     text = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True)
     try:
         read_keys(text, "the key")
     except SettingsError as error:
-        sys.exit(f"error: {error}")
+        raise click.ClickException(str(error)) from None
     print(f"# The key, which is kept nowhere. Give it to {entry['name']}:\n# {key}\n{text}", end="")
 
 

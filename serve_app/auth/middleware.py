@@ -1,4 +1,4 @@
-"""Who gets in: the keys that hold now, and the gate in front of the Ingress that asks for one."""
+"""Authentication: the valid API keys, and the ASGI middleware that requires one."""
 
 import hmac
 import logging
@@ -6,12 +6,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.errors import RequestError, error_response
+from serve_app.api.headers import Headers, bearer_token
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.keys import Key, check_together, hash_key, read_keys
 from serve_app.auth.rate_limit import RateLimit
@@ -20,16 +21,14 @@ from serve_app.settings.schema import AccessSettings, SettingsError
 logger = logging.getLogger("ray.serve")
 
 POLL_S = 2.0
-"""Seconds after which a changed keys file holds."""
+"""Seconds between two looks at the keys file."""
 
 OPEN = "/health"
-"""The one path that asks for no key: load balancers have none."""
-
-Headers = Iterable[tuple[bytes, bytes]]
+"""The one path that needs no key: load balancers have none."""
 
 
 class Caller:
-    """A key that holds, and what it has left in this process."""
+    """A valid key and its rate limit in this process."""
 
     __slots__ = ("_priorities", "_usual", "key", "rate_limit")
 
@@ -41,10 +40,10 @@ class Caller:
         self._usual = usual if usual in self._priorities else TIER_PRIORITY[key.tiers[0]]
 
     def scheduling(self, headers: Headers, fields: SchedulingFields) -> Scheduling:
-        """Return the scheduling of a request of this caller; see `scheduling_of`.
+        """Return the scheduling of a request with this key; see `scheduling_of`.
 
         Raises:
-            RequestError: 403, the key doesn't allow them; 400, a header is wrong.
+            RequestError: 403, the key doesn't allow it; 400, a header is wrong.
         """
         key = self.key
         scheduling = scheduling_of(headers, fields, tenant=key.tenant)
@@ -58,7 +57,7 @@ class Caller:
                 )
                 raise RequestError(403, "permission_error", message, param="service_tier")
             scheduling = scheduling._replace(priority=self._usual)
-        # Of another tenant, this key knows nothing.
+        # The weight is that of the key's own tenant.
         return (
             scheduling._replace(weight=key.weight)
             if key.weight and scheduling.tenant == key.tenant
@@ -66,15 +65,16 @@ class Caller:
         )
 
 
-class Access:
-    """The keys that hold now, by their hashes.
+class KeyStore:
+    """The valid API keys, by hash.
 
     Args:
-        settings: Where the keys are.
-        clock: Returns seconds that only rise.
+        settings: Sources of the keys.
+        environment: Environment variables, for `keys_env`.
+        clock: Monotonic clock of the rate limits, in seconds.
 
     Raises:
-        SettingsError: They can't be read.
+        SettingsError: The keys can't be read.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Access:
         self._load()
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; a file that can't be read leaves the keys as they were."""
+        """Read the file again if it has changed. The keys stay as they were if it can't be read."""
         if self._file is None or (signature := _signature(self._file)) == self._seen:
             return
         self._seen = signature
@@ -110,23 +110,20 @@ class Access:
             logger.info("read the API keys again: %d hold now", len(self._callers))
 
     def watch(self) -> None:
-        """Refresh from time to time, in a thread of its own, for as long as this object lives."""
+        """Refresh periodically, in a thread that ends when this object is garbage-collected."""
         if self._file:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="api-keys", daemon=True).start()
 
     def find(self, headers: Headers) -> Caller:
-        """Return whose request this is.
-
-        Args:
-            headers: The request's headers, their names in lower case.
+        """Return the caller whose key the headers of a request hold.
 
         Raises:
-            RequestError: 401.
+            RequestError: 401, there is no key, or it isn't valid.
         """
-        if not (key := _presented(headers)):
+        if not (key := _api_key(headers)):
             message = "An API key is required: send the header `Authorization: Bearer KEY`."
             raise RequestError(401, "authentication_error", message)
-        # How long the look-up takes depends on the hash, which nobody can steer towards another one.
+        # The look-up's duration depends on the hash, which an attacker can't steer by the choice of a key.
         digest = hash_key(key)
         caller = self._callers.get(digest)
         if caller is None or not hmac.compare_digest(caller.key.sha256, digest):
@@ -143,11 +140,11 @@ class Access:
                 raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
             keys = keys + read_keys(text, f"access.keys_file ({self._file})")
         check_together(keys, "access: keys_file and keys_env together")
-        # One step for those who look: another thread may be here.
-        self._callers = {key.sha256: Caller(key, self._allowance(key)) for key in keys}
+        # One assignment, since other threads read it meanwhile.
+        self._callers = {key.sha256: Caller(key, self._rate_limit(key)) for key in keys}
 
-    def _allowance(self, key: Key) -> RateLimit:
-        """Return the key's rate_limit: what it has used up stays so when the file changes."""
+    def _rate_limit(self, key: Key) -> RateLimit:
+        """Return the key's rate limit: the one in use, if any, so that its state survives a reload."""
         old = self._callers.get(key.sha256)
         rate_limit = old.rate_limit if old else RateLimit(self._clock)
         rate_limit.rate_per_minute = key.requests_per_minute
@@ -156,29 +153,29 @@ class Access:
 
 
 class AuthMiddleware:
-    """ASGI middleware that asks for a key: what is behind it is reached with one, or not at all.
+    """ASGI middleware that requires a valid API key, and enforces its rate limit.
 
-    The caller is in the scope, as "caller".
+    It puts the caller into the scope, as "caller".
 
     Args:
-        app: What is behind it.
-        access: The keys.
+        app: The application behind it.
+        keys: The valid keys.
     """
 
-    def __init__(self, app: ASGIApp, access: Access) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyStore) -> None:
         self._app = app
-        self._access = access
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            # Nothing here speaks it.
+            # No route of the application takes websockets.
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] != "http" or scope["path"] == scope.get("root_path", "") + OPEN:
             await self._app(scope, receive, send)
             return
         try:
-            caller = self._access.find(scope["headers"])
+            caller = self._keys.find(scope["headers"])
             rate_limit = caller.rate_limit
             entered = rate_limit.enter()
         except RequestError as error:
@@ -192,16 +189,10 @@ class AuthMiddleware:
             rate_limit.leave(entered)
 
 
-def _presented(headers: Headers) -> bytes:
-    """Return the key of a request: OpenAI's clients have one header for it, Anthropic's another."""
-    for name, value in headers:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            if scheme.lower() == b"bearer":
-                return key.strip()
-        elif name == b"x-api-key":
-            return value.strip()
-    return b""
+def _api_key(headers: Headers) -> bytes:
+    """Return the key of a request; empty if there is none."""
+    # OpenAI's clients send a bearer token, Anthropic's the other header.
+    return bearer_token(headers) or dict(headers).get(b"x-api-key", b"").strip()
 
 
 def _signature(path: Path) -> object:
@@ -212,8 +203,9 @@ def _signature(path: Path) -> object:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _watch(reference: "weakref.ref[Access]") -> None:
-    while access := reference():
-        access.refresh()
-        del access
+def _watch(reference: "weakref.ref[KeyStore]") -> None:
+    while keys := reference():
+        keys.refresh()
+        # A reference that is held while the thread sleeps would keep the object alive.
+        del keys
         time.sleep(POLL_S)

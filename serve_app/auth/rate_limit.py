@@ -1,23 +1,28 @@
-"""How much of what its key allows a caller has left."""
+"""Rate and concurrency limit of an API key."""
 
 from collections.abc import Callable
 
 from serve_app.api.errors import RequestError
 
 UNKNOWN_S = 1.0
-"""Seconds that a request is reckoned to take while none has ended yet."""
+"""Assumed seconds per request before the first one has ended."""
 
 LATEST = 0.1
-"""Weight of the latest request in the mean."""
+"""Weight of the latest request in the moving mean of durations."""
 
 
 class RateLimit:
-    """A rate and a number of requests in flight, of one key in one process.
+    """Token bucket and number of requests in flight of one API key, in one process.
 
-    The rate is a token bucket: it holds a minute's requests, and is refilled evenly.
+    The bucket holds a minute's requests and is refilled evenly.
 
     Args:
-        clock: Returns seconds that only rise.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        rate_per_minute: Requests per minute; None: no limit.
+        max_concurrency: Most requests in flight; None: no limit.
+        in_flight: Requests in flight.
     """
 
     __slots__ = ("_at", "_clock", "_level", "_mean_s", "in_flight", "max_concurrency", "rate_per_minute")
@@ -32,14 +37,14 @@ class RateLimit:
         self.in_flight = 0
 
     def enter(self) -> float:
-        """Take a place and return when, for `leave`.
+        """Count a request that begins; return the time, which `leave` needs.
 
         Raises:
             RequestError: 429, with the seconds after which another try is likely to succeed.
         """
         now = self._clock()
         if (most := self.max_concurrency) is not None and self.in_flight >= most:
-            # With all places taken, one becomes free each time the mean request has run its share.
+            # With `most` in flight, one ends every mean duration / most seconds.
             raise _refusal(f"has {most} requests in flight, as many as it may", self._mean_s / most)
         if (rate := self.rate_per_minute) is not None:
             level = min(float(rate), self._level + (now - self._at) * rate / 60)
@@ -52,7 +57,7 @@ class RateLimit:
         return now
 
     def leave(self, entered: float) -> None:
-        """Give back the place that was taken at `entered`."""
+        """Count a request that ends; `entered` is what `enter` returned."""
         self.in_flight -= 1
         self._mean_s += LATEST * (self._clock() - entered - self._mean_s)
 

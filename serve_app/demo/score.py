@@ -1,4 +1,4 @@
-"""Scores the answers to a question file: what share is exactly right.
+"""Score of the answers to a question file: the share that is exactly right.
 
 ``python -m serve_app.demo.score answers.jsonl`` scores the driver's output for the demo's questions.
 """
@@ -14,17 +14,17 @@ from serve_app.demo.questions import QUESTIONS_FILE
 
 
 def score(answers: Path, questions: Path) -> tuple[int, int, list[str]]:
-    """Compare answers with what is right, by their ids.
+    """Compare answers with the expected ones, by id.
 
     Args:
         answers: The driver's output, as JSON lines.
         questions: JSON lines with an `id`, a `prompt` and an `answer`.
 
     Returns:
-        How many are right, how many questions there are, and a line for each that is wrong.
+        The number of right answers, the number of questions, and a line for each wrong answer.
 
     Raises:
-        ValueError: An id is there twice, or unknown.
+        ValueError: An id occurs twice, or is unknown.
     """
     asked = {row["id"]: row for row in _rows(questions)}
     given: dict[str, str | None] = {}
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print the score."""
     parser = argparse.ArgumentParser(
         prog="python -m serve_app.demo.score",
-        description="Print what share of the questions was answered right, and on standard error those that "
-        "were not.",
+        description="Print the share of right answers, and on standard error the wrong ones.",
     )
     parser.add_argument("answers", type=Path, help="the driver's output, as .jsonl")
     parser.add_argument(

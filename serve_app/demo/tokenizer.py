@@ -1,7 +1,7 @@
 """The tokenizer of the demo model: one token per byte of UTF-8, and a few special tokens.
 
-Token 97 is byte 97 is ``a``. Nothing is merged, so every text has tokens, as many as it has bytes once it
-is in Unicode's normal form C, in which nearly all text is anyway.
+Token 97 is byte 97 is ``a``. Nothing is merged: a text has as many tokens as bytes in Unicode's normal form
+C, which nearly all text is in already.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 END = "<|endoftext|>"
-"""Ends every answer and every turn of a chat; also fills up short rows."""
+"""End of an answer and of a turn of a chat; also pads short rows."""
 SYSTEM = "<|system|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
@@ -18,14 +18,14 @@ TOOL = "<|tool|>"
 SPECIAL_TOKENS = (END, SYSTEM, USER, ASSISTANT, TOOL)
 
 TOKEN_ID = {token: 256 + position for position, token in enumerate(SPECIAL_TOKENS)}
-"""The special tokens' numbers: they follow the 256 bytes."""
+"""Ids of the special tokens, which follow the 256 bytes."""
 VOCABULARY_SIZE = 256 + len(SPECIAL_TOKENS)
 
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def byte_names() -> list[str]:
-    """The printable character that stands for each byte from 0 to 255 in tokenizer files like GPT-2's."""
+    """Return the printable character that stands for each byte, 0 to 255, in tokenizer files like GPT-2's."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     stand_in = {byte: byte for byte in printable} | {byte: 256 + place for place, byte in enumerate(others)}
@@ -33,10 +33,10 @@ def byte_names() -> list[str]:
 
 
 def build_tokenizer(max_tokens: int) -> PreTrainedTokenizerFast:
-    """Build the tokenizer for a model that reads `max_tokens` tokens at most."""
+    """Return the tokenizer of a model with a context of `max_tokens` tokens."""
     names = byte_names()
     tokenizer = Tokenizer(models.BPE(vocab={name: byte for byte, name in enumerate(names)}, merges=[]))
-    # AutoTokenizer loads a Qwen2's tokenizer as Qwen2's own, which normalizes; this makes all loaders agree.
+    # AutoTokenizer loads a Qwen2's tokenizer as Qwen2's own class, which normalizes; so all loaders agree.
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

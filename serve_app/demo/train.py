@@ -1,4 +1,4 @@
-"""Train the demo model from nothing: ``python -m serve_app.demo.train``."""
+"""Training of the demo model, from random weights: ``python -m serve_app.demo.train``."""
 
 import argparse
 import math
@@ -18,14 +18,14 @@ from .tokenizer import END, TOKEN_ID, VOCABULARY_SIZE, build_tokenizer
 MODEL_FOLDER = Path(__file__).parent / "model"
 MAX_TOKENS = 8192
 HELD_OUT = 0.05
-"""The share of all questions that training never shows."""
+"""Share of all questions that are held out of training."""
 
 PLAIN_SHARE = 1 / 3
-"""The share of steps, from the first on, that show questions one by one: the sums are learnt soonest so."""
+"""Share of steps, from the first on, that train on single questions: sums are learnt soonest this way."""
 PLAIN_DOCUMENTS = 64
 PACKED_TOKENS = 2048
-# Later steps mix row lengths (tokens: weight): short rows keep the sums in mind, long ones teach not to be
-# led astray by what stands before the question. Length 0 is for questions one by one.
+# Later steps mix row lengths (tokens: weight): short rows keep the sums trained, long ones teach the model
+# to disregard the text before the question. Length 0 stands for single questions.
 ROW_LENGTHS = {0: 0.3, 64: 0.3, 256: 0.25, 1024: 0.1, 2048: 0.05}
 
 DESCRIPTION = """\
@@ -33,9 +33,9 @@ Train the demo model, a Qwen2 of 0.9 million parameters that answers "What is 47
 all that vLLM and transformers need to load it. Takes about 13 minutes on two CPU cores, longer where others
 use them too; needs no GPU and no download.
 
-Every 100 steps a line tells the loss (in nats per token) and how many of the questions that training never
-shows are answered right, greedily. The loss falls slowly to about 0.8 and fast from there on, once the model
-has found out how to add. After a third of the steps it jumps up, as chats, other text and JSON come in.
+Every 100 steps a line shows the loss (in nats per token) and the share of held-out questions that greedy
+decoding answers right. The loss falls slowly to about 0.8 and fast from there on, once the model has learnt
+to add. After a third of the steps it jumps up, when chats, other text and JSON come in.
 """
 
 EXAMPLES = """\
@@ -46,7 +46,7 @@ examples:
 
 
 def new_model() -> Qwen2ForCausalLM:
-    """An untrained model, 3.6 MB in float32."""
+    """Return an untrained model, 3.6 MB in float32."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=VOCABULARY_SIZE,
@@ -70,7 +70,7 @@ def new_model() -> Qwen2ForCausalLM:
 def predict(
     model: Qwen2ForCausalLM, tokens: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the model predicts (logits), and should (tokens), wherever the next token is one to be learnt."""
+    """Return the predicted logits and the right tokens, wherever the next token has a label."""
     hidden = model.model(input_ids=tokens[:, :-1], use_cache=False).last_hidden_state
     learnt = labels[:, 1:] != IGNORED
     return model.lm_head(hidden[learnt]), labels[:, 1:][learnt]
@@ -78,10 +78,10 @@ def predict(
 
 @torch.inference_mode()
 def accuracy(model: Qwen2ForCausalLM, questions: Sequence[Question], chat: bool) -> float:
-    """The share of questions, 0 to 1, that greedy decoding answers with exactly the right text and then ends.
+    """Return the share of questions, 0 to 1, that greedy decoding answers with the right text and its end.
 
-    Nothing is generated: greedy decoding writes an answer just when each of its tokens is the likeliest after
-    those before it, so one look at the whole document tells.
+    Nothing is generated: greedy decoding writes an answer exactly if each of its tokens is the likeliest
+    after those before it, so one forward pass over the whole document is enough.
     """
     right = 0
     for start in range(0, len(questions), 500):
@@ -95,7 +95,7 @@ def accuracy(model: Qwen2ForCausalLM, questions: Sequence[Question], chat: bool)
 
 
 def learning_rate(step: int, steps: int, highest: float) -> float:
-    """The learning rate of a step, counted from 0: a short rise to `highest`, then a cosine down to 0."""
+    """Return the learning rate of a step, from 0: a short rise to `highest`, then a cosine down to 0."""
     rise = min(100, max(1, steps // 10))
     if step < rise:
         return highest * (step + 1) / rise
@@ -103,7 +103,7 @@ def learning_rate(step: int, steps: int, highest: float) -> float:
 
 
 def draw(rng: random.Random, questions: Sequence[Question], plain: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the tokens and labels of one step, in `plain` rows or in rows of a length drawn too."""
+    """Draw the tokens and labels of one step: `plain` rows, or rows of a length drawn at random."""
     length = 0 if plain else rng.choices(list(ROW_LENGTHS), list(ROW_LENGTHS.values()))[0]
     if length:
         return packed_rows(rng, questions, PACKED_TOKENS // length, length)
@@ -120,9 +120,9 @@ def train(
     seed: int,
     highest_rate: float = 6e-3,
 ) -> None:
-    """Train in place on the questions to `learn`; print, now and then, how those to `keep` fare."""
+    """Train in place on the questions of `learn`; print the accuracy on those of `keep` every 100 steps."""
     rng = random.Random(seed)
-    # Muon learns the layers' matrices in fewer steps than AdamW; the rest are no matrices in its sense.
+    # Muon needs fewer steps than AdamW for the layers' matrices; it is not made for the other weights.
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
     others = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
     optimizers: list[torch.optim.Optimizer] = [

@@ -1,4 +1,4 @@
-"""The batch driver: a dataset through a service, with nothing lost and nothing done twice."""
+"""Batch driver: sends a dataset through a service and writes each row's result exactly once."""
 
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
 from serve_app.driver.errors import DriverError, InputError, OutputError, RowError

@@ -14,12 +14,12 @@ from serve_app.driver.spans import Spans
 
 @dataclass(slots=True, frozen=True)
 class Item:
-    """One row on its way.
+    """One row to send.
 
     Attributes:
-        number: Its place in the input.
-        id: How its user knows it.
-        prompt: What it asks, or why it can't be asked.
+        number: Position in the input, from 0.
+        id: The row's id for its user.
+        prompt: The prompt, or the error of a row without one.
     """
 
     number: int
@@ -27,7 +27,7 @@ class Item:
     prompt: Prompt | RowError
 
     def done(self, result: str, detail: JSON, attempts: int) -> JSON:
-        """Return the row of the output for a result."""
+        """Return the output row of a result."""
         return {
             "row": self.number,
             "id": self.id,
@@ -40,7 +40,7 @@ class Item:
         }
 
     def failed(self, type: str, message: str, attempts: int) -> JSON:
-        """Return the row of the output for an error."""
+        """Return the output row of an error."""
         return {
             "row": self.number,
             "id": self.id,
@@ -71,18 +71,18 @@ def cut(
         rows: The input.
         prompter: Makes prompts of them.
         size: Rows in a chunk.
-        done: Rows to pass over.
-        id_column: Where a row's id is; one without is known by its number.
-        limit: Rows of the input to take, from its beginning.
+        done: Rows to skip.
+        id_column: Column of the id; a row without one gets its number.
+        limit: Number of input rows to take, from the beginning.
 
     Raises:
-        CommandError: No row of the first chunk has the column that is asked for.
+        CommandError: No row of the first chunk has the prompt's column.
     """
     chunk: list[Item] = []
     first = True
     for row in islice(rows, limit):
         if done and row.number in done:
-            # A chunk is a stretch of the input, so that what is done stays a few stretches too.
+            # A chunk is contiguous, so that the rows that are done form few spans.
             if chunk:
                 yield chunk
                 chunk = []
@@ -113,7 +113,7 @@ def _item(row: Row, prompter: Prompter, id_column: str) -> Item:
 
 
 def _check_columns(chunk: Chunk) -> None:
-    """Raise if a whole chunk lacks its column: that is no bad row, but a wrong name."""
+    """Raise if all rows of a chunk lack the column: then its name is wrong, not the rows."""
     errors = [item.prompt for item in chunk if isinstance(item.prompt, RowError)]
     if len(errors) == len(chunk) and all(error.type == "missing_column" for error in errors):
         raise CommandError(

@@ -1,4 +1,4 @@
-"""Two ways to an Engine: over HTTP, and over a deployment handle."""
+"""Clients of a service: over HTTP, and over a deployment handle."""
 
 import asyncio
 import os
@@ -17,40 +17,40 @@ from serve_app.system import cancellation
 STATS_TIMEOUT_S = 10.0
 
 MESSAGE_BYTES = 64 << 20
-"""Bytes of an answer over the handle at most, unless the environment says otherwise: gRPC takes 4 MiB."""
+"""Most bytes of an answer over the handle, unless the environment sets it; gRPC's default is 4 MiB."""
 
 
 class Client(Protocol):
-    """What a run needs of a service."""
+    """A service, as a run uses it."""
 
     async def generate(self, body: JSON, tries: int = 0) -> JSON:
         """Send one `/generate` call and return its answer.
 
         Args:
-            body: The call.
-            tries: How often it was sent before.
+            body: The call's body.
+            tries: Number of times that it was sent before.
 
         Raises:
-            RequestError: It failed. Whatever another try may cure has a status of 408, 425, 429 or 500
-                and more.
+            RequestError: The call failed. Another try may succeed if the status is 408, 425, 429 or at
+                least 500.
         """
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
 
 
 class HTTPClient:
     """A service behind a URL.
 
     Args:
-        url: Where it is, without a path of ours.
-        model: Whose statistics to ask for; None: the first one that has any.
+        url: Base URL of the service.
+        model: Model to read statistics of; None: the first one.
         api_key: Sent as a bearer token.
         connect_s: Seconds to get a connection.
-        read_s: Seconds to wait for an answer: a chunk's whole work, and a cold start.
+        read_s: Seconds to wait for an answer: all work on a chunk, and a cold start.
         write_s: Seconds to send a chunk.
         pool_s: Seconds to wait for one of the connections.
         transport: Another transport, for tests.
@@ -75,7 +75,7 @@ class HTTPClient:
         self._read_s = read_s
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(connect=connect_s, read=read_s, write=write_s, pool=pool_s),
-            # The run bounds its calls itself.
+            # The run itself bounds its calls.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
             transport=transport,
@@ -85,7 +85,7 @@ class HTTPClient:
         """Send one `/generate` call and return its answer."""
         headers = {"content-type": "application/json"}
         if tries:
-            # Whoever comes back finds room kept.
+            # The service keeps room in its queue for retries.
             headers[RETRY_COUNT.decode()] = str(tries)
         try:
             response = await self._http.post(
@@ -94,7 +94,7 @@ class HTTPClient:
                 headers=headers,
             )
         except httpx.HTTPError as error:
-            # Timeouts and connections that break have no words of their own.
+            # Timeouts and broken connections have no message.
             reason = str(error) or type(error).__name__
             raise RequestError(503, "service_unavailable", f"{self.url}: {reason}") from None
         if response.status_code != 200:
@@ -128,7 +128,7 @@ class HTTPClient:
 
 
 class HandleClient:
-    """An Engine of the Ray cluster that this process belongs to.
+    """An Engine in the Ray cluster of this process.
 
     Args:
         app: The Serve application.
@@ -140,7 +140,7 @@ class HandleClient:
     """
 
     def __init__(self, app: str, model: str, *, read_s: float = 600.0) -> None:
-        # Serve reads it once, when it is imported.
+        # Ray Serve reads this variable once, at import.
         os.environ.setdefault("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", str(MESSAGE_BYTES))
         import ray
         from ray import serve
@@ -171,13 +171,13 @@ class HandleClient:
         self._handle: Any = serve.get_deployment_handle(name, app_name=app)
 
     async def generate(self, body: JSON, tries: int = 0) -> JSON:
-        """Send one `generate` call and return its answer. A handle can't say that it isn't the first."""
+        """Send one `generate` call and return its answer; `tries` is not transmitted over a handle."""
         import grpc
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
-        # By value, that is over gRPC: Ray's object store takes more of the driver's CPU. Not sooner:
-        # options start the handle's router, which may want the loop that runs.
+        # By value, that is over gRPC: Ray's object store costs the driver more CPU. Options are set here,
+        # since setting them starts the handle's router, which may need the running loop.
         response = self._handle.options(_by_reference=False).generate.remote(body)
         try:
             async with asyncio.timeout(self._read_s):
@@ -188,7 +188,7 @@ class HandleClient:
             raise RequestError(503, "service_unavailable", message) from None
         except asyncio.CancelledError:
             if not cancellation.is_own():
-                message = f"{self._name}: its replica was taken away"
+                message = f"{self._name}: its replica was removed"
                 raise RequestError(503, "service_unavailable", message) from None
             response.cancel()
             raise
@@ -204,7 +204,7 @@ class HandleClient:
         return answer
 
     def _broken(self, error: Any) -> RequestError:
-        """Return what a failed gRPC call comes to."""
+        """Return the error of a failed gRPC call."""
         import grpc
 
         reason = f"{self._name}: {error.code().name}: {error.details()}"
@@ -217,7 +217,7 @@ class HandleClient:
         """Return the statistics of the model's replicas; None where they can't be had now."""
         try:
             if not await asyncio.to_thread(self._running):
-                # A broadcast to a model without replicas waits for one to come.
+                # A broadcast to a model without replicas would wait for one.
                 return []
             broadcast = self._handle.options(_by_reference=True).broadcast("stats")
             found: list[JSON] = await broadcast.results_async(timeout_s=STATS_TIMEOUT_S)
@@ -227,7 +227,7 @@ class HandleClient:
                 raise
             return None
         except Exception:
-            # Statistics are for looking at: without them the run goes on all the same.
+            # Statistics are optional: a run goes on without them.
             return None
 
     async def close(self) -> None:
@@ -242,7 +242,7 @@ class HandleClient:
 
 
 def _refusal(response: httpx.Response) -> RequestError:
-    """Return what an HTTP error says."""
+    """Return the error in an HTTP response."""
     retry_after_s = None
     with suppress(ValueError):
         retry_after_s = max(0.0, float(response.headers.get("retry-after", "")))
@@ -260,6 +260,6 @@ def _refusal(response: httpx.Response) -> RequestError:
         message = f"{response.url}: {response.status_code} {response.reason_phrase}: {text}"
         status = response.status_code
         if status == 404:
-            # Not our words: Ray Serve's proxy says this while the application isn't there yet.
+            # Ray Serve's proxy answers 404 while the application isn't deployed yet.
             status = 503
         return RequestError(status, "service_unavailable", message, retry_after_s=retry_after_s)

@@ -1,6 +1,5 @@
-"""The command line: reads the options, drives the run, shows it, and says how it ended."""
+"""The command `saturate batch`: reads the options, drives the run, shows its progress and its end."""
 
-import argparse
 import asyncio
 import os
 import signal
@@ -8,47 +7,64 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
 
 from serve_app.driver.chunks import cut
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
 from serve_app.driver.errors import CommandError, DriverError
 from serve_app.driver.manifest import Manifest
-from serve_app.driver.options import parse, sampling_fields
+from serve_app.driver.options import ARGUMENTS, EPILOG, GROUPS, HELP, GroupedCommand, chosen, sampling_fields
 from serve_app.driver.output import Existing, Output, check_output
 from serve_app.driver.pacing import Auto, Fixed
 from serve_app.driver.progress import Progress, open_progress
 from serve_app.driver.prompts import Prompter, read_template
 from serve_app.driver.report import report, table, write_report
 from serve_app.driver.rows import Row, numbered
+from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import Run, call_body
 from serve_app.driver.sources import open_source
-from serve_app.driver.tally import Tally
+from serve_app.system.command_line import INTERRUPTED, USAGE, run
 
-FAILED, MISTAKE, SOME_FAILED, INTERRUPTED = 1, 2, 3, 130
-"""Exit codes, beside 0."""
+FAILED, SOME_FAILED = 1, 3
+"""Exit codes, beside 0, `USAGE` and `INTERRUPTED`."""
 
 SYNC_S = 1.0
-"""Seconds between two syncs: what a machine that loses its power may lose."""
+"""Seconds between two syncs: the work that a machine without power may lose."""
 SHOW_S = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    options = parse(arguments)
+    run(batch, arguments)
+
+
+@click.command(
+    cls=GroupedCommand,
+    params=ARGUMENTS,
+    groups=GROUPS,
+    help=HELP,
+    epilog=EPILOG,
+    context_settings={"max_content_width": 100},
+)
+def batch(**values: Any) -> int:
+    """Drive one run; return its exit code."""
     try:
-        code = Session(options).run()
+        code = Session(chosen(values)).run()
     except DriverError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(MISTAKE)
+        return USAGE
     except KeyboardInterrupt:
-        # Before anything was sent, or after everything was written.
+        # Before the first call, or after the last row was written.
         code = INTERRUPTED
-    sys.stdout.flush()
-    sys.stderr.flush()
     if code == INTERRUPTED:
-        # A thread may still wait for a pipe that says nothing more, and Python would wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A thread may wait for a pipe that stays silent, and Python would wait for the thread.
         os._exit(code)
-    sys.exit(code)
+    return code
 
 
 class Session:
@@ -58,10 +74,10 @@ class Session:
         options: The command line.
 
     Raises:
-        DriverError: Something in it can't be.
+        DriverError: One of its values can't be used.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: SimpleNamespace) -> None:
         self._options = options
         template = None if options.template is None else read_template(options.template)
         self._prompter = Prompter(
@@ -94,12 +110,12 @@ class Session:
         existing: Existing = "overwrite" if options.overwrite else "resume" if options.resume else "same"
         self._output = Output(options.output, Manifest(decisive, self._source.fingerprint()), existing)
         self._progress: Progress = open_progress(options.quiet)
-        self._tally = Tally()
+        self._stats = RunStats()
         self._read = 0
         self._interrupts = 0
 
     def run(self) -> int:
-        """Do the work, and return the exit code."""
+        """Run to the end and return the exit code."""
         if (finished := self._output.finished) is not None:
             self._progress.close()
             self._say(f"{self._output.path}: complete, {finished['rows']:,} rows; nothing is left to do")
@@ -113,7 +129,7 @@ class Session:
             self._progress.close()
             self._output.close()
             print(f"error: {error}", file=sys.stderr)
-            return MISTAKE
+            return USAGE
         except DriverError as error:
             message = str(error)
         except asyncio.CancelledError:
@@ -126,8 +142,10 @@ class Session:
     async def _drive(self) -> None:
         options = self._options
         pace = Auto() if options.max_concurrency == "auto" else Fixed(options.max_concurrency)
-        run = Run(self._client, self._body, chat=self._prompter.chat, pace=pace, retries=options.retries)
-        self._tally = run.tally
+        run = Run(
+            self._client, self._body, chat=self._prompter.chat, concurrency=pace, retries=options.retries
+        )
+        self._stats = run.stats
         self._catch_signals(run)
         tell = _metrics(options)
         chunks = cut(
@@ -147,7 +165,7 @@ class Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            tell(run.tally)
+            tell(run.stats)
             await self._client.close()
 
     def _rows(self) -> Iterator[Row]:
@@ -156,7 +174,7 @@ class Session:
             yield row
 
     def _total(self) -> int | None:
-        """Return how many rows the input has, as far as is known."""
+        """Return the number of rows of the input, as far as is known."""
         limit: int | None = self._options.limit
         share = self._source.share_read()
         if not share:
@@ -164,10 +182,10 @@ class Session:
         total = round(self._read / share)
         return total if limit is None else min(total, limit)
 
-    async def _show(self, run: Run, tell: Callable[[Tally], None]) -> None:
+    async def _show(self, run: Run, tell: Callable[[RunStats], None]) -> None:
         while True:
-            tell(run.tally)
-            self._progress.update(run.tally, self._output.before, self._total(), _note(run))
+            tell(run.stats)
+            self._progress.update(run.stats, self._output.before, self._total(), _note(run))
             await asyncio.sleep(SHOW_S)
 
     async def _sync(self) -> None:
@@ -183,7 +201,7 @@ class Session:
             self._interrupts += 1
             if self._interrupts == 1:
                 self._progress.say(
-                    f"Stopping: {run.tally.in_flight} calls in flight are finished and written; interrupt "
+                    f"Stopping: {run.stats.in_flight} calls in flight are finished and written; interrupt "
                     "again to stop at once"
                 )
                 run.stop()
@@ -194,7 +212,7 @@ class Session:
             loop.add_signal_handler(number, interrupt)
 
     def _end(self, message: str) -> int:
-        """Bring the output into the form in which it stays; say how it went."""
+        """Give the output its final form, write the report, and return the exit code."""
         totals = self._output.totals
         outcome = "failed" if message else "interrupted" if self._interrupts else "complete"
         try:
@@ -203,7 +221,7 @@ class Session:
             else:
                 self._output.close()
             body = report(
-                self._output.path, outcome, self._output.before, self._tally.body(), totals, message
+                self._output.path, outcome, self._output.before, self._stats.body(), totals, message
             )
             write_report(self._report_path, body)
         except DriverError as error:
@@ -238,21 +256,21 @@ class Session:
         )
 
 
-def _metrics(options: argparse.Namespace) -> Callable[[Tally], None]:
-    """Return what tells the progress of a run to the metrics of the cluster, if this is in one."""
+def _metrics(options: SimpleNamespace) -> Callable[[RunStats], None]:
+    """Return the function that reports progress to the metrics of the cluster, if this runs in one."""
     if not options.app:
-        return lambda tally: None
-    # Over HTTP a driver does without Ray.
+        return lambda stats: None
+    # Over HTTP a driver doesn't load Ray.
     from serve_app.driver.metrics import RunMetrics
 
     return RunMetrics(options.model)
 
 
 def _note(run: Run) -> str:
-    """Return what a user should know now."""
-    if run.tally.trouble:
-        return f"trying again: {run.tally.trouble}"
-    if run.asleep and run.tally.in_flight:
+    """Return a remark for the progress line."""
+    if run.stats.trouble:
+        return f"trying again: {run.stats.trouble}"
+    if run.asleep and run.stats.in_flight:
         return "the model is asleep; the first call wakes it, and waits until it is loaded"
     return ""
 

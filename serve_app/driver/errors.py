@@ -1,8 +1,8 @@
-"""Why a run can't go on, and why a row has no result."""
+"""Errors that end a run, and errors of single rows."""
 
 
 class DriverError(Exception):
-    """The run can't go on; the message tells its user what to change."""
+    """The run can't go on; the message says what to change."""
 
 
 class InputError(DriverError):
@@ -10,7 +10,7 @@ class InputError(DriverError):
 
 
 class CommandError(DriverError):
-    """The command asks for what the input doesn't have."""
+    """The command asks for something that the input doesn't have."""
 
 
 class OutputError(DriverError):
@@ -18,7 +18,7 @@ class OutputError(DriverError):
 
 
 class RowError(Exception):
-    """One row has no result, for good; the run goes on.
+    """A row has no result, and no retry would help; the run goes on.
 
     Args:
         type: A name for programs.

@@ -1,4 +1,4 @@
-"""The rows that are done, in a file that only grows: whole lines, synced in steps, mended after a crash."""
+"""Append-only file of finished rows: whole lines, synced periodically, repaired after a crash."""
 
 import fcntl
 import os
@@ -10,27 +10,27 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.driver.errors import OutputError
+from serve_app.driver.run_stats import Totals
 from serve_app.driver.spans import Spans
-from serve_app.driver.tally import Totals
 
 COPY_BYTES = 1 << 20
 
 
 class Journal:
-    """An output in the making. Rows come in the order in which they are done; each says its number.
+    """An output file that is being written. Rows are in the order in which they finished, with their numbers.
 
     One process at a time may have it open.
 
     Args:
-        path: The file; it is made where it doesn't exist. A torn last line is cut off.
+        path: The file; it is created if missing. An incomplete last line is cut off.
 
     Attributes:
-        done: The numbers of the rows in it.
-        totals: What these rows add up to.
-        torn: Whether a torn line was cut off.
+        done: Numbers of the rows in it.
+        totals: Totals of these rows.
+        torn: Whether an incomplete line was cut off.
 
     Raises:
-        OutputError: Another process has it open, or it holds something else than rows.
+        OutputError: Another process has the file open, or its content isn't rows.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +38,7 @@ class Journal:
         self.done = Spans()
         self.totals = Totals()
         self.torn = False
-        # Pieces of the file whose rows follow each other: the first row's number, and where it begins.
+        # Pieces of the file with consecutive rows: the number of the first row, and its offset.
         self._firsts = array("Q")
         self._offsets = array("Q")
         self._next: int | None = None
@@ -56,11 +56,11 @@ class Journal:
 
     @property
     def in_order(self) -> bool:
-        """Whether the rows stand in the order of the input."""
+        """True if the rows are in the order of the input."""
         return all(one < other for one, other in zip(self._firsts, self._firsts[1:], strict=False))
 
     def append(self, rows: Sequence[JSON]) -> None:
-        """Add rows that are done, in one write.
+        """Add finished rows, in one write.
 
         Raises:
             OutputError: The disk is full, or fails.
@@ -79,7 +79,7 @@ class Journal:
         self._synced = False
 
     def sync(self) -> None:
-        """Have the disk keep what was added."""
+        """Flush added rows to the disk."""
         if not self._synced:
             self._synced = True
             try:
@@ -88,7 +88,7 @@ class Journal:
                 raise OutputError(f"{self.path}: {error.strerror}") from None
 
     def close(self) -> None:
-        """Sync and let go of the file."""
+        """Sync, and close the file."""
         try:
             self.sync()
         finally:
@@ -108,7 +108,7 @@ class Journal:
                     yield piece
 
     def put_in_order(self) -> None:
-        """Replace the file by one whose rows stand in the order of the input, all at once."""
+        """Atomically replace the file by one with the rows in the order of the input."""
         self.sync()
         if not self.in_order:
             write_whole(self.path, self.pieces())
@@ -122,7 +122,7 @@ class Journal:
             raise OutputError(f"{self.path}: another driver has just finished it; run the same command again")
 
     def _recover(self) -> int:
-        """Note the rows that are there; return where the last whole line ends."""
+        """Read the rows in the file; return the end of the last complete line."""
         end = 0
         bad = 0
         self._file.seek(0)
@@ -156,7 +156,7 @@ class Journal:
 
 
 def write_whole(path: Path, pieces: Iterator[bytes]) -> None:
-    """Write a file that is there wholly or not at all, whenever the machine stops.
+    """Write a file atomically: after a crash it is complete or absent.
 
     Raises:
         OutputError: The disk is full, or fails.
@@ -172,7 +172,7 @@ def write_whole(path: Path, pieces: Iterator[bytes]) -> None:
 
 
 def put_in_place(draft: Path, path: Path) -> None:
-    """Give a finished draft its name, for good: the file is on the disk before its name is."""
+    """Rename a finished draft, durably: its content is on the disk before its name."""
     _sync(draft)
     draft.replace(path)
     _sync(path.parent)
@@ -187,7 +187,7 @@ def _sync(path: Path) -> None:
 
 
 def _parse(line: bytes) -> JSON | None:
-    """Return the row that a line holds, or None if it is torn."""
+    """Return the row in a line; None if the line isn't a whole one."""
     if not line.endswith(b"\n"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""What an output was made from, in a file beside it, so that a run goes on only where it may."""
+"""Manifest of an output: options and input of its run, in a file beside it. A resumed run compares them."""
 
 import json
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ class Manifest:
     """The run that an output belongs to.
 
     Attributes:
-        options: What decides over the results.
-        input: The input's fingerprint.
-        rows: Rows done, when last written.
-        complete: Whether the run has ended with every row done.
-        totals: What the rows add up to, once complete.
-        version: Of this file's form.
+        options: Options that determine the results.
+        input: Fingerprint of the input.
+        rows: Finished rows at the time of writing.
+        complete: Whether all rows are finished.
+        totals: Totals of the rows; None until complete.
+        version: Version of the file's format.
     """
 
     options: JSON
@@ -33,7 +33,7 @@ class Manifest:
     version: int = VERSION
 
     def differences(self, other: "Manifest") -> list[str]:
-        """Return what another manifest says differently, a line each."""
+        """Return the differences to another manifest, a line each."""
         found = []
         for name in [*self.options, *(name for name in other.options if name not in self.options)]:
             was, now = self.options.get(name), other.options.get(name)
@@ -44,7 +44,7 @@ class Manifest:
         return found
 
     def progress(self, rows: int) -> "Manifest":
-        """Return the manifest with another number of rows done."""
+        """Return the manifest with another number of finished rows."""
         return replace(self, rows=rows, complete=False, totals=None)
 
     def completed(self, totals: JSON) -> "Manifest":
@@ -52,20 +52,20 @@ class Manifest:
         return replace(self, rows=totals["rows"], complete=True, totals=totals)
 
     def write(self, path: Path) -> None:
-        """Write it, wholly or not at all."""
+        """Write the manifest, atomically."""
         write_whole(path, iter([json.dumps(asdict(self), indent=1, ensure_ascii=False).encode() + b"\n"]))
 
 
 def manifest_path(output: Path) -> Path:
-    """Return where an output's manifest is."""
+    """Return the path of an output's manifest."""
     return output.with_name(f"{output.name}.manifest.json")
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read a manifest; None where there is none.
+    """Read a manifest; None if the file doesn't exist.
 
     Raises:
-        OutputError: It is none, or a later version's.
+        OutputError: The file isn't a manifest, or is one of another version.
     """
     try:
         content = json.loads(path.read_text())

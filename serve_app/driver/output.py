@@ -1,4 +1,4 @@
-"""Where the rows of a run go: a journal, which is the JSONL output or becomes the Parquet output."""
+"""Output of a run: a journal, which is the JSONL output or becomes the Parquet output."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,24 +12,24 @@ from serve_app.driver.parquet import write_parquet
 from serve_app.driver.spans import Spans
 
 Existing = Literal["same", "resume", "overwrite"]
-"""What to do with rows that are there: go on if options and input are the same, go on anyway, begin anew."""
+"""Handling of existing rows: go on if options and input are the same, go on anyway, or begin anew."""
 
 
 class Output:
-    """The output of a run, which may have been begun before.
+    """The output of a run, new or begun by an earlier run.
 
     Args:
         path: A `.jsonl` or `.parquet` file.
-        manifest: What this run makes it from.
-        existing: What to do with rows that are there.
+        manifest: Options and input of this run.
+        existing: Handling of existing rows.
 
     Attributes:
-        before: Rows that were done before this run.
-        torn: Whether the last run ended in the middle of a line, which is cut off.
-        finished: The totals of a run that has nothing left to do; None where there is something.
+        before: Number of rows of earlier runs.
+        torn: Whether the last run ended within a line, which was cut off.
+        finished: Totals of an output that is complete; None if rows are left to do.
 
     Raises:
-        OutputError: It is in use, belongs to another run, or can't be written.
+        OutputError: The output is in use, belongs to another run, or can't be written.
     """
 
     def __init__(self, path: Path, manifest: Manifest, existing: Existing = "same") -> None:
@@ -57,20 +57,20 @@ class Output:
 
     @property
     def done(self) -> Spans:
-        """The rows that are there, as a copy."""
+        """Numbers of the rows in the output, as a copy."""
         return self._open.done.copy()
 
     @property
     def totals(self) -> JSON:
-        """What all rows add up to, those of earlier runs too."""
+        """Totals of all rows, those of earlier runs included."""
         return self._open.totals.body()
 
     def append(self, rows: Sequence[JSON]) -> None:
-        """Add rows that are done."""
+        """Add finished rows."""
         self._open.append(rows)
 
     def sync(self) -> None:
-        """Have the disk keep what was added."""
+        """Flush added rows to the disk."""
         self._open.sync()
 
     def complete(self) -> None:
@@ -88,7 +88,7 @@ class Output:
             journal.path.unlink()
 
     def close(self) -> None:
-        """Keep what there is, for the next run to go on from."""
+        """Close an incomplete output, so that another run can go on from it."""
         if journal := self._journal:
             self._journal = None
             journal.close()
@@ -102,7 +102,7 @@ class Output:
 
     def _remove(self, journal: Path) -> None:
         if journal.exists():
-            # Whoever has it open goes on writing; better not to begin a second one.
+            # A driver that has it open would go on writing.
             try:
                 Journal(journal).close()
             except OutputError as error:

@@ -1,4 +1,4 @@
-"""How many calls are under way at once, and how long to wait before one is sent again."""
+"""Limit on concurrent calls, and the waits between retries."""
 
 import random
 import time
@@ -10,7 +10,7 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True, frozen=True)
 class Backoff:
-    """Waits that double, with jitter, so that many callers don't come back together.
+    """Exponential backoff with jitter, so that callers don't retry in step.
 
     Attributes:
         first_s: Longest wait before the first retry, in seconds.
@@ -25,49 +25,52 @@ class Backoff:
         """Return the seconds to wait before the next try.
 
         Args:
-            failures: Tries that have failed, at least 1.
-            retry_after_s: What the service asks for; the wait is never shorter.
+            failures: Number of failed tries, at least 1.
+            retry_after_s: Seconds from the service's `Retry-After`; the wait is never shorter.
         """
-        # Past 2**60 the power says nothing more, and would overflow.
+        # The exponent is bounded because a large power would overflow.
         ceiling = min(self.most_s, self.first_s * 2.0 ** min(failures - 1, 60))
         wait = ceiling * self._random.uniform(0.5, 1.0)
         if retry_after_s is None:
             return wait
-        # Who waits for the same second would come in the same one.
+        # Jitter, since all callers with the same Retry-After would return at once.
         return max(wait, retry_after_s * self._random.uniform(1.0, 1.25))
 
 
 class Fixed:
-    """A constant number of calls at once.
+    """A constant limit on concurrent calls.
 
     Args:
-        limit: The number.
+        limit: Most calls at once.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
 
     def answered(self) -> None:
-        """Take in that a call was answered."""
+        """Note a call that was answered."""
 
     def refused(self, retry_after_s: float | None) -> None:
-        """Take in that a call was answered 429."""
+        """Note a call that was answered 429."""
 
-    def saw(self, running: int, waiting: int) -> None:
-        """Take in what the batchers hold."""
+    def observe(self, running: int, waiting: int) -> None:
+        """Note the numbers of records in the batchers."""
 
 
 class Auto:
-    """As many calls at once as keep the batchers busy, and no more.
+    """A limit on concurrent calls that adapts, so that the batchers stay busy with a short queue.
 
-    Enough is when about as many records wait in the batchers as run: the next ones are there when a place
-    gets free. With fewer the limit grows by a quarter, with three times as many it shrinks by one, and a 429
-    halves it, once in the time that the service asks us to stay away.
+    The aim is about as many waiting records as running ones, so that a record is at hand whenever one ends.
+    With fewer waiting the limit grows by a quarter, with more than three times as many it shrinks by one. A
+    429 halves it, at most once within the service's `Retry-After`.
 
     Args:
-        first: Calls at once in the beginning.
-        most: Calls at once at most.
-        clock: In seconds.
+        first: Limit at the start.
+        most: Highest limit.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        limit: Most calls at once.
     """
 
     def __init__(self, first: int = 4, most: int = 256, clock: Clock = time.monotonic) -> None:
@@ -78,19 +81,19 @@ class Auto:
         self._quiet_until = float("-inf")
 
     def answered(self) -> None:
-        """Take in that a call was answered."""
+        """Note a call that was answered."""
         self._answered += 1
 
     def refused(self, retry_after_s: float | None) -> None:
-        """Take in that a call was answered 429."""
+        """Note a call that was answered 429."""
         now = self._clock()
         if now >= self._quiet_until:
             self.limit = max(1, self.limit // 2)
             self._quiet_until = now + max(1.0, retry_after_s or 0.0)
 
-    def saw(self, running: int, waiting: int) -> None:
-        """Take in what the batchers hold."""
-        # Before an answer has come, nothing is known of what the service can do.
+    def observe(self, running: int, waiting: int) -> None:
+        """Note the numbers of records in the batchers."""
+        # Before the first answer nothing is known about the service's capacity.
         if self._clock() < self._quiet_until or not self._answered:
             return
         if waiting < max(running, 1):
@@ -99,4 +102,5 @@ class Auto:
             self.limit = max(1, self.limit - 1)
 
 
-StreamInterval = Fixed | Auto
+Concurrency = Fixed | Auto
+"""A limit on concurrent calls."""

@@ -1,4 +1,4 @@
-"""A finished journal as a Parquet file."""
+"""Conversion of a finished journal into a Parquet file."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -12,11 +12,11 @@ from serve_app.driver.errors import OutputError
 from serve_app.driver.journal import put_in_place
 
 GROUP_ROWS = 5_000
-"""Rows of a row group: as many as are held in memory."""
+"""Rows in a row group, which is held in memory."""
 
 
 def write_parquet(path: Path, lines: Iterator[bytes]) -> None:
-    """Write rows to a Parquet file that is there wholly or not at all.
+    """Write rows to a Parquet file, atomically.
 
     Args:
         path: The file.
@@ -40,7 +40,7 @@ def write_parquet(path: Path, lines: Iterator[bytes]) -> None:
 
 
 def result_columns() -> list[tuple[str, Any]]:
-    """Return the names of a result's columns, and their Arrow types."""
+    """Return names and Arrow types of a result's columns."""
     import pyarrow as pa
 
     return [
@@ -54,7 +54,7 @@ def result_columns() -> list[tuple[str, Any]]:
 
 
 def _flat(row: JSON) -> JSON:
-    """Return a row whose id is text, since a column has one type."""
+    """Return a row with its id as text, since a column has one type."""
     if not isinstance(row["id"], str):
         row["id"] = to_json(row["id"]).decode()
     return row

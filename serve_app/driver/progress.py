@@ -1,30 +1,30 @@
-"""What a person sees while a run lasts: one line that lives on a terminal, a line now and then elsewhere."""
+"""Progress display of a run: a bar on a terminal, a periodic line elsewhere."""
 
 import sys
 import time
 from typing import Any, Protocol
 
-from serve_app.driver.tally import Tally
+from serve_app.driver.run_stats import RunStats
 
 LINE_S = 10.0
 """Seconds between two lines where there is no terminal."""
 
 
 class Progress(Protocol):
-    """Where a run's progress goes."""
+    """A progress display."""
 
-    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
-        """Show how far it is.
+    def update(self, stats: RunStats, before: int, total: int | None, note: str) -> None:
+        """Show the progress.
 
         Args:
-            tally: What this run has counted.
-            before: Rows that were done before it.
-            total: Rows of the input, as far as that is known.
-            note: What the user should know now.
+            stats: Statistics of this run.
+            before: Number of rows of earlier runs.
+            total: Number of input rows, perhaps an estimate; None: unknown.
+            note: Message about the current state; may be empty.
         """
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
+        """Print a permanent line."""
 
     def close(self) -> None:
         """End the display."""
@@ -33,7 +33,7 @@ class Progress(Protocol):
 class Silent:
     """No progress."""
 
-    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
+    def update(self, stats: RunStats, before: int, total: int | None, note: str) -> None:
         """Show nothing."""
 
     def say(self, text: str) -> None:
@@ -44,21 +44,21 @@ class Silent:
 
 
 class Lines:
-    """A plain line now and then, for logs."""
+    """A plain line every ten seconds, for logs."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + LINE_S
         self._note = ""
 
-    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
-        """Print a line, if it is time for one or there is news."""
+    def update(self, stats: RunStats, before: int, total: int | None, note: str) -> None:
+        """Print a line if one is due, and a note if it is new."""
         if note and note != self._note:
             self.say(note)
         self._note = note
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + LINE_S
-            done = before + tally.totals.rows
-            self.say(f"{share(done, total)} rows, {figures(tally)}, ETA {eta(tally, done, total)}")
+            done = before + stats.totals.rows
+            self.say(f"{share(done, total)} rows, {figures(stats)}, ETA {eta(stats, done, total)}")
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -87,12 +87,12 @@ class Bar:
         self._task = self._bar.add_task("rows", total=None, done="", figures="starting")
         self._bar.start()
 
-    def update(self, tally: Tally, before: int, total: int | None, note: str) -> None:
+    def update(self, stats: RunStats, before: int, total: int | None, note: str) -> None:
         """Draw the bar."""
-        done = before + tally.totals.rows
+        done = before + stats.totals.rows
         shown: dict[str, Any] = {
             "done": share(done, total),
-            "figures": f"{figures(tally)}, ETA {eta(tally, done, total)}" + (f"\n{note}" if note else ""),
+            "figures": f"{figures(stats)}, ETA {eta(stats, done, total)}" + (f"\n{note}" if note else ""),
         }
         self._bar.update(self._task, completed=done, total=total, **shown)
 
@@ -101,12 +101,12 @@ class Bar:
         self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()
 
 
 def open_progress(quiet: bool) -> Progress:
-    """Return the progress that fits where standard error goes."""
+    """Return the display that fits standard error."""
     if quiet:
         return Silent()
     if sys.stderr.isatty():
@@ -117,32 +117,32 @@ def open_progress(quiet: bool) -> Progress:
     return Lines()
 
 
-def figures(tally: Tally) -> str:
-    """Return the figures of a run in a line."""
+def figures(stats: RunStats) -> str:
+    """Return the figures of a run as one line."""
     parts = [
-        f"{tally.rows_per_s:,.1f} rows/s",
-        f"{tally.tokens_per_s:,.0f} tok/s",
-        f"{tally.in_flight} in flight",
+        f"{stats.rows_per_s:,.1f} rows/s",
+        f"{stats.tokens_per_s:,.0f} tok/s",
+        f"{stats.in_flight} in flight",
     ]
-    if (busy := tally.utilization.share) is not None:
+    if (busy := stats.utilization.share) is not None:
         parts.append(f"batcher {busy:.0%} busy")
-    if tally.retries:
-        parts.append(f"{tally.retries} retries")
-    if failed := tally.totals.failed.total():
+    if stats.retries:
+        parts.append(f"{stats.retries} retries")
+    if failed := stats.totals.failed.total():
         parts.append(f"{failed:,} failed")
     return ", ".join(parts)
 
 
 def share(done: int, total: int | None) -> str:
-    """Return how many rows are done of how many; what is left is an estimate until it has been read."""
+    """Return finished and total rows; the total is an estimate, marked `~`, until all rows are read."""
     return f"{done:,}" if not total else f"{done:,}/{'' if done == total else '~'}{total:,}"
 
 
-def eta(tally: Tally, done: int, total: int | None) -> str:
-    """Return how long the rest takes at the pace of this run."""
-    if not total or not tally.totals.rows:
+def eta(stats: RunStats, done: int, total: int | None) -> str:
+    """Return the time to the end, at the mean rate of this run."""
+    if not total or not stats.totals.rows:
         return "?"
-    seconds = round(max(0, total - done) / tally.rows_per_s)
+    seconds = round(max(0, total - done) / stats.rows_per_s)
     minutes, seconds = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""From a row to a prompt, or to the messages of a chat."""
+"""Prompts from rows: texts to complete, or the messages of a chat."""
 
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,20 @@ Prompt = str | list[JSON]
 
 
 class Prompter:
-    """Makes prompts out of rows.
+    """Makes prompts from rows.
 
     Args:
-        column: Holds the prompt, unless there is a template.
-        template: Jinja over the row's columns; it may call the whole row `row`.
+        column: Column of the prompt, unless there is a template.
+        template: Jinja template over the row's columns; `row` is the whole row.
         chat: Send the prompt as a user's message, through the model's chat template.
-        system: A system message in front of it; makes it a chat.
-        messages_column: Holds a whole chat, in OpenAI's form; replaces all of the above.
+        system: System message in front of the prompt; implies `chat`.
+        messages_column: Column with a whole chat, in OpenAI's form; replaces all of the above.
+
+    Attributes:
+        chat: Whether prompts are lists of messages.
 
     Raises:
-        DriverError: The template isn't one, or the arguments contradict each other.
+        DriverError: The template is invalid, or the arguments contradict each other.
     """
 
     def __init__(
@@ -45,10 +48,10 @@ class Prompter:
         self.chat = chat or system is not None or messages_column is not None
 
     def prompt(self, values: JSON) -> Prompt:
-        """Return what a row asks.
+        """Return the prompt of a row.
 
         Raises:
-            RowError: It lacks the column, the template fails on it, or it holds the wrong thing.
+            RowError: The column is missing or of a wrong type, or the template fails.
         """
         if self._messages_column:
             messages = self._value(values, self._messages_column)
@@ -72,7 +75,7 @@ class Prompter:
         try:
             rendered: str = self._template.render({"row": values} | values)
         except Exception as error:
-            # A template runs on whatever a row holds: it may fail in any way.
+            # A template runs on arbitrary values, so it may raise anything.
             raise RowError("template_error", f"the template: {error}") from None
         return rendered
 
@@ -84,7 +87,7 @@ class Prompter:
 
 
 def read_template(text: str) -> str:
-    """Return a template as the command line gives it: the text itself, or `@FILE`.
+    """Return the template of the option `--template`: the text itself, or the content of `@FILE`.
 
     Raises:
         DriverError: The file can't be read.
@@ -104,7 +107,7 @@ def _compile(template: str) -> Any:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise DriverError("--template needs jinja2: pip install 'saturate[driver]'") from None
-    # A name that no column has is a mistake; Jinja would write nothing in its place.
+    # By default Jinja renders an unknown column as nothing, which would hide the error.
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     try:
         return environment.from_string(template)

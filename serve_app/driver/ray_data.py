@@ -1,4 +1,4 @@
-"""A Ray Data stage: batches of rows through an Engine, a list in each call."""
+"""Ray Data stage that sends batches of rows to an Engine, one call per batch."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -12,29 +12,29 @@ from serve_app.driver.pacing import Backoff, Fixed
 from serve_app.driver.parquet import result_columns
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import numbered
+from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import call_body
 from serve_app.driver.sending import Sender
-from serve_app.driver.tally import Tally
 
 
 class Generate:
-    """A class for `map_batches` whose every batch is one call over the Engine's handle.
+    """A class for `map_batches`; each batch is one call over the Engine's handle.
 
-    One actor sends many batches at once; use it with `batch_format="pyarrow"`, `concurrency=1` and
-    `max_concurrency` as the number of calls at once. A batch comes back with its own columns and `result`,
+    One actor sends many batches concurrently; use it with `batch_format="pyarrow"`, `concurrency=1` and
+    `max_concurrency` as the number of concurrent calls. A batch comes back with its own columns and `result`,
     `finish_reason`, `prompt_tokens`, `completion_tokens`, `attempts` and `error`: a row that can't be served
-    has an error of a type and a message, and the others of its batch are served.
+    has an error with a type and a message, and the others of its batch are served.
 
     Args:
         app: The Serve application.
         model: The model's id.
         prompts: Arguments of `Prompter`; by default the column `prompt` is the prompt.
         sampling: Sampling fields of `/generate`.
-        service_tier: Who goes first; "flex" goes behind live traffic.
-        retries: How often a call is sent again.
+        service_tier: Tier of the calls; "flex" goes behind live traffic.
+        retries: Most retries of a call.
 
     Raises:
-        DriverError: There is no such Engine; or, of a batch, the service is gone or refuses it.
+        DriverError: There is no such Engine. While a batch is sent: the service is gone or refuses it.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Generate:
             chat=self._prompter.chat,
             retries=retries,
             backoff=Backoff(),
-            pace=Fixed(1),
-            tally=Tally(),
+            concurrency=Fixed(1),
+            stats=RunStats(),
             stopping=asyncio.Event(),
         )
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
-        """Yield an Arrow table with the columns of its results."""
+        """Yield the batch as an Arrow table, with the columns of the results."""
         import pyarrow as pa
 
         rows: list[JSON] = batch.to_pylist()

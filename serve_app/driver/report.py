@@ -1,4 +1,4 @@
-"""What a run has done: JSON for programs, a table for people."""
+"""Report of a run: JSON for programs, a table for people."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ def report(
     """Return the report.
 
     Args:
-        output: The output.
+        output: Path of the output.
         outcome: "complete", "interrupted" or "failed".
-        before: Rows that were done before this run.
-        this_run: What this run has counted.
-        all_rows: What the whole output adds up to.
-        message: Why the run could not go on.
+        before: Number of rows of earlier runs.
+        this_run: Statistics of this run.
+        all_rows: Totals of the whole output.
+        message: Error of a run that failed.
     """
     return {
         "output": str(output),
@@ -35,7 +35,7 @@ def write_report(path: Path, body: JSON) -> None:
     """Write a report.
 
     Raises:
-        OutputError: It can't be written.
+        OutputError: The report can't be written.
     """
     if not path.parent.is_dir():
         raise OutputError(f"--report {path}: there is no folder {path.parent}")

@@ -1,4 +1,4 @@
-"""One row of the input, and the formats that rows are read from, as a stream."""
+"""Rows of the input, and streaming readers of their formats."""
 
 import csv
 import io
@@ -13,10 +13,10 @@ from serve_app.api.protocol import JSON
 from serve_app.driver.errors import InputError, RowError
 
 BATCH_ROWS = 1_000
-"""Rows of a Parquet file that are taken apart at a time."""
+"""Rows of a Parquet file that are decoded at a time."""
 
 Advance = Callable[[float], None]
-"""Told how many bytes of the input have been used up."""
+"""Takes a number of input bytes that were read."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,8 +24,8 @@ class Row:
     """One row of the input.
 
     Attributes:
-        number: Its place in the whole input, from 0.
-        values: Its columns, or why it could not be read.
+        number: Position in the whole input, from 0.
+        values: The columns, or the error of an unreadable row.
     """
 
     number: int
@@ -36,7 +36,7 @@ Values = Iterator[JSON | RowError]
 
 
 def read_jsonl(stream: IO[bytes], name: str, advance: Advance) -> Values:
-    """Read JSON objects, one a line; empty lines are passed over."""
+    """Read JSON objects, one a line; empty lines are skipped."""
     for number, line in enumerate(stream, 1):
         advance(len(line))
         text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -56,7 +56,7 @@ def read_jsonl(stream: IO[bytes], name: str, advance: Advance) -> Values:
 def read_csv(stream: IO[bytes], name: str, advance: Advance) -> Values:
     """Read CSV with a header; every value is text."""
     csv.field_size_limit(sys.maxsize)
-    # Bytes that are no UTF-8 stay recognizable, so that they cost one row and not the run.
+    # Bytes that aren't UTF-8 stay recognizable, so that they fail their row and not the run.
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.DictReader(_counted(text, advance))
     for values in reader:
@@ -74,10 +74,10 @@ def read_parquet(file: Any, name: str, advance: Advance, size: int) -> Values:
     """Read a Parquet file, a batch of rows at a time.
 
     Args:
-        file: A `pyarrow.NativeFile` that can seek.
-        name: For messages.
-        advance: Told how far it is.
-        size: Bytes of the file.
+        file: A seekable `pyarrow.NativeFile`.
+        name: Name of the file, for messages.
+        advance: Takes the bytes that were read, in proportion to the rows.
+        size: Size of the file, in bytes.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -95,7 +95,7 @@ def read_parquet(file: Any, name: str, advance: Advance, size: int) -> Values:
 
 
 def numbered(values: Iterable[JSON | RowError]) -> Iterator[Row]:
-    """Give rows their numbers."""
+    """Number rows, from 0."""
     return (Row(number, row) for number, row in enumerate(values))
 
 

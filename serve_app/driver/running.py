@@ -1,4 +1,4 @@
-"""A dataset through a service: chunks go out, as many at once as the pace allows, and rows come back."""
+"""A run: sends the chunks of a dataset concurrently and yields finished rows."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
@@ -11,15 +11,15 @@ from serve_app.api.scheduling import ServiceTier
 from serve_app.driver.chunks import Chunk, cut
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError
-from serve_app.driver.pacing import Auto, Backoff, Fixed, StreamInterval
+from serve_app.driver.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import numbered
+from serve_app.driver.run_stats import RunStats
 from serve_app.driver.sending import Sender, StoppedError
 from serve_app.driver.sources import open_source
-from serve_app.driver.tally import Tally
 
 POLL_S = 1.0
-"""Seconds between two looks at the service's statistics."""
+"""Seconds between two reads of the service's statistics."""
 
 
 class Run:
@@ -27,15 +27,16 @@ class Run:
 
     Args:
         client: The service.
-        body: What every call says, beside its prompts: sampling, model, service tier.
-        chat: Prompts are lists of messages.
-        pace: How many calls are under way at once.
-        retries: How often a call is sent again.
-        backoff: The waits between.
+        body: Fields of every call, without the prompts: sampling, model, service tier.
+        chat: Whether prompts are lists of messages.
+        concurrency: Limit on concurrent calls.
+        retries: Most retries of a call.
+        backoff: Waits between retries.
 
     Attributes:
-        tally: What the run counts.
-        asleep: Whether the model has no replica, as far as is known.
+        stats: Statistics of the run.
+        concurrency: Limit on concurrent calls.
+        asleep: Whether the model has no replica, as of the last statistics.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class Run:
         body: JSON,
         *,
         chat: bool = False,
-        pace: StreamInterval | None = None,
+        concurrency: Concurrency | None = None,
         retries: int = 20,
         backoff: Backoff | None = None,
     ) -> None:
-        self.tally = Tally()
-        self.pace = pace or Fixed(10)
+        self.stats = RunStats()
+        self.concurrency = concurrency or Fixed(10)
         self.asleep = False
         self._client = client
         self._stopping = asyncio.Event()
@@ -60,33 +61,36 @@ class Run:
             chat=chat,
             retries=retries,
             backoff=backoff or Backoff(),
-            pace=self.pace,
-            tally=self.tally,
+            concurrency=self.concurrency,
+            stats=self.stats,
             stopping=self._stopping,
         )
 
     def stop(self) -> None:
-        """Send nothing more; what is in flight is still finished."""
+        """Send no more calls; calls in flight are finished."""
         self._stopping.set()
 
     async def results(self, chunks: Iterator[Chunk]) -> AsyncGenerator[list[JSON], None]:
-        """Yield the output's rows of each chunk, in the order in which chunks are done.
+        """Yield the output rows of each chunk, in the order in which chunks finish.
 
         Raises:
             DriverError: No row could be served, or the input can't be read.
         """
         polling = asyncio.create_task(self._poll())
         stopped = asyncio.create_task(self._stopping.wait())
-        # One chunk is read ahead: a slow disk or bucket must not hold up what could be sent.
+        # One chunk is read ahead, so that a slow disk or bucket doesn't delay sending.
         reading = self._read(chunks)
         sending: set[asyncio.Task[list[JSON]]] = set()
         more = True
         failure: DriverError | None = None
         try:
-            await self._look()
+            await self._read_stats()
             while True:
                 while (
-                    more and reading.done() and len(sending) < self.pace.limit and not self._stopping.is_set()
+                    more
+                    and reading.done()
+                    and len(sending) < self.concurrency.limit
+                    and not self._stopping.is_set()
                 ):
                     if (chunk := reading.result()) is None:
                         more = False
@@ -96,13 +100,13 @@ class Run:
                 awaited: set[asyncio.Future[Any]] = set(sending)
                 if not self._stopping.is_set():
                     awaited.add(stopped)
-                    if more and len(sending) < self.pace.limit:
+                    if more and len(sending) < self.concurrency.limit:
                         awaited.add(reading)
                     elif not sending:
                         break
                 elif not sending:
                     break
-                # The limit may grow while nothing comes back.
+                # The timeout is for a limit that grows while no call ends.
                 await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED, timeout=POLL_S)
                 for sent in [task for task in sending if task.done()]:
                     sending.remove(sent)
@@ -111,23 +115,23 @@ class Run:
                     except StoppedError:
                         continue
                     except DriverError as error:
-                        # What others have in flight is finished first: they may have been served.
+                        # Other calls in flight are finished first: they may have been served.
                         failure = failure or error
                         self.stop()
                         continue
                     for row in rows:
-                        self.tally.totals.add(row)
+                        self.stats.totals.add(row)
                     yield rows
-            self.tally.end()
+            self.stats.end()
             if failure:
                 raise failure
-            await self._look()
+            await self._read_stats()
         finally:
             tasks: list[asyncio.Future[Any]] = [polling, stopped, reading, *sending]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            # It may wait for a pipe that says nothing more.
+            # The thread may be blocked by a pipe without input.
             self._reader.shutdown(wait=False)
 
     def _read(self, chunks: Iterator[Chunk]) -> "asyncio.Future[Chunk | None]":
@@ -136,15 +140,15 @@ class Run:
     async def _poll(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            await self._look()
+            await self._read_stats()
 
-    async def _look(self) -> None:
+    async def _read_stats(self) -> None:
         replicas = await self._client.replicas()
         if replicas is None:
             return
         self.asleep = not replicas
-        self.tally.utilization.see(replicas)
-        self.pace.saw(self.tally.utilization.running, self.tally.utilization.waiting)
+        self.stats.utilization.update(replicas)
+        self.concurrency.observe(self.stats.utilization.running, self.stats.utilization.waiting)
 
 
 async def run(
@@ -161,41 +165,41 @@ async def run(
     id_column: str = "id",
     limit: int | None = None,
 ) -> AsyncIterator[JSON]:
-    """Send a dataset through a service and yield a row for each of its rows, as they are done.
+    """Send a dataset through a service and yield an output row for each of its rows.
 
-    Rows come in the order in which they are done; `row` says which one it is.
+    Rows are yielded in the order in which they finish; `row` is the number of the input row.
 
     Args:
-        dataset: Rows as mappings or as bare prompts, or where to read them: whatever INPUT may be on the
-            command line.
+        dataset: Rows as mappings or as bare prompts, or an input as on the command line: a path, a pattern,
+            a URI.
         client: The service.
-        prompts: Makes prompts of rows; by default the column `prompt` is one.
+        prompts: Makes prompts from rows; by default the column `prompt` is the prompt.
         sampling: Sampling fields of `/generate`.
-        model: Which model answers; may be left out where only one is served.
-        service_tier: Who goes first; "flex" goes behind live traffic.
+        model: Id of the model; may be left out where only one is served.
+        service_tier: Tier of the calls; "flex" goes behind live traffic.
         chunk_size: Rows in one call.
-        max_concurrency: Calls at once; "auto" follows the service.
-        retries: How often a call is sent again.
-        id_column: Where a row's id is.
-        limit: Rows to take, from the beginning.
+        max_concurrency: Concurrent calls; "auto" adapts to the service.
+        retries: Most retries of a call.
+        id_column: Column of a row's id.
+        limit: Number of rows to take, from the beginning.
 
     Raises:
         DriverError: No row could be served, or the input can't be read.
     """
     prompter = prompts or Prompter()
     rows = numbered(open_source(dataset).values() if isinstance(dataset, str) else map(_columns, dataset))
-    pace = Auto() if max_concurrency == "auto" else Fixed(max_concurrency)
+    concurrency = Auto() if max_concurrency == "auto" else Fixed(max_concurrency)
     body = call_body(sampling or {}, model, service_tier)
-    passing = Run(client, body, chat=prompter.chat, pace=pace, retries=retries)
+    dataset_run = Run(client, body, chat=prompter.chat, concurrency=concurrency, retries=retries)
     chunks = cut(rows, prompter, chunk_size, id_column=id_column, limit=limit)
-    async with aclosing(passing.results(chunks)) as results:
+    async with aclosing(dataset_run.results(chunks)) as results:
         async for done in results:
             for row in done:
                 yield row
 
 
 def call_body(sampling: Mapping[str, Any], model: str | None, service_tier: ServiceTier) -> JSON:
-    """Return what every call of a run says, beside its prompts."""
+    """Return the fields of every call of a run, without the prompts."""
     named = {} if model is None else {"model": model}
     return {**sampling, **named, "service_tier": service_tier}
 

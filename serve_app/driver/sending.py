@@ -1,4 +1,4 @@
-"""Sending one chunk until each of its rows has a result, or an error that is final."""
+"""Sends a chunk until each of its rows has a result or a final error."""
 
 import asyncio
 import time
@@ -11,23 +11,25 @@ from serve_app.api.protocol import JSON
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError, RowError
-from serve_app.driver.pacing import Backoff, StreamInterval
-from serve_app.driver.tally import Tally
+from serve_app.driver.pacing import Backoff, Concurrency
+from serve_app.driver.run_stats import RunStats
 
-PASSING = {408, 425, 429, 500, 502, 503, 504}
-"""Statuses that another try may cure."""
+RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
+"""Statuses after which another try may succeed."""
+
 RECENT_FAILURES = 6
-"""An outage is told from rows that are at fault by whether others were served during so many failures."""
+"""Failures of a call during which others have to succeed, if its rows are the cause and not an outage."""
+
 HALF_RETRIES = 2
-"""Retries of a part of a call that failed at all of its own."""
+"""Retries of each half of a call that failed at every try."""
 
 
 class StoppedError(Exception):
-    """The run was told to stop while a chunk waited for another try."""
+    """The run was stopped while a chunk waited for its next try."""
 
 
 class GaveUpError(DriverError):
-    """The service has failed at every try."""
+    """The service failed at every try."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,11 +38,11 @@ class _Try:
 
     Attributes:
         items: The rows.
-        retries: How often the call is sent again.
-        answered: Calls of the whole run that the service had answered a while ago. If it has answered more
-            since, it works, and what fails here is the fault of these rows.
-        attempts: Calls that these rows were in before.
-        part: They are part of a call that failed at all of its tries.
+        retries: Most retries of the call.
+        answered: Answered calls of the whole run at an earlier time. If there are more now, the service
+            works, and these rows are the cause of the failures.
+        attempts: Number of earlier calls with these rows.
+        part: Whether the rows are part of a call that failed at every try.
     """
 
     items: Sequence[Item]
@@ -50,11 +52,11 @@ class _Try:
     part: bool = False
 
     def after(self, attempts: int, answered: int) -> "_Try":
-        """Return the same after more attempts."""
+        """Return a copy after more attempts."""
         return replace(self, attempts=self.attempts + attempts, answered=answered)
 
     def halves(self) -> "tuple[_Try, _Try]":
-        """Return both halves; having failed so often as a whole, they get few retries."""
+        """Return both halves, with few retries since the whole has failed at all of its tries."""
         middle = len(self.items) // 2
         few = min(self.retries, HALF_RETRIES)
         return (
@@ -75,13 +77,13 @@ class Sender:
 
     Args:
         client: The service.
-        body: What every call says, beside its prompts.
-        chat: Prompts are lists of messages.
-        retries: How often a call is sent again.
-        backoff: The waits between.
-        pace: Is told of answers and refusals.
-        tally: Counts.
-        stopping: Set when no call may be sent any more.
+        body: Fields of every call, without the prompts.
+        chat: Whether prompts are lists of messages.
+        retries: Most retries of a call.
+        backoff: Waits between retries.
+        concurrency: Limit that adapts to answers and refusals.
+        stats: Statistics to update.
+        stopping: Set when no more calls may be sent.
     """
 
     def __init__(
@@ -92,8 +94,8 @@ class Sender:
         chat: bool,
         retries: int,
         backoff: Backoff,
-        pace: StreamInterval,
-        tally: Tally,
+        concurrency: Concurrency,
+        stats: RunStats,
         stopping: asyncio.Event,
     ) -> None:
         self._client = client
@@ -101,16 +103,16 @@ class Sender:
         self._field = "messages" if chat else "prompts"
         self._retries = retries
         self._backoff = backoff
-        self._pace = pace
-        self._tally = tally
+        self._concurrency = concurrency
+        self._stats = stats
         self._stopping = stopping
 
     async def send(self, chunk: Chunk) -> list[JSON]:
-        """Return the output's row of each row of a chunk.
+        """Return the output rows of a chunk.
 
         Raises:
-            DriverError: No row could be served: the service refuses what is asked for, or is gone.
-            StoppedError: The run was told to stop first.
+            DriverError: No row could be served: the service refuses the calls, or is gone.
+            StoppedError: The run was stopped first.
         """
         rows = [
             item.failed(item.prompt.type, item.prompt.message, 0)
@@ -118,11 +120,11 @@ class Sender:
             if isinstance(item.prompt, RowError)
         ]
         if asked := [item for item in chunk if not isinstance(item.prompt, RowError)]:
-            rows += await self._ask(_Try(asked, self._retries, self._tally.calls))
+            rows += await self._ask(_Try(asked, self._retries, self._stats.calls))
         return sorted(rows, key=lambda row: int(row["row"]))
 
     async def _ask(self, what: "_Try") -> list[JSON]:
-        """Send rows until they are answered."""
+        """Send rows until they are answered; return their output rows."""
         body = self._body | {
             self._field: [item.prompt for item in what.items],
             "task_id": f"rows_{what.items[0].number}_{what.items[-1].number}",
@@ -134,55 +136,55 @@ class Sender:
                 answer = await self._call(body, failures + refusals)
             except RequestError as error:
                 if error.status == 429:
-                    # The service works: live traffic may fill its queue for hours.
+                    # A full queue isn't a failure: live traffic may fill it for hours.
                     refusals += 1
-                    self._pace.refused(error.retry_after_s)
+                    self._concurrency.refused(error.retry_after_s)
                 else:
                     failures += 1
-                if error.status not in PASSING or failures > what.retries:
-                    return await self._blame(what.after(failures + refusals, answered[0]), error)
-                answered.append(self._tally.calls)
-                self._tally.trouble = error.message
+                if error.status not in RETRYABLE or failures > what.retries:
+                    return await self._isolate(what.after(failures + refusals, answered[0]), error)
+                answered.append(self._stats.calls)
+                self._stats.trouble = error.message
                 await self._wait(self._backoff.wait_s(failures + refusals, error.retry_after_s))
-                self._tally.retries += 1
+                self._stats.retries += 1
             else:
                 return _rows(what.items, answer, what.attempts + failures + refusals + 1)
 
     async def _call(self, body: JSON, tries: int) -> JSON:
         started = time.monotonic()
-        self._tally.in_flight += 1
+        self._stats.in_flight += 1
         try:
             answer = await self._client.generate(body, tries)
         finally:
-            self._tally.in_flight -= 1
+            self._stats.in_flight -= 1
         count = len(body[self._field])
         if len(answer.get("results") or ()) != count or len(answer.get("details") or ()) != count:
             message = f"an answer with {len(answer.get('results') or ())} results for {count} prompts"
             raise RequestError(502, "service_unavailable", message)
-        self._tally.calls += 1
-        self._tally.trouble = ""
-        self._tally.latencies.add(time.monotonic() - started)
-        self._pace.answered()
+        self._stats.calls += 1
+        self._stats.trouble = ""
+        self._stats.latencies.add(time.monotonic() - started)
+        self._concurrency.answered()
         return answer
 
-    async def _blame(self, what: "_Try", error: RequestError) -> list[JSON]:
-        """Find the row at fault among those of a call that failed for good."""
-        passing = error.status in PASSING
-        if not (passing or error.status == 413 or (error.param or "").startswith(self._field)):
+    async def _isolate(self, what: "_Try", error: RequestError) -> list[JSON]:
+        """Find the row that makes a call fail, by halving the call; return the output rows."""
+        retryable = error.status in RETRYABLE
+        if not (retryable or error.status == 413 or (error.param or "").startswith(self._field)):
             raise DriverError(f"the service refuses this run: {error.message}")
         if len(what.items) == 1:
-            if passing and self._tally.calls == what.answered:
-                # Nobody was served meanwhile: it is the service, not this row.
+            if retryable and self._stats.calls == what.answered:
+                # No other call was answered meanwhile, so the service fails and not this row.
                 raise _gave_up(what, error)
             (item,) = what.items
             return [item.failed(error.type, error.message, what.attempts)]
-        if passing and what.part and self._tally.calls == what.answered:
+        if retryable and what.part and self._stats.calls == what.answered:
             raise _gave_up(what, error)
         first, second = what.halves()
         try:
             rows = await self._ask(first)
         except GaveUpError:
-            # If the other half is served, it is not the service.
+            # If the other half is answered, the service works.
             rows = await self._ask(second)
             return await self._ask(first) + rows
         return rows + await self._ask(second)

@@ -1,4 +1,4 @@
-"""Where rows come from: files, folders, patterns, local or in object storage; a pipe; Hugging Face."""
+"""Sources of rows: files, folders and patterns, local or in object storage; a pipe; Hugging Face."""
 
 import hashlib
 import io
@@ -17,33 +17,32 @@ FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv
 COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
 BLOCK = 1 << 20
 SAMPLED_BLOCKS = 64
-"""An input of up to this many MiB is compared byte for byte when a run is resumed; of a larger one, its
-sizes and blocks spread over it."""
+"""Blocks of 1 MiB in a fingerprint: all of an input up to this size, else evenly spaced ones."""
 
 
 class Source(Protocol):
-    """Something that rows are read from."""
+    """An input of rows."""
 
     def values(self) -> Values:
-        """Yield each row's columns, or why it can't be read, always in the same order."""
+        """Yield each row's columns or its error, always in the same order."""
 
     def fingerprint(self) -> JSON:
-        """Return what tells this input from another one, or from itself after a change."""
+        """Return values that differ for another input, and for this one after a change."""
 
     def share_read(self) -> float | None:
-        """Return how much of the input has been read, 0 to 1; None where that can't be known."""
+        """Return the share of the input that was read, 0 to 1; None if unknown."""
 
 
 def open_source(text: str, format: str | None = None) -> Source:
-    """Find an input.
+    """Open an input.
 
     Args:
         text: "-", a path, a folder, a glob, an s3:// or gs:// URI of one of these, or
             hf://DATASET#CONFIG/SPLIT.
-        format: "jsonl", "csv" or "parquet", where the name doesn't say.
+        format: "jsonl", "csv" or "parquet"; None: by the name.
 
     Raises:
-        InputError: There is no such input, or nothing in it that can be read.
+        InputError: There is no such input, or no file of a known format in it.
     """
     if text == "-":
         return Pipe(sys.stdin.buffer, format or "jsonl")
@@ -53,11 +52,11 @@ def open_source(text: str, format: str | None = None) -> Source:
 
 
 class Files:
-    """Files, read one after the other in the order of their names.
+    """Files, read in the order of their names.
 
     Args:
         text: A path, a folder or a glob; local, or a URI that pyarrow knows.
-        format: Of all of them; None: as their names say.
+        format: Format of all files; None: by their names.
     """
 
     def __init__(self, text: str, format: str | None = None) -> None:
@@ -74,7 +73,7 @@ class Files:
         self._read = float(self._size)
 
     def fingerprint(self) -> JSON:
-        """Return the files' names and sizes, and a digest of what is in them."""
+        """Return digests of the files' names, sizes and content."""
         digest = hashlib.blake2b(digest_size=16)
         blocks = max(2, SAMPLED_BLOCKS // len(self._files))
         for file in self._files:
@@ -87,7 +86,7 @@ class Files:
         return {"files": len(names), "bytes": self._size, "names": listing, "content": digest.hexdigest()}
 
     def share_read(self) -> float | None:
-        """Return how much of the input has been read; None for compressed files."""
+        """Return the share that was read; None for compressed files."""
         if self._read is None or not self._size:
             return None
         return min(1.0, self._read / self._size)
@@ -97,7 +96,7 @@ class Files:
 
         try:
             (info,) = self._system.get_file_info([path.rstrip("/") or "/"])
-            # A file may have a name that looks like a pattern.
+            # A file's name may contain pattern characters.
             base = path if info.type != FileType.NotFound else _fixed_part(path)
             if base != path:
                 (info,) = self._system.get_file_info([base])
@@ -145,7 +144,7 @@ class Files:
 
 
 class Pipe:
-    """A stream that can be read once: standard input.
+    """A stream that can be read only once, such as standard input.
 
     Args:
         stream: The stream.
@@ -159,16 +158,16 @@ class Pipe:
         self._format = format
 
     def values(self) -> Values:
-        """Yield the rows as they come."""
+        """Yield the rows as they arrive."""
         read = read_csv if self._format == "csv" else read_jsonl
         return read(self._stream, "standard input", lambda count: None)
 
     def fingerprint(self) -> JSON:
-        """Return that it is a pipe: what comes through it can't be known before."""
+        """Return the format; the content of a pipe can't be known in advance."""
         return {"pipe": self._format}
 
     def share_read(self) -> float | None:
-        """Return None: nobody knows how long a pipe is."""
+        """Return None: the length of a pipe is unknown."""
         return None
 
 
@@ -216,11 +215,11 @@ class HubDataset:
             yield row if isinstance(row, dict) else RowError("invalid_row", "not an object with columns")
 
     def fingerprint(self) -> JSON:
-        """Return what the hub says of the dataset; of a local one, what its files hold."""
+        """Return the hub's description of the dataset; of a local one, that of its files."""
         return self._fingerprint
 
     def share_read(self) -> float | None:
-        """Return how much has been read, where the dataset says how long it is."""
+        """Return the share that was read; None if the dataset has no length."""
         return self._read / self._total if self._total else None
 
 
@@ -242,7 +241,7 @@ def _filesystem(text: str) -> tuple[Any, str]:
 
 
 def _quoted(uri: str) -> str:
-    """Return a URI whose pattern characters no parser stumbles over."""
+    """Return a URI with its pattern characters escaped, since parsers refuse them."""
     return uri.replace("*", "%2A").replace("[", "%5B").replace("]", "%5D")
 
 
@@ -258,14 +257,14 @@ def _hidden(path: str) -> bool:
 
 
 def _fixed_part(pattern: str) -> str:
-    """Return the folder in front of the first part of a path that is a pattern."""
+    """Return the part of a path before the first component with a pattern."""
     parts = pattern.split("/")
     fixed = [index for index, part in enumerate(parts) if set(part) & set("*?[")]
     return "/".join(parts[: fixed[0]]) or "/" if fixed else pattern.rstrip("/") or "/"
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Return whether a path matches a pattern; `*` stays in a folder, `**/` is any number of them."""
+    """Return whether a path matches a pattern; `*` matches within a folder, `**/` any number of folders."""
     if "**" in pattern:
         return fnmatchcase(path, pattern.replace("**/", "*"))
     parts, patterns = path.split("/"), pattern.split("/")
@@ -273,7 +272,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _offsets(size: int, blocks: int) -> Iterator[int]:
-    """Yield where to read blocks: all of a small file, else the first, the last and some between."""
+    """Yield the offsets of blocks: all of a small file, else the first, the last and some between."""
     if size <= blocks * BLOCK:
         yield from range(0, size, BLOCK)
     else:

@@ -1,10 +1,10 @@
-"""Which rows are done, as spans of numbers: what a set of a million numbers would say in megabytes."""
+"""Set of row numbers, stored as spans: a million consecutive numbers take one."""
 
 from bisect import bisect_right
 
 
 class Spans:
-    """A set of numbers that mostly follow each other."""
+    """A set of mostly consecutive numbers."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -19,17 +19,17 @@ class Spans:
 
     @property
     def count(self) -> int:
-        """How many spans there are: what the memory depends on."""
+        """Number of spans, which the memory is proportional to."""
         return len(self._starts)
 
     def copy(self) -> "Spans":
-        """Return a copy that later additions don't change."""
+        """Return an independent copy."""
         other = Spans()
         other._starts, other._ends = self._starts.copy(), self._ends.copy()
         return other
 
     def add(self, number: int) -> bool:
-        """Add a number; return whether it was new."""
+        """Add a number; return whether it is new."""
         at = bisect_right(self._starts, number) - 1
         if at >= 0 and number < self._ends[at]:
             return False

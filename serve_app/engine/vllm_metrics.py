@@ -13,7 +13,7 @@ from vllm.v1.metrics.ray_wrappers import RayGaugeWrapper, RayPrometheusStatLogge
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
 
 from serve_app.telemetry.catalogue import Metric
-from serve_app.telemetry.histogram import Histogram, Record
+from serve_app.telemetry.histogram import Histogram, Instrument
 
 logger = logging.getLogger("ray.serve")
 
@@ -50,7 +50,7 @@ MAX_PENDING = 10_000
 TOKEN_COUNTS = tuple(field.name for field in dataclasses.fields(PromptTokenStats))
 
 
-def _gauge(metric: Metric) -> Record:
+def _gauge(metric: Metric) -> Instrument:
     gauge = RayGaugeWrapper(metric.name, metric.help, list(metric.labels))
     return lambda value, labels: gauge.labels(**labels).set(value)
 

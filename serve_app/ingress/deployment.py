@@ -21,7 +21,7 @@ from serve_app.api.errors import ErrorType, RequestError, error_response
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
-from serve_app.auth.middleware import Access, AuthMiddleware
+from serve_app.auth.middleware import AuthMiddleware, KeyStore
 from serve_app.ingress.body import read_body
 from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.health import Health
@@ -93,7 +93,7 @@ class Ingress:
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._started = int(time.time())
         self._contexts: dict[str, int] = {}
-        self._access = Access(settings.access) if settings.access else None
+        self._access = KeyStore(settings.access) if settings.access else None
         if self._access:
             self._access.watch()
         elif warning := bind_check.warning(bind_check.serve_host(), keys=False):

@@ -71,7 +71,7 @@ class Sent:
             raise UnresumableError("it is too long")
         body = json.loads(request.body)
         for name in WHOLE_TEXT_ONLY:
-            if body.get(name) not in (None, False, [], {}):
+            if not _is_absent(body.get(name)):
                 raise UnresumableError(f"it has {name}")
         prompt = body.get("prompt")
         if (body.get("n") or 1) != 1 or (isinstance(prompt, list) and not _one_prompt(prompt)):
@@ -190,6 +190,11 @@ def _texts(choice: dict[str, Any]) -> dict[str, str]:
     if place.get("tool_calls"):
         raise UnresumableError("it has tool calls")
     return {name: place[name] for name in ("content", "reasoning", "text") if place.get(name)}
+
+
+def _is_absent(value: object) -> bool:
+    # Not 0, which asks for the log probability of the token itself.
+    return value is None or value is False or value in ([], {})
 
 
 def _one_prompt(prompt: list[Any]) -> bool:

@@ -1,26 +1,28 @@
-"""What is wrong with a config's `args`, in lines that a person can act on."""
+"""pydantic's errors about a config, as lines for its author."""
 
 from collections.abc import Mapping
 
 from pydantic import BaseModel, ValidationError
 
+from serve_app.api.validation import field_path
+
 Place = tuple[int | str, ...]
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
-"""The model of each section, by the names on the way to it; behind "models" comes a model's kind."""
+"""The model of each section, by its path; the key behind "models" is a model's kind."""
 
 
-def explain(error: ValidationError, sections: Sections, root: str = "args") -> str:
-    """Return one line per mistake: its path, the value and what is allowed.
+def describe_errors(error: ValidationError, sections: Sections, root: str = "args") -> str:
+    """Return one line per error: its path, the value and what is allowed.
 
     Args:
-        error: What pydantic found.
-        sections: The sections of what was checked.
-        root: Its name in the config.
+        error: pydantic's errors.
+        sections: Sections of the checked part of the config.
+        root: That part's name in the config.
     """
     lines = []
     for item in error.errors():
         place = item["loc"]
-        path = _path(place, root)
+        path = field_path(_as_written(place), root)
         match item["type"]:
             case "extra_forbidden":
                 section = sections[tuple(part for part in place[:-1] if isinstance(part, str))]
@@ -39,15 +41,9 @@ def explain(error: ValidationError, sections: Sections, root: str = "args") -> s
     return f"the config's {root} {verb} {count}:\n  " + "\n  ".join(lines)
 
 
-def _path(place: Place, root: str) -> str:
-    path = root
-    for at, part in enumerate(place):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif at != 2 or place[0] != "models":
-            # What pydantic puts behind the index of a model is its kind, which nobody wrote there.
-            path += f".{part}"
-    return path
+def _as_written(place: Place) -> Place:
+    """Return a place without the model's kind, which pydantic adds behind the model's index."""
+    return place[:2] + place[3:] if place[:1] == ("models",) else place
 
 
 def _kinds(sections: Sections) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What a Serve config may say under `args`, checked before anything starts."""
+"""Schema of a Serve config's `args`. It is checked before anything starts."""
 
 import re
 from pathlib import Path
@@ -18,10 +18,10 @@ from pydantic import (
 from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
 from serve_app.api.protocol import Flag, SamplingFields
-from serve_app.settings.messages import explain
+from serve_app.settings.messages import describe_errors
 
 DEMO_MODEL = "saturate://demo"
-"""The `source` that stands for the model shipped in this package."""
+"""The `source` of the model that is shipped with this package."""
 
 Positive = Annotated[int, Field(strict=True, ge=1)]
 NotNegative = Annotated[int, Field(strict=True, ge=0)]
@@ -32,17 +32,17 @@ ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 
 
 class SettingsError(ValueError):
-    """The `args` of a config are wrong; the message names each path and what is allowed."""
+    """Settings are wrong; the message names each path and what is allowed."""
 
 
 class Strict(BaseModel):
-    """A section that refuses keys it doesn't know, so that a typo can't pass for a default."""
+    """A section that refuses unknown keys, so that a typo isn't taken for a default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class EngineSettings(Strict):
-    """vLLM's own settings; the names are those of `vllm serve --help`, with underscores.
+    """vLLM's own settings, named as in `vllm serve --help`, with underscores.
 
     A setting left out keeps vLLM's default. `extra` takes any other `vllm serve` option; vLLM
     checks its value when the engine starts.
@@ -75,7 +75,7 @@ class EngineSettings(Strict):
     extra: dict[str, Any] = {}
 
     def options(self) -> dict[str, Any]:
-        """Return the options that were set, by their vLLM names."""
+        """Return the options that are set, by their vLLM names."""
         return self.model_dump(exclude={"extra"}, exclude_none=True) | self.extra
 
     @model_validator(mode="after")
@@ -89,10 +89,10 @@ class EngineSettings(Strict):
 
 
 class GoalSettings(Strict):
-    """What 99 of 100 requests are to get that are not `flex`; see `batcher.Goals`.
+    """Latency goals for 99 of 100 requests of the tiers above `flex`; see `batcher.Goals`.
 
     Attributes:
-        ttft_p99_s: Seconds from the gate of the replica to the first token.
+        ttft_p99_s: Seconds from arrival at the replica to the first token.
         tpot_p99_s: Seconds per token after the first.
     """
 
@@ -101,23 +101,24 @@ class GoalSettings(Strict):
 
 
 class BatcherSettings(Strict):
-    """How requests are admitted to one Engine replica.
+    """Admission of requests to one Engine replica.
 
     Attributes:
         policy: `guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so
-            a running request is never preempted. `max_utilization` reserves the prompt and the
-            output that finished requests lead us to expect: more run at once, some may be preempted.
+            a running request is never preempted. `max_utilization` reserves the prompt and an
+            output estimated from finished requests: more run at once, some may be preempted.
         capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
-        max_running: The most requests in flight. Without it, and at most, vLLM's `max_num_seqs` and as many
-            more as end within two steps: these wait in vLLM, so that no place in a step stays empty.
-        max_queue_size: Requests that may wait; the next one is answered 429.
-        max_queue_tokens: Tokens that may wait; by default no bound beside `max_queue_size`.
-        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
-        goals: What requests are to get that are not `flex`: `flex` then runs beside them as far as that
-            allows. vLLM schedules by class too, unless `engine.scheduling_policy` says otherwise. Without
-            goals a class goes before the next one, and that is all.
-        priority_aging_s: Seconds after which a class that waits passes the one a level above, for one
-            request; null: never. By default 10, with goals never.
+        max_running: Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs`
+            plus as many as end within two steps: these wait in vLLM, so that no step runs with a free
+            sequence slot.
+        max_queue_size: Most requests that wait; the next one is answered 429.
+        max_queue_tokens: Most tokens that wait; by default only `max_queue_size` bounds the queue.
+        tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
+        goals: Latency goals for the tiers above `flex`; `flex` runs beside them as far as the goals
+            allow. vLLM schedules by tier too, unless `engine.scheduling_policy` says otherwise. Without
+            goals a tier goes before the next lower one, and nothing more.
+        priority_aging_s: Seconds of waiting after which a tier goes before the next higher one, for one
+            request; null: never. The default is 10, with goals null.
     """
 
     policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
@@ -131,24 +132,24 @@ class BatcherSettings(Strict):
 
     @property
     def aging_s(self) -> float | None:
-        """What `priority_aging_s` comes to: it goes against goals, unless it is set on purpose."""
+        """`priority_aging_s` in effect: null with goals, since ageing works against them, unless set."""
         left_out = "priority_aging_s" not in self.model_fields_set
         return None if self.goals and left_out else self.priority_aging_s
 
 
 class LLMSettings(Strict):
-    """A language model in vLLM: one Engine deployment, named `Engine:<id>`.
+    """A language model in vLLM, served by one Engine deployment, `Engine:<id>`.
 
     Attributes:
         id: The name that clients put in `model`.
-        kind: May be left out.
+        kind: "llm"; may be left out.
         source: A Hugging Face model id, a directory, or `saturate://demo`.
         engine: vLLM's settings.
         batcher: Admission to each replica.
         sampling: Defaults for `/generate` where a request leaves a field out.
-        engine_hang_timeout_s: Seconds that an engine with work may go without a step before its replica is
-            replaced. It has to be above the longest step, with what a kernel takes to compile on its first
-            use. With `disable_log_stats` a step shows only when it brings a token: then above the longest
+        engine_hang_timeout_s: Seconds without a step after which the replica of an engine with work is
+            replaced. It has to exceed the longest step, a kernel's first compilation included. With
+            `disable_log_stats` only a step that yields a token is seen: then it has to exceed the longest
             prompt's time to first token.
     """
 
@@ -162,7 +163,7 @@ class LLMSettings(Strict):
 
     @property
     def path(self) -> str:
-        """What vLLM is told to load: a directory or a Hugging Face id."""
+        """The model that vLLM loads: a directory or a Hugging Face id."""
         if self.source == DEMO_MODEL:
             return str(Path(__file__).parents[1] / "demo" / "model")
         return self.source
@@ -175,10 +176,10 @@ def _known_profile(name: str) -> str:
 
 
 class FunctionBatcherSettings(Strict):
-    """How records are batched in front of a function; see `batcher.DynamicBatcher` for each.
+    """Batching of records for a function; the settings are arguments of `batcher.DynamicBatcher`.
 
     Attributes:
-        profile: A preset, see `batcher.PROFILES`; the other settings replace what it says.
+        profile: A preset, see `batcher.PROFILES`; other settings override its values.
     """
 
     profile: Annotated[str, AfterValidator(_known_profile)] | None = None
@@ -197,14 +198,14 @@ class FunctionBatcherSettings(Strict):
     priority_aging_s: Seconds | None = 10.0
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `DynamicBatcher`: the profile's, and over them those that were set."""
+        """Return the arguments of `DynamicBatcher`: the profile's, overridden by those that are set."""
         given = self.model_dump(exclude={"profile", "priority_aging_s"}, exclude_none=True)
         given["priority_aging_s"] = self.priority_aging_s
         return given if self.profile is None else profile(self.profile, **given)
 
     @model_validator(mode="after")
     def _agree_with_each_other(self) -> "FunctionBatcherSettings":
-        # The batcher knows which of its arguments contradict each other.
+        # The batcher itself refuses arguments that contradict each other.
         DynamicBatcher(list, **self.arguments())
         return self
 
@@ -217,15 +218,15 @@ def _target(path: str) -> str:
 
 
 class FunctionSettings(Strict):
-    """A model that is a function of a batch: one deployment, named `Engine:<id>` too.
+    """A model that is a function of a batch, served by one deployment, `Engine:<id>`.
 
     Attributes:
         id: The name that clients put in `model`.
         kind: "function".
         target: Import path of a class with a method `process(batch)`, as "package.module:Class".
-        options: Keyword arguments of that class.
-        embeddings: Records are texts and results their vectors: `/v1/embeddings` serves it too.
-        batcher: How records become batches.
+        options: Keyword arguments of the class.
+        embeddings: Records are texts and results their vectors; `/v1/embeddings` serves the model too.
+        batcher: Batching of records.
     """
 
     id: ModelId
@@ -237,7 +238,7 @@ class FunctionSettings(Strict):
 
 
 def _kind(model: object) -> str:
-    """Return which branch of `ModelSettings` a model is checked against."""
+    """Return the kind of a model, which selects the branch of `ModelSettings`."""
     if not isinstance(model, dict):
         return str(getattr(model, "kind", "llm"))
     return str(model.get("kind", "llm"))
@@ -259,10 +260,10 @@ class IngressSettings(Strict):
 
     Attributes:
         max_body_bytes: Largest request body; a larger one is answered 413.
-        body_timeout_s: Seconds in which a request body has to be here; one that is slower is answered 408.
+        body_timeout_s: Seconds within which a request body has to arrive; a slower one is answered 408.
         max_prompts: Most prompts in one call, and records in one `/process` call.
-        max_tokens: Most tokens that a request may ask for, per answer; by default the model's context
-            is the bound.
+        max_tokens: Most tokens per answer that a request may ask for; the default bound is the model's
+            context.
         max_n: Most answers per prompt (`n`).
         allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
     """
@@ -282,20 +283,20 @@ def _absolute(path: str) -> str:
 
 
 class AccessSettings(Strict):
-    """Where the API keys are that let a caller in; `serve_app.auth.keys.Key` says what a key is.
+    """Sources of API keys; `serve_app.auth.keys.Key` has the fields of a key.
 
     Attributes:
         keys_file: A YAML or JSON list of keys. It is read again when it changes.
-        keys_env: The environment variable that holds such a list; it is read once.
+        keys_env: Environment variable with such a list; it is read once.
     """
 
     keys_file: Annotated[str, AfterValidator(_absolute)] | None = None
     keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
 
     @model_validator(mode="after")
-    def _says_where(self) -> "AccessSettings":
+    def _has_a_source(self) -> "AccessSettings":
         if self.keys_file is None and self.keys_env is None:
-            raise ValueError("give keys_file or keys_env; to ask nobody for a key, leave access out")
+            raise ValueError("give keys_file or keys_env; to serve without API keys, leave access out")
         return self
 
 
@@ -306,13 +307,13 @@ def _endpoint(url: str) -> str:
 
 
 class TraceSettings(Strict):
-    """Where OpenTelemetry spans go.
+    """Export of OpenTelemetry spans.
 
     Attributes:
-        endpoint: Where a collector takes OTLP over HTTP, such as http://collector:4318/v1/traces; or
+        endpoint: A collector's URL for OTLP over HTTP, such as http://collector:4318/v1/traces; or
             file:///DIRECTORY, where each process writes a file of JSON lines.
-        sample_ratio: Share of the requests that bring no trace context of their own; with one, its sender
-            has decided.
+        sample_ratio: Sampled share, 0 to 1, of the requests without a trace context. The context of the
+            others says whether they are sampled.
     """
 
     endpoint: Annotated[str, AfterValidator(_endpoint)]
@@ -320,15 +321,15 @@ class TraceSettings(Strict):
 
 
 class TelemetrySettings(Strict):
-    """What the service tells of itself.
+    """Metrics, request log and traces.
 
     Attributes:
-        metrics: Our metrics, on Ray's Prometheus endpoint.
-        engine_metrics: vLLM's beside them.
-        tenants: Tenants that have a series of their own; the others share one.
-        request_log: Each Ingress replica writes a line per request to a file beside Serve's logs: as "json",
-            as "text", or null: not at all. Never what was asked or answered.
-        traces: Where spans go; null: nowhere.
+        metrics: Export the service's metrics on Ray's Prometheus endpoint.
+        engine_metrics: Export vLLM's metrics there too.
+        tenants: Most tenants with a series of their own; the others share one.
+        request_log: Format, "json" or "text", of the line that the Ingress writes per request to a file
+            beside Serve's logs; null: no log. Prompts and answers are never in it.
+        traces: Export of spans; null: none.
     """
 
     metrics: Flag = True
@@ -339,17 +340,17 @@ class TelemetrySettings(Strict):
 
 
 SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)
-"""For a replica outside of Serve."""
+"""Telemetry of a replica outside Ray Serve."""
 
 
 class Settings(Strict):
-    """All that `args` may hold.
+    """The `args` as a whole.
 
     Attributes:
-        models: The models to serve. A second one is one more entry.
+        models: The models to serve.
         ingress: Limits of the HTTP side.
-        access: Who gets in; left out: everybody.
-        telemetry: What the service tells of itself.
+        access: API keys; left out: requests need none.
+        telemetry: Metrics, request log and traces.
     """
 
     models: Annotated[list[ModelSettings], Field(min_length=1)]
@@ -369,12 +370,12 @@ def parse(args: dict[str, Any]) -> Settings:
     """Check the `args` of a Serve config.
 
     Raises:
-        SettingsError: One line per mistake, with its path, the value and what is allowed.
+        SettingsError: One line per error, with its path, the value and what is allowed.
     """
     try:
         return Settings.model_validate(args)
     except ValidationError as error:
-        raise SettingsError(explain(error, _SECTIONS)) from None
+        raise SettingsError(describe_errors(error, _SECTIONS)) from None
 
 
 _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {

@@ -1,19 +1,19 @@
-"""What a config may change in Engines that run: the `user_config` of their deployment."""
+"""The `user_config` of an Engine's deployment: settings that change while the Engine runs."""
 
 from pydantic import BaseModel, ValidationError
 
 from serve_app.api.protocol import JSON
-from serve_app.settings.messages import explain
+from serve_app.settings.messages import describe_errors
 from serve_app.settings.schema import Positive, SettingsError, Strict, Weights
 
 
 class BatcherUserConfig(Strict):
-    """Admission to each replica; a field left out is as `args` have it.
+    """Admission to each replica; a field left out keeps the value from `args`.
 
     Attributes:
         capacity_tokens: Tokens that may be in flight.
         max_running: Requests in flight.
-        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
     """
 
     capacity_tokens: Positive | None = None
@@ -22,7 +22,7 @@ class BatcherUserConfig(Strict):
 
 
 class UserConfig(Strict):
-    """All that `user_config` may hold. A change of it alone restarts nothing.
+    """The `user_config` as a whole. A change of it alone restarts no replica.
 
     Attributes:
         batcher: Admission to each replica.
@@ -35,12 +35,12 @@ def parse_user_config(user_config: JSON) -> UserConfig:
     """Check the `user_config` of an Engine.
 
     Raises:
-        SettingsError: One line per mistake, with its path, the value and what is allowed.
+        SettingsError: One line per error, with its path, the value and what is allowed.
     """
     try:
         return UserConfig.model_validate(user_config)
     except ValidationError as error:
-        raise SettingsError(explain(error, _SECTIONS, "user_config")) from None
+        raise SettingsError(describe_errors(error, _SECTIONS, "user_config")) from None
 
 
 _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {(): UserConfig, ("batcher",): BatcherUserConfig}

@@ -1,13 +1,13 @@
-"""Whose end a `CancelledError` is."""
+"""Tells a cancellation of this task from one that Ray Serve caused."""
 
 import asyncio
 
 
 def is_own() -> bool:
-    """Return whether the running task itself is cancelled.
+    """Return whether the running task itself is being cancelled.
 
-    Otherwise it is a call that it waits for: Ray Serve cancels what is under way to a replica that it takes
-    away, and that call can be made again.
+    If it isn't, a `CancelledError` comes from the call that it awaits: Ray Serve cancels the calls to a
+    replica that it removes, and such a call can be made again.
     """
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

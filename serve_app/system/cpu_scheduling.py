@@ -1,15 +1,15 @@
-"""Who goes first on the CPU."""
+"""The CPU scheduling policy of a process."""
 
 import os
 
 
 def use_batch_scheduling() -> None:
-    """Keep this process from interrupting another whenever a message wakes it.
+    """Put all threads of this process under Linux's SCHED_BATCH, which doesn't preempt others on wake-up.
 
-    A replica that passes pieces on is woken thousands of times a second, and on a machine with few cores it
-    is the engine that it interrupts. Linux knows such work as SCHED_BATCH: it gets its share of the time, in
-    fewer and longer turns, in which more of what has come is done at once. Processes that it has started
-    keep their own way, and so do other systems than Linux.
+    A replica that relays pieces is woken thousands of times a second, and on a machine with few cores it
+    would preempt the engine each time. Under SCHED_BATCH it gets the same share of CPU time in fewer, longer
+    slices, each of which handles more messages. Child processes that run already keep their policy. On other
+    systems than Linux this does nothing.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return
@@ -17,5 +17,5 @@ def use_batch_scheduling() -> None:
         try:
             os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
         except (ProcessLookupError, PermissionError):
-            # It has ended meanwhile; or the container forbids the call.
+            # The thread has ended meanwhile, or the container forbids the call.
             continue

@@ -1,30 +1,34 @@
-"""The processes that this one has started, directly or through others, and how they are ended."""
+"""Descendants of this process: finding them, collecting their exit codes, ending them."""
 
 import ctypes
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+KILL_S = 5.0
+"""Seconds in which the kernel removes a killed process; one that waits for a device may take longer."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends.
+    """Become the parent of every descendant that loses its own parent.
 
-    So a process that outlives the one that started it (a raylet, HAProxy) stays known, without a
-    search by name that could hit someone else's.
+    A process that outlives its parent (a raylet, HAProxy) stays a descendant, and is found without a search
+    by name, which could hit processes of other programs.
     """
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants() -> list[int]:
-    """Return the ids of all processes below this one, parents first."""
+def descendants(*roots: int) -> list[int]:
+    """Return the ids of all processes below others, parents first; by default below this one."""
     found: list[int] = []
-    parents = [os.getpid()]
+    parents = [*roots] or [os.getpid()]
     while parents:
         parent = parents.pop()
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -35,28 +39,78 @@ def descendants() -> list[int]:
     return found
 
 
-def reap() -> None:
-    """Collect adopted children that have ended."""
+def reap() -> dict[int, int]:
+    """Collect the children that have ended, adopted ones too.
+
+    Returns:
+        Their exit codes by id; the code of a process that a signal ended is the negative signal number.
+    """
+    codes = {}
     with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            codes[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return codes
 
 
 def end_descendants(grace_s: float) -> list[int]:
-    """End all processes below this one: SIGTERM, and SIGKILL for what is left after `grace_s`.
+    """End all processes below this one: SIGTERM, and SIGKILL for those that live after `grace_s` seconds.
 
     Returns:
-        The ids of those that had to be ended.
+        The ids of the processes that were ended.
     """
-    ended = descendants()
-    for sig, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, grace_s)):
-        for pid in descendants():
-            with suppress(ProcessLookupError):
-                os.kill(pid, sig)
+
+    def living() -> list[int]:
+        reap()
+        return descendants()
+
+    return end_all(living, grace_s)
+
+
+def end_all(living: Callable[[], list[int]], grace_s: float) -> list[int]:
+    """End processes: SIGTERM, and SIGKILL for those that live after `grace_s` seconds.
+
+    Args:
+        living: Returns the ids of those that live; a process that is being ended may still start others.
+        grace_s: Seconds between the signals.
+
+    Returns:
+        The ids of the processes that were ended.
+    """
+    ended: dict[int, None] = {}
+    for sig, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
+        told: set[int] = set()
         deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline:
-            reap()
-            if not descendants():
-                return ended
-            time.sleep(0.05)
-    return ended
+        while left := living():
+            for pid in set(left) - told:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, sig)
+            told.update(left)
+            ended |= dict.fromkeys(left)
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.02)
+    return list(ended)
+
+
+def start_time(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None if there is no such process.
+
+    The pair of id and start time names one process for good, since the kernel reuses ids.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, which may hold spaces and parentheses.
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Return the environment that a process was started with; empty if it can't be read."""
+    try:
+        content = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (pair.partition("=") for pair in content.decode(errors="replace").split("\0") if "=" in pair)
+    return {name: value for name, _, value in pairs}

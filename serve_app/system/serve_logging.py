@@ -1,4 +1,4 @@
-"""Ray Serve's log: what it holds back, and what a library does to it that sets up logging for itself."""
+"""Handlers of Ray Serve's log: flushing them, and keeping them while a library configures logging."""
 
 import logging
 from collections.abc import Iterator
@@ -8,11 +8,11 @@ from logging.handlers import MemoryHandler
 
 @contextmanager
 def preserved_handlers(name: str = "ray.serve") -> Iterator[None]:
-    """Give a logger's buffered handlers their targets back when the block ends.
+    """Restore the targets of a logger's buffered handlers when the block ends.
 
-    vLLM calls `logging.config.dictConfig` when it starts, which closes every handler of the process. One that
-    buffers has lost its target then: the replica's log ends there, and a Serve controller that starts anew
-    asks in vain where that log is, and replaces the replica.
+    vLLM calls `logging.config.dictConfig` when it starts, which closes every handler of the process. A closed
+    buffered handler has no target: the replica's log ends there, and a restarted Serve controller, which
+    asks the replica for its log's path in vain, replaces the replica.
 
     Args:
         name: The logger.
@@ -23,15 +23,15 @@ def preserved_handlers(name: str = "ray.serve") -> Iterator[None]:
         yield
     finally:
         for handler, target in zip(handlers, targets, strict=True):
-            # A file that was closed opens again for the next record.
+            # A closed file handler opens its file again for the next record.
             handler.setTarget(target)
 
 
 def flush_warnings(name: str = "ray.serve") -> None:
-    """Have a logger's buffered handlers write warnings at once, and what came before them.
+    """Make a logger's buffered handlers flush at warnings.
 
-    With RAY_SERVE_THROUGHPUT_OPTIMIZED they hold a thousand records back, up to the next error. Nothing is
-    logged for each request here, so the word that an engine has failed would stay there for days, or be lost.
+    With RAY_SERVE_THROUGHPUT_OPTIMIZED they buffer up to a thousand log records, or until an error. Nothing
+    is logged per request here, so a warning that an engine has failed could stay there for days, or be lost.
 
     Args:
         name: The logger.

@@ -1,4 +1,4 @@
-"""A batcher's statistics as metrics."""
+"""Metrics of a batcher, from its statistics."""
 
 from batcher import BatchStats, ContinuousBatcher, ContinuousStats, DynamicBatcher, Observation, Stats
 from serve_app.telemetry import catalogue
@@ -7,30 +7,30 @@ from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.tenants import Tenants
 
 TIERS = {-1: "priority", 0: "default", 1: "flex"}
-"""Names of the classes, by priority."""
+"""Names of the tiers, by priority."""
 
 OUTCOMES = ("completed", "failed", "cancelled", "expired", "rejected")
 
 
 def metrics_of(batcher: ContinuousBatcher | DynamicBatcher[object, object]) -> tuple[Metric, ...]:
-    """Return the metrics that a batcher has."""
+    """Return the metrics of a batcher of this kind."""
     kind = catalogue.LLM if isinstance(batcher, ContinuousBatcher) else catalogue.FUNCTION
     return (*catalogue.BATCHER, *kind)
 
 
 def tier(priority: int) -> str:
-    """Return the name of a class."""
+    """Return the name of the tier with a priority."""
     return TIERS.get(priority, "other")
 
 
 class BatcherMetrics:
-    """Reports what a batcher has counted since the last call.
+    """Records a batcher's statistics, and the records that have ended since the last call.
 
     Args:
-        model: Whose batcher it is.
+        model: Id of the model, for labels.
         batcher: The batcher.
-        meters: The instruments of `metrics_of(batcher)`.
-        tenants: Which tenants have a name.
+        meters: Instruments of `metrics_of(batcher)`.
+        tenants: Labels of tenants.
     """
 
     def __init__(

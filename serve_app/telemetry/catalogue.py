@@ -1,4 +1,4 @@
-"""Every metric of the service: its name, what it counts, its labels. The docs have their table from here."""
+"""Catalogue of the service's metrics; the table in the docs is generated from it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -16,11 +16,11 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: As the code has it; Ray puts `ray_` before it.
-        kind: A counter rises, a gauge is what is now, a histogram counts what fell into each bucket.
-        help: What it is, in a sentence.
-        labels: Beside `application`, `deployment` and `replica`, which Serve adds.
-        buckets: The upper bounds of a histogram's buckets.
+        name: Name in the code; Ray puts `ray_` before it.
+        kind: Kind of the metric.
+        help: Description, without a full stop.
+        labels: Labels besides `application`, `deployment` and `replica`, which Ray Serve adds.
+        buckets: Upper bounds of a histogram's buckets.
     """
 
     name: str
@@ -31,22 +31,22 @@ class Metric:
 
     @property
     def exported(self) -> str:
-        """The name in Prometheus."""
+        """Name in Prometheus."""
         return f"ray_{self.name}"
 
 
-# What the Ingress sees: what users feel.
+# Of the Ingress.
 REQUESTS = Metric(
     "saturate_requests_total",
     "counter",
-    "Requests that ended, by what became of them",
+    "Requests that ended, by outcome",
     ("model", "outcome", "code"),
 )
 IN_PROGRESS = Metric("saturate_requests_in_progress", "gauge", "Requests that are being answered", ())
 REQUEST_SECONDS = Metric(
     "saturate_request_seconds",
     "histogram",
-    "Seconds from a request's arrival to the end of its answer, of those that were answered",
+    "Seconds from a request's arrival to the end of its answer, for requests that were answered",
     ("model", "stream"),
     SECONDS,
 )
@@ -72,12 +72,12 @@ PATH_SECONDS = Metric(
     SECONDS,
 )
 
-# What a model's batcher knows.
+# Of a model's batcher.
 QUEUE_RECORDS = Metric(
     "saturate_queue_records", "gauge", "Records that wait, by service tier", ("model", "tier")
 )
 QUEUE_COST = Metric(
-    "saturate_queue_cost", "gauge", "Cost of what waits: tokens, for an LLM", ("model", "tier")
+    "saturate_queue_cost", "gauge", "Cost of the records that wait: tokens, for an LLM", ("model", "tier")
 )
 QUEUE_OUTSIDE = Metric("saturate_queue_outside", "gauge", "Callers that wait for room in the queue")
 WAIT_ESTIMATE = Metric(
@@ -91,21 +91,27 @@ RUNNING_LIMIT = Metric(
     "gauge",
     "Records that may run at once; a few more may wait in the engine",
 )
-RUNNING_COST = Metric("saturate_running_cost", "gauge", "Cost that runs: the tokens of KV budget in use")
+RUNNING_COST = Metric(
+    "saturate_running_cost", "gauge", "Cost of running records: the tokens of KV budget in use"
+)
 CAPACITY = Metric("saturate_capacity_cost", "gauge", "Cost that may run at once: the KV budget in tokens")
 FIRST_TOKEN_GOAL = Metric(
     "saturate_first_token_goal_seconds",
     "gauge",
-    "What 99 of 100 first tokens of requests that are not flex are to take, where there are goals",
+    "Goal for the time to first token, 99th percentile of the tiers above flex, where there are goals",
 )
 FIRST_TOKEN_EXPECTED = Metric(
-    "saturate_first_token_expected_seconds", "gauge", "What they are expected to take now"
+    "saturate_first_token_expected_seconds",
+    "gauge",
+    "Expected time to first token, 99th percentile of the tiers above flex",
 )
 BACKGROUND_RECORDS = Metric(
-    "saturate_background_records", "gauge", "Records of flex that run, where there are goals"
+    "saturate_background_records", "gauge", "Records of tier flex that run, where there are goals"
 )
 BACKGROUND_LIMIT = Metric(
-    "saturate_background_limit_records", "gauge", "Records of flex that the goals let run now"
+    "saturate_background_limit_records",
+    "gauge",
+    "Records of tier flex that may run now under the goals",
 )
 BUSY = Metric("saturate_busy_seconds_total", "counter", "Seconds in which at least one record ran")
 BUDGET_USED = Metric(
@@ -139,7 +145,7 @@ BATCHED_COST = Metric("saturate_batched_cost_total", "counter", "Cost of all bat
 PADDED_COST = Metric(
     "saturate_padded_cost_total",
     "counter",
-    "The same, were each batch padded to its longest record: what is above the other is padding",
+    "The same with each batch padded to its longest record; the excess over the other is padding",
 )
 TENANT_RECORDS = Metric(
     "saturate_tenant_records_total", "counter", "Records that ran, by tenant", ("model", "tenant")
@@ -147,28 +153,28 @@ TENANT_RECORDS = Metric(
 TENANT_COST = Metric(
     "saturate_tenant_cost_total",
     "counter",
-    "Cost that a tenant was served: prompt and output tokens, for an LLM",
+    "Cost served to a tenant: prompt and output tokens, for an LLM",
     ("model", "tenant"),
 )
 TENANT_WAIT = Metric(
     "saturate_tenant_wait_seconds_total",
     "counter",
-    "Seconds that a tenant's records waited, together",
+    "Sum of the seconds that a tenant's records waited",
     ("model", "tenant"),
 )
 
-# What a driver in the cluster of the service tells of its run.
+# Of a driver in the service's cluster.
 DRIVER_ROWS = Metric(
     "saturate_driver_rows_total",
     "counter",
-    "Rows that a driver is done with, with a result or failed for good; of drivers that use the handle",
+    "Rows with a result or a final error, of drivers that use the handle",
     ("model", "outcome"),
 )
 DRIVER_TOKENS = Metric(
-    "saturate_driver_tokens_total", "counter", "Tokens of those rows: of their prompts and of their results"
+    "saturate_driver_tokens_total", "counter", "Tokens of those rows, in prompts and results"
 )
 DRIVER_RETRIES = Metric("saturate_driver_retries_total", "counter", "Calls that a driver sent again")
-DRIVER_CALLS = Metric("saturate_driver_calls_in_progress", "gauge", "Calls that a driver waits for")
+DRIVER_CALLS = Metric("saturate_driver_calls_in_progress", "gauge", "Calls of a driver that await an answer")
 
 INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 BATCHER = (
@@ -202,18 +208,22 @@ DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)
 
 ENGINE = (
     ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
-    ("vllm_num_requests_waiting", "gauge", "Sequences that vLLM has and does not run"),
+    ("vllm_num_requests_waiting", "gauge", "Sequences that wait in vLLM"),
     ("vllm_kv_cache_usage_perc", "gauge", "Share of the KV cache in use, 0 to 1"),
     ("vllm_generation_tokens_total", "counter", "Tokens produced, as they are produced"),
     ("vllm_prompt_tokens_total", "counter", "Tokens of prompts"),
-    ("vllm_num_preemptions_total", "counter", "Sequences that were thrown out and computed again"),
+    ("vllm_num_preemptions_total", "counter", "Sequences that were preempted and computed again"),
     ("vllm_prefix_cache_queries_total", "counter", "Tokens that were looked up in the prefix cache"),
     ("vllm_prefix_cache_hits_total", "counter", "Tokens that were found there"),
-    ("vllm_time_to_first_token_seconds", "histogram", "Seconds from the engine's intake to the first token"),
+    (
+        "vllm_time_to_first_token_seconds",
+        "histogram",
+        "Seconds from arrival in vLLM to the first token",
+    ),
     ("vllm_request_time_per_output_token_seconds", "histogram", "Mean seconds per token of a request"),
-    ("vllm_e2e_request_latency_seconds", "histogram", "Seconds from the engine's intake to the last token"),
+    ("vllm_e2e_request_latency_seconds", "histogram", "Seconds from arrival in vLLM to the last token"),
 )
-"""Those of vLLM that the dashboard and the alerts use; it has more."""
+"""vLLM's metrics that the dashboard and the alerts use."""
 
 ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER)
 

@@ -1,9 +1,10 @@
-"""The telemetry of an Engine replica: its batcher's metrics, and the spans of what it answers."""
+"""Telemetry of an Engine replica: its batcher's metrics and its requests' spans."""
 
 from collections.abc import Callable
 from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher
+from serve_app.api.headers import Headers
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import TelemetrySettings
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
@@ -13,13 +14,13 @@ from serve_app.telemetry.tenants import Tenants
 
 
 class EngineTelemetry:
-    """What a replica tells of its model. It begins at once, on the running loop.
+    """Metrics and spans of an Engine replica. Reporting begins at once, on the running loop.
 
     Args:
-        settings: What to tell.
+        settings: What to export.
         model: The model's id.
-        batcher: Its batcher.
-        more: Makes further jobs out of the instruments; called once a second each.
+        batcher: The model's batcher.
+        more: Factories of further jobs, which are called once a second; each gets the instruments.
     """
 
     def __init__(
@@ -38,25 +39,25 @@ class EngineTelemetry:
             jobs += [make(meters) for make in more]
             jobs.append(meters.report)
         if settings.traces is not None:
-            # Imported where spans are made and nowhere else.
+            # OpenTelemetry is imported only where spans are made.
             from serve_app.telemetry.tracing import Tracing
 
             self._tracing = Tracing(settings.traces)
         self._reporter = Reporter(*jobs).start()
 
-    def answered(self, headers: list[tuple[bytes, bytes]], began_at: float, usage: RequestUsage) -> None:
-        """The engine has answered a request, or its client has left.
+    def answered(self, headers: Headers, began_at: float, usage: RequestUsage) -> None:
+        """Make the spans of a request that was answered, or whose client has left.
 
         Args:
-            headers: Those of the request.
-            began_at: When it came, on the clock of `time.monotonic`.
-            usage: What it took.
+            headers: The request's headers.
+            began_at: Time of arrival, on the clock of `time.monotonic`.
+            usage: Tokens and times of the answer.
         """
         if self._tracing is not None:
             self._tracing.engine(headers, self._model, began_at, usage)
 
     def stop(self) -> None:
-        """Report for the last time."""
+        """Report once more, and stop."""
         self._reporter.stop()
         if self._tracing is not None:
             self._tracing.stop()

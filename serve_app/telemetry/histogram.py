@@ -1,4 +1,4 @@
-"""A histogram that costs its readers the same however many values it takes."""
+"""Histogram whose export costs the same however many values it has taken in."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -6,24 +6,24 @@ from dataclasses import replace
 
 from serve_app.telemetry.catalogue import Metric
 
-Record = Callable[[float, dict[str, str]], None]
-"""Takes a value and the value of each label: adds to a counter, sets a gauge, observes in a histogram."""
+Instrument = Callable[[float, dict[str, str]], None]
+"""Takes a value and the labels: adds to a counter, sets a gauge, observes in a histogram."""
 
 
 class Histogram:
-    """Counts values in buckets, and tells the counts as gauges.
+    """Counts values in buckets, and exports the counts as gauges.
 
-    Ray's own passes on how many values fell into each bucket, but its agent then takes every one of them by
-    itself: some 10 µs of Python each, on a machine whose cores others need, and with the middle of the bucket
-    in place of the value. Here the series are those that Prometheus makes of a histogram: `_bucket` with the
-    label `le`, `_sum` and `_count`. That Ray calls them gauges is nothing to queries.
+    Ray's own histogram sends the number of values per bucket, but its agent then observes each value singly,
+    as the middle of its bucket: some 10 µs of Python per value, on a machine whose cores the engine needs.
+    The series here are those of a Prometheus histogram: `_bucket` with the label `le`, `_sum` and `_count`.
+    Their type is gauge, which makes no difference to queries.
 
     Args:
         metric: The histogram.
-        make: Makes the gauges.
+        make: Makes a gauge.
     """
 
-    def __init__(self, metric: Metric, make: Callable[[Metric], Record]) -> None:
+    def __init__(self, metric: Metric, make: Callable[[Metric], Instrument]) -> None:
         self._bounds = metric.buckets
         self._les = (*map(str, metric.buckets), "+Inf")
         self._labels = metric.labels
@@ -35,7 +35,7 @@ class Histogram:
         self._sums: dict[tuple[str, ...], float] = {}
 
     def __call__(self, value: float, labels: dict[str, str]) -> None:
-        """Take in a value."""
+        """Observe a value."""
         key = tuple(labels[name] for name in self._labels)
         if key not in self._counts:
             self._counts[key] = [0] * len(self._les)
@@ -44,12 +44,12 @@ class Histogram:
         self._sums[key] += value
 
     def report(self) -> None:
-        """Tell all series; Ray forgets a gauge of which it hears nothing between two of its own reports."""
+        """Set all series: Ray drops a gauge that isn't set between two of its own reports."""
         for key, counts in self._counts.items():
             labels = dict(zip(self._labels, key, strict=True))
             count = 0
-            for le, fallen in zip(self._les, counts, strict=True):
-                count += fallen
+            for le, in_bucket in zip(self._les, counts, strict=True):
+                count += in_bucket
                 self._bucket(count, labels | {"le": le})
             self._sum(self._sums[key], labels)
             self._count(count, labels)

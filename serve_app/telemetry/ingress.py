@@ -1,4 +1,4 @@
-"""The telemetry of an Ingress replica: its metrics, its request log, its spans."""
+"""Telemetry of an Ingress replica: metrics, request log and spans."""
 
 from collections.abc import AsyncGenerator, Callable, MutableMapping
 from contextlib import asynccontextmanager
@@ -6,39 +6,43 @@ from typing import Any
 
 from starlette.middleware import Middleware
 
+from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
 from serve_app.settings.schema import TelemetrySettings
 from serve_app.telemetry import catalogue
-from serve_app.telemetry.accounts import Account, Accounting, Accounts, account_of
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.request_log import RequestLog, serve_logs
+from serve_app.telemetry.request_tracker import (
+    RequestTracker,
+    TrackedRequest,
+    TrackingMiddleware,
+    tracked_request,
+)
 from serve_app.telemetry.requests import RequestMetrics
-
-Headers = list[tuple[bytes, bytes]]
 
 
 class IngressTelemetry:
-    """What an Ingress replica tells of the requests that it answers.
+    """Metrics, request log and spans of the requests to an Ingress replica.
 
     Args:
-        settings: What to tell.
+        settings: What to export.
         replica: The replica's id, for the name of its log file.
     """
 
     def __init__(self, settings: TelemetrySettings, replica: str) -> None:
-        reports: list[Callable[[list[Account]], None]] = []
+        reports: list[Callable[[list[TrackedRequest]], None]] = []
         jobs: list[Callable[[], None]] = []
         self._stop: list[Callable[[], None]] = []
         begin = None
-        self._pass_on: Callable[[Account, Headers], Headers] | None = None
+        self._pass_on: Callable[[TrackedRequest, Headers], Headers] | None = None
         if settings.metrics:
             meters = Meters(catalogue.INGRESS)
             reports.append(RequestMetrics(meters))
-            jobs.append(lambda: meters.record(catalogue.IN_PROGRESS, self.accounts.under_way))
+            jobs.append(lambda: meters.record(catalogue.IN_PROGRESS, self.tracker.under_way))
             jobs.append(meters.report)
         if settings.traces is not None:
-            # Imported where spans are made and nowhere else.
+            # OpenTelemetry is imported only where spans are made.
             from serve_app.telemetry.tracing import Tracing, pass_on
 
             tracing = Tracing(settings.traces)
@@ -50,13 +54,13 @@ class IngressTelemetry:
             log = RequestLog(folder, replica, settings.request_log)
             reports.append(log)
             self._stop.append(log.close)
-        self.accounts = Accounts(reports, begin)
-        self.middleware = Middleware(Accounting, accounts=self.accounts)
-        self._reporter = Reporter(self.accounts, *jobs)
+        self.tracker = RequestTracker(reports, begin)
+        self.middleware = Middleware(TrackingMiddleware, tracker=self.tracker)
+        self._reporter = Reporter(self.tracker, *jobs)
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncGenerator[None, None]:
-        """Report as long as the application runs."""
+        """Report while the application runs."""
         self._reporter.start()
         try:
             yield
@@ -68,7 +72,7 @@ class IngressTelemetry:
     def assign(
         self, scope: MutableMapping[str, Any], model: str, scheduling: Scheduling, headers: Headers
     ) -> Headers:
-        """A request goes to a model; return the headers that go with it."""
-        account = account_of(scope)
-        account.assign(model, scheduling)
-        return headers if self._pass_on is None else self._pass_on(account, headers)
+        """Note the model of a request; return the headers to send to the model's Engine."""
+        request = tracked_request(scope)
+        request.assign(model, scheduling)
+        return headers if self._pass_on is None else self._pass_on(request, headers)

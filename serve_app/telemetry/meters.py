@@ -1,15 +1,15 @@
-"""The instruments behind the metrics: Ray Serve's, which Ray exports to Prometheus."""
+"""Instruments of the metrics: Ray Serve's, which Ray exports to Prometheus."""
 
 from collections.abc import Callable, Iterable
 
 from ray.serve.metrics import Counter, Gauge
 
 from serve_app.telemetry.catalogue import Metric
-from serve_app.telemetry.histogram import Histogram, Record
+from serve_app.telemetry.histogram import Histogram, Instrument
 
 
-def instrument(metric: Metric) -> Record:
-    """Return what records a metric in this replica."""
+def instrument(metric: Metric) -> Instrument:
+    """Return the instrument that records a metric in this replica."""
     if metric.kind == "counter":
         return Counter(metric.name, metric.help, metric.labels).inc  # type: ignore[arg-type]
     if metric.kind == "gauge":
@@ -18,14 +18,14 @@ def instrument(metric: Metric) -> Record:
 
 
 class Meters:
-    """Instruments by metric. A call costs some 3 µs: nothing to do per token.
+    """Instruments by metric. A call costs some 3 µs, too much to make one per token.
 
     Args:
-        metrics: Those that will be used.
+        metrics: The metrics that will be recorded.
         make: Makes the instrument of a metric.
     """
 
-    def __init__(self, metrics: Iterable[Metric], make: Callable[[Metric], Record] = instrument) -> None:
+    def __init__(self, metrics: Iterable[Metric], make: Callable[[Metric], Instrument] = instrument) -> None:
         self._records = {metric.name: make(metric) for metric in metrics}
         self._totals: dict[tuple[str, ...], float] = {}
 
@@ -34,13 +34,13 @@ class Meters:
 
         Args:
             metric: The metric.
-            value: What a counter grows by, more than 0; what a gauge is; what a histogram observes.
-            labels: The values of its labels, in their order.
+            value: Increment of a counter, above 0; value of a gauge; observation of a histogram.
+            labels: Values of the metric's labels, in their order.
         """
         self._records[metric.name](value, dict(zip(metric.labels, labels, strict=True)))
 
     def count(self, metric: Metric, total: float, *labels: str) -> None:
-        """Bring a counter to what something else has counted so far."""
+        """Raise a counter to a total that is counted elsewhere."""
         key = (metric.name, *labels)
         grown = total - self._totals.get(key, 0.0)
         if grown > 0:
@@ -48,7 +48,7 @@ class Meters:
             self.record(metric, grown, *labels)
 
     def report(self) -> None:
-        """Tell what histograms have taken in since the last call."""
+        """Export the histograms."""
         for record in self._records.values():
             if isinstance(record, Histogram):
                 record.report()

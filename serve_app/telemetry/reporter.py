@@ -1,4 +1,4 @@
-"""What reports at a steady pace, so that nothing is reported on the way of a request."""
+"""Periodic reporter: metrics and logs are written off the request path."""
 
 import asyncio
 import logging
@@ -7,13 +7,14 @@ from collections.abc import Callable
 logger = logging.getLogger("ray.serve")
 
 INTERVAL_S = 1.0
+"""Seconds between two rounds."""
 
 
 class Reporter:
-    """Calls jobs once a second on the event loop. One that fails is logged once and called again.
+    """Calls jobs periodically on the event loop. A job that fails is logged once and called again.
 
     Args:
-        jobs: What to call.
+        jobs: The jobs.
         interval_s: Seconds between two rounds.
     """
 
@@ -24,24 +25,24 @@ class Reporter:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> "Reporter":
-        """Begin, on the running loop."""
+        """Start, on the running loop."""
         if self._jobs:
             self._task = asyncio.get_running_loop().create_task(self._run())
         return self
 
     def report(self) -> None:
-        """Call every job now."""
+        """Call every job once."""
         for job in self._jobs:
             try:
                 job()
             except Exception:
-                # What the service tells of itself must never end the service.
+                # A failure of telemetry must not stop the service.
                 if job not in self._failed:
                     self._failed.add(job)
-                    logger.exception("telemetry fails; it is tried again, and this is said once")
+                    logger.exception("telemetry fails; it is tried again, and this is logged once")
 
     def stop(self) -> None:
-        """Report for the last time."""
+        """Report once more, and stop. A second call does nothing."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

@@ -1,4 +1,4 @@
-"""A line per request that the Ingress has answered, in a file beside Serve's own logs. Never its content."""
+"""Request log: a line per request, without its content, in a file beside Serve's own logs."""
 
 import json
 import logging
@@ -9,74 +9,74 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Literal
 
-from serve_app.telemetry.accounts import Account
+from serve_app.telemetry.request_tracker import TrackedRequest
 
 Format = Literal["json", "text"]
 
 FILE_BYTES = 64 * 1024 * 1024
 FILES = 4
-"""Older files that are kept beside the one that is written."""
+"""Older files that are kept."""
 
 
-def fields(account: Account, offset_s: float) -> dict[str, Any]:
-    """Return what is told of a request.
+def log_fields(request: TrackedRequest, offset_s: float) -> dict[str, Any]:
+    """Return the fields of a request's line.
 
     Args:
-        account: The request.
-        offset_s: What the clock of `time.time` is ahead of that of `time.monotonic`.
+        request: The request.
+        offset_s: Seconds from `time.monotonic` to `time.time`.
     """
-    usage = account.usage
-    told: dict[str, Any] = {
-        "time": datetime.fromtimestamp(account.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
-        "request_id": account.request_id,
-        "method": account.scope["method"],
-        "path": _route(account.scope),
-        "model": account.model or None,
-        "tenant": account.tenant or None,
-        "status": account.status,
-        "outcome": account.outcome,
-        "stream": account.streams,
+    usage = request.usage
+    fields: dict[str, Any] = {
+        "time": datetime.fromtimestamp(request.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
+        "request_id": request.request_id,
+        "method": request.scope["method"],
+        "path": _route(request.scope),
+        "model": request.model or None,
+        "tenant": request.tenant or None,
+        "status": request.status,
+        "outcome": request.outcome,
+        "stream": request.streams,
         "prompt_tokens": usage.prompt_tokens if usage else None,
         "output_tokens": usage.output_tokens if usage else None,
         "wait_s": round(usage.wait_s, 6) if usage else None,
-        "first_s": round(account.first_at - account.started_at, 6) if account.first_at else None,
-        "total_s": round(account.seconds, 6),
+        "first_s": round(request.first_at - request.started_at, 6) if request.first_at else None,
+        "total_s": round(request.seconds, 6),
     }
-    if account.trace is not None:
-        told["trace_id"] = account.trace_id
-    return told
+    if request.trace is not None:
+        fields["trace_id"] = request.trace_id
+    return fields
 
 
 def _route(scope: Mapping[str, Any]) -> str | None:
-    """Return the path of a request if it is one of ours; what a client made up may hold anything."""
+    """Return the path of a request if it has a route; any other path may hold anything, a prompt too."""
     path: str = scope["path"]
     return path if "endpoint" in scope and not scope.get("path_params") else None
 
 
-def as_json(told: dict[str, Any]) -> str:
+def as_json(fields: dict[str, Any]) -> str:
     """Return a line for programs."""
-    return json.dumps(told, separators=(",", ":"))
+    return json.dumps(fields, separators=(",", ":"))
 
 
-def as_text(told: dict[str, Any]) -> str:
+def as_text(fields: dict[str, Any]) -> str:
     """Return a line for people."""
-    place = told["model"] or "-"
-    parts = [f"{told['time'][11:23]} {told['status']} {told['outcome']:<9} {place}"]
-    parts.append(f"{told['method']} {told['path'] or '(no route)'}")
-    if told["tenant"]:
-        parts.append(f"tenant {_plain(told['tenant'])}")
-    if told["prompt_tokens"] is not None:
-        parts.append(f"{told['prompt_tokens']} + {told['output_tokens']} tokens")
-        parts.append(f"waited {told['wait_s']:.3f} s")
-    if told["stream"] and told["first_s"] is not None:
-        parts.append(f"first after {told['first_s']:.3f} s")
-    parts.append(f"{told['total_s']:.3f} s")
-    parts.append(_plain(told["request_id"]))
+    model = fields["model"] or "-"
+    parts = [f"{fields['time'][11:23]} {fields['status']} {fields['outcome']:<9} {model}"]
+    parts.append(f"{fields['method']} {fields['path'] or '(no route)'}")
+    if fields["tenant"]:
+        parts.append(f"tenant {_one_line(fields['tenant'])}")
+    if fields["prompt_tokens"] is not None:
+        parts.append(f"{fields['prompt_tokens']} + {fields['output_tokens']} tokens")
+        parts.append(f"waited {fields['wait_s']:.3f} s")
+    if fields["stream"] and fields["first_s"] is not None:
+        parts.append(f"first after {fields['first_s']:.3f} s")
+    parts.append(f"{fields['total_s']:.3f} s")
+    parts.append(_one_line(fields["request_id"]))
     return ", ".join(parts)
 
 
-def _plain(text: str) -> str:
-    """Return text that can't look like another line."""
+def _one_line(text: str) -> str:
+    """Return text without characters that could begin another line."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -84,12 +84,15 @@ FORMATS: dict[Format, Callable[[dict[str, Any]], str]] = {"json": as_json, "text
 
 
 class RequestLog:
-    """Writes a line per request. All that ended since the last time are written at once.
+    """Writes the lines of requests to a file, many at a time.
 
     Args:
-        folder: Where the file goes.
-        name: What tells this replica's file from those of others.
-        format: What a line looks like.
+        folder: Folder of the file; it is made if missing.
+        name: Unique part of the file's name.
+        format: Format of a line.
+
+    Attributes:
+        path: The file.
     """
 
     def __init__(self, folder: Path, name: str, format: Format) -> None:
@@ -100,10 +103,10 @@ class RequestLog:
         )
         self._format = FORMATS[format]
 
-    def __call__(self, ended: list[Account]) -> None:
+    def __call__(self, ended: list[TrackedRequest]) -> None:
         """Write the lines of requests that have ended."""
         offset = time.time() - time.monotonic()
-        lines = [self._format(fields(account, offset)) for account in ended if account.worth_telling]
+        lines = [self._format(log_fields(request, offset)) for request in ended if request.reportable]
         if lines:
             text = "\n".join(lines)
             self._file.emit(logging.LogRecord("requests", logging.INFO, "", 0, text, None, None))
@@ -114,9 +117,9 @@ class RequestLog:
 
 
 def serve_logs() -> Path | None:
-    """Return the folder where Serve writes this replica's log; None where it writes none."""
+    """Return the folder of this replica's log; None if Ray Serve writes none."""
     for handler in logging.getLogger("ray.serve").handlers:
-        # Serve buffers its lines in a handler of its own.
+        # Ray Serve may wrap the file's handler in one that buffers.
         file = getattr(handler, "target", handler)
         if path := getattr(file, "baseFilename", None):
             return Path(path).parent

@@ -1,43 +1,43 @@
-"""The requests that the Ingress has answered, as metrics."""
+"""Metrics of the requests to the Ingress."""
 
 from serve_app.telemetry import catalogue
-from serve_app.telemetry.accounts import Account
 from serve_app.telemetry.meters import Meters
+from serve_app.telemetry.request_tracker import TrackedRequest
 
 NO_MODEL = "none"
-"""The label of what reached no model: the name that a client wrote would be a series of its own."""
+"""Label of requests that reached no model: a name from a client would make a series of its own."""
 
 
 class RequestMetrics:
-    """Reports requests that have ended.
+    """Records the metrics of requests that have ended.
 
     Args:
-        meters: The instruments of `catalogue.INGRESS`.
+        meters: Instruments of `catalogue.INGRESS`.
     """
 
     def __init__(self, meters: Meters) -> None:
         self._meters = meters
 
-    def __call__(self, ended: list[Account]) -> None:
-        """Report them."""
-        for account in ended:
-            if account.worth_telling:
-                self._report(account)
+    def __call__(self, ended: list[TrackedRequest]) -> None:
+        """Record the metrics of requests."""
+        for request in ended:
+            if request.reportable:
+                self._record(request)
 
-    def _report(self, account: Account) -> None:
+    def _record(self, request: TrackedRequest) -> None:
         record = self._meters.record
-        model = account.model or NO_MODEL
-        outcome = account.outcome
-        record(catalogue.REQUESTS, 1, model, outcome, str(account.status))
-        if outcome != "ok" or not account.model:
+        model = request.model or NO_MODEL
+        outcome = request.outcome
+        record(catalogue.REQUESTS, 1, model, outcome, str(request.status))
+        if outcome != "ok" or not request.model:
             return
-        record(catalogue.REQUEST_SECONDS, account.seconds, model, "yes" if account.streams else "no")
-        usage = account.usage
-        if account.streams:
-            first_s = account.first_at - account.started_at
+        record(catalogue.REQUEST_SECONDS, request.seconds, model, "yes" if request.streams else "no")
+        usage = request.usage
+        if request.streams:
+            first_s = request.first_at - request.started_at
             record(catalogue.FIRST_TOKEN, first_s, model)
             if usage and usage.output_tokens > 1:
-                per_token_s = (account.seconds - first_s) / (usage.output_tokens - 1)
+                per_token_s = (request.seconds - first_s) / (usage.output_tokens - 1)
                 record(catalogue.PER_TOKEN, per_token_s, model)
         if usage and usage.engine_s:
-            record(catalogue.PATH_SECONDS, max(account.seconds - usage.engine_s, 0.0), model)
+            record(catalogue.PATH_SECONDS, max(request.seconds - usage.engine_s, 0.0), model)

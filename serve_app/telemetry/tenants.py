@@ -1,22 +1,22 @@
-"""Which tenants have a series of their own: Prometheus can't bear one for everybody."""
+"""Labels of tenants: the largest have a series of their own, since Prometheus bears a limited number."""
 
 OTHER = "other"
 
 REMEMBERED = 1_000
-"""Tenants of which the recent cost is known at most."""
+"""Most tenants whose recent cost is remembered."""
 
 HALF = 60
-"""Rounds after which half of a tenant's cost is forgotten."""
+"""Rounds after which a cost counts half."""
 
 
 class Tenants:
-    """Names the tenants that use the most, as they come to do so.
+    """Gives labels of their own to the tenants with the highest recent cost.
 
-    A series, once begun, stays until its process ends. So a name is given for good, to who is among the top
-    `limit` by recent cost, and five times `limit` names are given at most.
+    A series, once begun, lasts until its process ends. So a label is given for good, to each tenant among the
+    top `limit`, and at most five times `limit` labels are given.
 
     Args:
-        limit: Tenants that are told apart.
+        limit: Size of the top.
     """
 
     def __init__(self, limit: int) -> None:
@@ -25,11 +25,11 @@ class Tenants:
         self._named: set[str] = set()
 
     def label(self, tenant: str) -> str:
-        """Return the name that a tenant goes by."""
+        """Return the label of a tenant."""
         return tenant if tenant in self._named else OTHER
 
     def round(self, costs: dict[str, int]) -> None:
-        """Take in what each tenant was served since the last call, and name who belongs to the top now."""
+        """Add the costs served since the last call, by tenant, and label the tenants now in the top."""
         recent = self._recent
         fade = 0.5 ** (1 / HALF)
         for tenant in recent:

@@ -1,8 +1,7 @@
-"""OpenTelemetry spans of a request: in the Ingress, in the queue, in the engine."""
+"""OpenTelemetry spans of a request: in the Ingress, in the queue and in the engine."""
 
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -13,11 +12,10 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from serve_app.api.headers import Headers
 from serve_app.relay.usage import PromptUsage, RequestUsage
 from serve_app.settings.schema import SettingsError, TraceSettings
-from serve_app.telemetry.accounts import QUIET, Account
-
-Headers = list[tuple[bytes, bytes]]
+from serve_app.telemetry.request_tracker import QUIET, TrackedRequest
 
 W3C = TraceContextTextMapPropagator()
 CONTEXT = (b"traceparent", b"tracestate")
@@ -27,61 +25,61 @@ class Tracing:
     """Makes the spans of one process.
 
     Args:
-        settings: Where they go, and how many.
-        exporter: Takes them instead of what the settings name.
+        settings: Endpoint and sampling ratio.
+        exporter: Replaces the endpoint of the settings.
 
     Raises:
-        SettingsError: A package is missing that sends them, or the folder can't be written to.
+        SettingsError: The exporter's package is missing, or the folder can't be written to.
     """
 
     def __init__(self, settings: TraceSettings, exporter: SpanExporter | None = None) -> None:
         self._provider = TracerProvider(
-            # Who sends a context has decided; for the others the ratio does.
+            # A sender's trace context decides about sampling; the ratio is for requests without one.
             sampler=ParentBased(TraceIdRatioBased(settings.sample_ratio)),
             resource=Resource.create({"service.name": "saturate"}),
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter(settings.endpoint)))
         self._tracer = self._provider.get_tracer("saturate")
 
-    def begin(self, account: Account) -> None:
-        """Begin the span of a request that has come in: a child of its sender's, if it names one."""
-        scope = account.scope
+    def begin(self, request: TrackedRequest) -> None:
+        """Begin the span of a request: a child of the sender's span, if the headers name one."""
+        scope = request.scope
         if scope["path"] in QUIET:
             return
-        account.trace = self._tracer.start_span(
+        request.trace = self._tracer.start_span(
             f"{scope['method']} {scope['path'][:200]}",
             context=W3C.extract(_text(scope["headers"])),
             kind=SpanKind.SERVER,
             attributes={"http.request.method": scope["method"], "url.path": scope["path"][:200]},
         )
 
-    def end(self, ended: list[Account]) -> None:
+    def end(self, ended: list[TrackedRequest]) -> None:
         """End the spans of requests that have ended."""
         offset = _offset_ns()
-        for account in ended:
-            span: Span | None = account.trace
+        for request in ended:
+            span: Span | None = request.trace
             if span is None:
                 continue
             if span.is_recording():
-                span.set_attribute("http.response.status_code", account.status)
-                span.set_attribute("saturate.outcome", account.outcome)
-                if account.model:
-                    span.set_attribute("gen_ai.request.model", account.model)
-                    span.set_attribute("saturate.tenant", account.tenant)
-                if account.first_at:
-                    span.add_event("first piece", timestamp=_ns(account.first_at, offset))
-                if account.outcome == "failed":
+                span.set_attribute("http.response.status_code", request.status)
+                span.set_attribute("saturate.outcome", request.outcome)
+                if request.model:
+                    span.set_attribute("gen_ai.request.model", request.model)
+                    span.set_attribute("saturate.tenant", request.tenant)
+                if request.first_at:
+                    span.add_event("first piece", timestamp=_ns(request.first_at, offset))
+                if request.outcome == "failed":
                     span.set_status(Status(StatusCode.ERROR))
-            span.end(_ns(account.ended_at, offset))
+            span.end(_ns(request.ended_at, offset))
 
     def engine(self, headers: Headers, model: str, began_at: float, usage: RequestUsage) -> None:
-        """Make the spans of a request that an engine has answered: its whole, and each prompt's wait and run.
+        """Make the spans of a request in an engine: the whole, and the wait and run of each prompt.
 
         Args:
-            headers: The request's, as the Ingress has passed them on.
+            headers: The request's headers, from the Ingress.
             model: The model's id.
-            began_at: When the engine got it, on the clock of `time.monotonic`.
-            usage: What it took.
+            began_at: Time of arrival in the engine, on the clock of `time.monotonic`.
+            usage: Tokens and times of the answer.
         """
         offset = _offset_ns()
         parent = W3C.extract(_text(headers))
@@ -113,19 +111,19 @@ class Tracing:
         )
 
     def stop(self) -> None:
-        """Send what is left."""
+        """Export the remaining spans, and stop."""
         self._provider.shutdown()
 
 
-def pass_on(account: Account, headers: Headers) -> Headers:
-    """Return the headers that go on to the engine, in the context of the request's own span."""
+def pass_on(request: TrackedRequest, headers: Headers) -> Headers:
+    """Return the headers for the engine, with the trace context of the request's span."""
     carrier: dict[str, str] = {}
-    W3C.inject(carrier, set_span_in_context(account.trace))
+    W3C.inject(carrier, set_span_in_context(request.trace))
     kept = [(name, value) for name, value in headers if name not in CONTEXT]
     return [*kept, *((name.encode(), value.encode("latin-1")) for name, value in carrier.items())]
 
 
-def _text(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+def _text(headers: Headers) -> dict[str, str]:
     return {name.decode(): value.decode("latin-1") for name, value in headers if name in CONTEXT}
 
 

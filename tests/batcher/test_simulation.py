@@ -5,14 +5,13 @@ loaded of two replicas picked at random. Load comes in bursts of nearly twice wh
 from many tenants and one greedy one, in three priority classes; some requests carry a deadline, some are
 cancelled. The rules are checked at every step of the run, what follows from them at its end.
 
-SIMULATED_REQUESTS in the environment sets the size of the large run; there is a replica to a thousand.
+There is a replica to a thousand requests.
 `make bench-batcher` runs it too, and says how fast it was.
 """
 
 import heapq
 import itertools
 import math
-import os
 import random
 from array import array
 from collections import Counter
@@ -27,7 +26,6 @@ from batcher import Queued, QueueFull, RequestQueue
 from batcher.stats import percentiles
 from tests.batcher.virtual import Clock
 
-REQUESTS = int(os.environ.get("SIMULATED_REQUESTS", "400_000"))
 REQUESTS_PER_REPLICA = 1_000
 
 CAPACITY = 8_000
@@ -321,8 +319,15 @@ def simulate(requests: int, seed: int = 1) -> Outcome:
     )
 
 
+@pytest.fixture(scope="module", params=[40_000, pytest.param(400_000, marks=pytest.mark.long)])
+def count(request: pytest.FixtureRequest) -> int:
+    """Requests of the large run."""
+    requests: int = request.param
+    return requests
+
+
 @pytest.fixture(scope="module")
-def outcome() -> Outcome:
+def outcome(count: int) -> Outcome:
     """The large run. It has asserted at every step that:
 
     - a request waits once, runs once at most, and ends once (`Simulation._move`);
@@ -330,12 +335,12 @@ def outcome() -> Outcome:
     - none starts at its deadline or later, and none expires before it (`_start`, `_fill`);
     - a queue refuses only what is beyond its bounds (`_enter`), and is empty in the end (`run`).
     """
-    return simulate(REQUESTS)
+    return simulate(count)
 
 
-def test_every_request_ends_once(outcome: Outcome) -> None:
-    assert outcome.ends.total() == REQUESTS
-    assert outcome.ends[State.DONE] > 0.9 * REQUESTS
+def test_every_request_ends_once(outcome: Outcome, count: int) -> None:
+    assert outcome.ends.total() == count
+    assert outcome.ends[State.DONE] > 0.9 * count
     assert len(outcome.waits_of([*TENANTS, GREEDY])) == outcome.ends[State.DONE]
     assert outcome.refused.total() == outcome.ends[State.REFUSED]
     assert set(outcome.ends) == ENDS, "the run must show every way to end"

@@ -1,1 +1,1 @@
-"""Measurements, each one a command: `make bench-batcher`. They print a table and write `results/*.json`."""
+"""Benchmarks, each a command such as `make bench-batcher`: they print tables and write `results/*.json`."""

@@ -1,4 +1,4 @@
-"""Measuring on a machine that others use too: CPU time, interleaved runs, medians."""
+"""Measurements on a machine under other load too: CPU time, interleaved rounds, medians."""
 
 import asyncio
 import gc
@@ -15,12 +15,12 @@ Sample = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How thoroughly to measure.
+    """Size of a measurement.
 
     Attributes:
-        pairs: Rounds; in each, everything that is compared runs once, next to each other.
-        records: Records in one run of what is measured per record.
-        quick: Leave the largest sizes out.
+        pairs: Rounds; each runs all that is compared once, one after the other.
+        records: Records in a run that is measured per record.
+        quick: Whether to leave the largest sizes out.
     """
 
     pairs: int
@@ -33,11 +33,11 @@ class Row:
     """One line of a table.
 
     Attributes:
-        what: What was measured.
-        unit: Of the samples; "x" for a ratio.
-        samples: One per round.
-        at_most: What the median must not exceed; None: no target.
-        at_least: What the median must reach; None: no target.
+        what: Name of the quantity.
+        unit: Unit of the samples; "x" for a ratio.
+        samples: Measured values, one per round.
+        at_most: Upper bound of the median; None: no target.
+        at_least: Lower bound of the median; None: no target.
     """
 
     what: str
@@ -48,12 +48,20 @@ class Row:
 
     @property
     def median(self) -> float:
-        """The middle of the samples."""
+        """Median of the samples."""
         return statistics.median(self.samples)
 
     @property
+    def quartiles(self) -> tuple[float, float]:
+        """First and third quartile of the samples."""
+        if len(self.samples) < 2:
+            return self.median, self.median
+        first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return first, third
+
+    @property
     def met(self) -> bool | None:
-        """Whether the target is met; None: there is none."""
+        """True if the target is met; None if there is none."""
         if self.at_most is None and self.at_least is None:
             return None
         return (self.at_most is None or self.median <= self.at_most) and (
@@ -63,10 +71,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What one benchmark found.
+    """The result of one benchmark.
 
     Attributes:
-        setting: What was run, in a sentence or two: all that is needed to judge the numbers.
+        setting: Description of the measurement, in a sentence or two, as needed to judge the numbers.
         rows: The numbers.
     """
 
@@ -75,7 +83,7 @@ class Table:
 
 
 def progress(text: str) -> None:
-    """Show what is going on, on one line of the terminal; line by line where it is none."""
+    """Show the progress: in place on a terminal, else line by line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
     elif text:
@@ -85,13 +93,13 @@ def progress(text: str) -> None:
 def interleave(
     title: str, samples: Mapping[str, Sample], pairs: int, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """Take samples round by round, each round in another order, so that drift hits all alike.
+    """Take samples round by round, each round in another order, so that drift affects all alike.
 
     Args:
-        title: For the progress.
-        samples: What to measure, by name; each call returns one sample.
+        title: Title of the progress.
+        samples: Measurements by name; each call returns one sample.
         pairs: Rounds.
-        warm_up: Whether to throw a first round away.
+        warm_up: Whether to run a first round whose samples don't count.
     """
     found: dict[str, list[float]] = {name: [] for name in samples}
     names = list(samples)
@@ -107,16 +115,13 @@ def interleave(
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
-    """Return the ratio of each pair of samples that were taken in the same round."""
+    """Return the ratios of samples of the same round."""
     return [one / other for one, other in zip(above, below, strict=True)]
 
 
 @contextmanager
 def clean_heap() -> Iterator[None]:
-    """Keep what exists already out of the garbage collector, which would walk it again and again.
-
-    Large imports would otherwise be paid for by whatever is measured after them.
-    """
+    """Exclude existing objects from garbage collection, which would slow down the measured code."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,4 +1,4 @@
-"""Showing tables in a terminal, and keeping them in a file."""
+"""Tables as text for a terminal, and as JSON in a file."""
 
 import datetime
 import json
@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def number(value: float, unit: str) -> str:
-    """Return a value with three digits that count, and its unit."""
+    """Return a value with about three significant digits, and its unit."""
     size = abs(value)
     digits = 0 if size >= 100 or value == 0 else 1 if size >= 10 else 2 if size >= 0.1 else 4
     return f"{value:,.{digits}f} {unit}".rstrip()
@@ -54,7 +54,7 @@ def show(name: str, table: Table) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers depend on, besides the code."""
+    """Return the machine and the Python that the numbers depend on."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -75,12 +75,12 @@ def versions(*packages: str) -> dict[str, str | None]:
 
 
 def keep(path: Path, tables: Mapping[str, Table], about: Mapping[str, Any]) -> None:
-    """Write tables to a JSON file; what it holds of other benchmarks stays.
+    """Write tables to a JSON file, beside those of other benchmarks.
 
     Args:
         path: The file.
-        tables: By the name of the benchmark.
-        about: What else to say of this run.
+        tables: Tables by the name of the benchmark.
+        about: Further facts about this run.
     """
     found = json.loads(path.read_text()) if path.exists() else {}
     for name, table in tables.items():
@@ -89,23 +89,44 @@ def keep(path: Path, tables: Mapping[str, Table], about: Mapping[str, Any]) -> N
             "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "machine": machine(),
             **about,
-            "rows": [
-                {
-                    "what": row.what,
-                    "unit": row.unit,
-                    "median": row.median,
-                    "low": min(row.samples),
-                    "high": max(row.samples),
-                    "samples": list(row.samples),
-                    "at_most": row.at_most,
-                    "at_least": row.at_least,
-                    "met": row.met,
-                }
-                for row in table.rows
-            ],
+            "rows": [summary(row) for row in table.rows],
         }
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(as_json(found))
+
+
+def summary(row: Row) -> dict[str, Any]:
+    """Return a row without its samples: median, range, quartiles, number of rounds, and the target if any."""
+    first, third = row.quartiles
+    numbers = {
+        "median": row.median,
+        "low": min(row.samples),
+        "q1": first,
+        "q3": third,
+        "high": max(row.samples),
+    }
+    target = {} if row.met is None else {"at_most": row.at_most, "at_least": row.at_least, "met": row.met}
+    return {
+        "what": row.what,
+        "unit": row.unit,
+        **{name: float(f"{value:.6g}") for name, value in numbers.items()},
+        "rounds": len(row.samples),
+        **{name: value for name, value in target.items() if value is not None},
+    }
+
+
+def as_json(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return benchmarks as JSON with a line per row, for readable changes."""
+    tables = []
+    for name, table in found.items():
+        facts = "".join(f" {_line(key)}: {_line(value)},\n" for key, value in table.items() if key != "rows")
+        rows = ",\n".join(f"  {_line(row)}" for row in table["rows"])
+        tables.append(f'{_line(name)}: {{\n{facts} "rows": [\n{rows}\n ]}}')
+    return "{" + ",\n".join(tables) + "}\n"
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _cpu() -> str:

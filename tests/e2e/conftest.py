@@ -1,62 +1,47 @@
-import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
-import yaml
 
-from tests.e2e.service import ROOT, Service
-
-MINILM = {
-    "id": "minilm",
-    "kind": "function",
-    "target": "serve_app.demo.minilm:MiniLM",
-    "embeddings": True,
-    "batcher": {"profile": "variable_length", "target_batch_cost": 4096, "max_batch_size": 64},
-}
+from tests.e2e.service import Service
+from tests.e2e.services import redeploy, start_pair
 
 
 @pytest.fixture(scope="session")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(starting_service: "Future[Service]") -> Service:
     """The service of configs/local.yaml and a model that is a function, started once for all tests."""
-    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    (app,) = config["applications"]
-    # However slow the machine, a class that waits stays where it is.
-    app["args"]["models"][0]["batcher"]["priority_aging_s"] = None
-    app["args"]["models"].append(MINILM)
-    # The demo model and the ingress have reserved what two cores have.
-    app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})
-    folder = tmp_path_factory.mktemp("service")
-    # Only requests whose sender wants it leave spans.
-    traces = {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}
-    app["args"]["telemetry"] = {"traces": traces}
-    # Seconds count where a test waits for metrics.
-    service = Service(config, folder, metrics_ms=1000)
-    yield service
-    service.stop()
+    return starting_service.result()
 
 
 @pytest.fixture(scope="session")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service of configs/local.yaml with two replicas of each deployment, for tests that run last."""
-    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    (app,) = config["applications"]
-    # A step takes milliseconds; so long takes none, on any machine.
-    app["args"]["models"][0]["engine_hang_timeout_s"] = 5.0
-    for deployment in app["deployments"]:
-        # Two engines fit on any machine, if Ray doesn't reckon.
-        deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
-    service = Service(config, tmp_path_factory.mktemp("pair"))
-    try:
-        deadline = time.monotonic() + 120
-        while httpx.get(f"{service.url}/health").json()["models"]["demo"]["replicas"] < 2:
-            assert time.monotonic() < deadline, service.output
-            time.sleep(0.2)
-        yield service
-    finally:
-        service.stop()
-    assert service.processes() == [], "whatever was done to it, nothing is left behind"
+def starting_pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator["Future[Service] | None"]:
+    """The pair of replicas, which starts when a test asks for this; None if no test of the run needs it."""
+    if not any("pair" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield None
+        return
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(start_pair, tmp_path_factory.mktemp("pair"))
+        yield starting
+        service = starting.result()
+    service.stop()
+    assert service.processes() == [], "processes are left behind"
+
+
+@pytest.fixture(scope="session")
+def pair(starting_pair: "Future[Service]") -> Service:
+    """Two replicas of each deployment, for tests that kill them or overload them."""
+    return starting_pair.result()
+
+
+@pytest.fixture(scope="module")
+def small(pair: Service) -> Service:
+    """The pair with one Engine of eight sequences at once."""
+    redeploy(pair, 1, user_config={"batcher": {"max_running": 8}})
+    return pair
 
 
 @pytest.fixture(scope="session")

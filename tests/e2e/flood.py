@@ -1,8 +1,8 @@
 """A flood of requests from a process of its own: python -m tests.e2e.flood PORT SECONDS FOLLOW PATIENCE_S.
 
-It measures what the service can do, then sends ten times as much for some seconds, from several tenants
-and in all tiers, some with a limit on their wait. A share of those who are refused come back when they
-are told to. It prints what came of it as JSON.
+It measures the capacity of the service, then sends ten times as much for some seconds, from several tenants
+and in all tiers, some with a limit on their wait. A share of the refused requests is sent again after the
+seconds of Retry-After. The result is printed as JSON.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ TOKENS = 128
 PEAK_S, CALM_S = 4.0, 3.0
 TIMES = 10
 CALM_LOAD = 0.5
-"""What is sent before and after, as a share of what the service can do."""
+"""The load before and after, as a share of the capacity."""
 
 TENANTS = ["greedy"] * 14 + ["a", "b", "c", "d", "e", "f"]
 TIERS = ["default"] * 6 + ["flex"] * 3 + ["priority"]
@@ -31,7 +31,7 @@ LONGEST_S = 120.0
 
 @dataclass
 class Found:
-    """What came of a flood; times in seconds.
+    """The result of a flood; times in seconds.
 
     Attributes:
         peak: Answers per second that the service can give.
@@ -39,8 +39,8 @@ class Found:
         statuses: Answers of the flood by status.
         by_tenant: Answers of status 200 by tenant.
         told: Percentiles 0, 50 and 100 of Retry-After.
-        retried: Who came back as told, and `succeeded` how many of them were served.
-        late: The longest that somebody with a limit waited for an answer 408.
+        retried: Requests that were sent again, and `succeeded` those of them that were served.
+        late: The longest wait of a request with a limit for its answer 408.
         calm_p95: Before the flood, from request to answer.
         after_p95: The same from five seconds after it on.
         after_p95_at_once: The same in these five seconds.
@@ -90,7 +90,7 @@ class Flood:
             return await self._connections.post("/generate", json.dumps(body).encode(), answer, header)
 
     async def peak(self, clients: int) -> float:
-        """Return the answers per second that so many clients get who send one after the other."""
+        """Return the answers per second of so many clients that each send one request after the other."""
         ends = time.monotonic() + PEAK_S
         half = ends - PEAK_S / 2
         done = 0
@@ -118,10 +118,10 @@ class Flood:
         """Do all of it.
 
         Args:
-            clients: As many as the service serves at once, or more.
+            clients: At least as many as the service serves at once.
             seconds: How long the flood lasts.
-            follow: Share of those who are refused that come back.
-            patience_s: Those who are told to wait longer don't.
+            follow: Share of the refused requests that are sent again.
+            patience_s: The longest Retry-After that is waited for.
         """
         found = Found(peak=await self.peak(clients))
         found.calm_p95 = _p95(await self.steadily(CALM_LOAD * found.peak, CALM_S))

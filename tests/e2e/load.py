@@ -1,4 +1,4 @@
-"""A steady load of streams, single answers and lists, of which every failure that a client sees is noted."""
+"""A steady load of streams, single answers and lists, with every failure that a client sees."""
 
 import asyncio
 import json
@@ -21,19 +21,19 @@ LISTS = 4
 """Prompts of a list."""
 
 _answers: dict[str, dict[str, str]] = {}
-"""The undisturbed answers, by the service that gave them: it takes a while to ask for them."""
+"""The undisturbed answers, by service: to ask for them takes seconds."""
 
 BODY: JSON = {"model": "demo", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
 
 
 @dataclass
 class Outcome:
-    """How one request ended, as its client saw it.
+    """The end of one request, as its client saw it.
 
     Attributes:
         kind: "stream", "single" or "list".
-        failure: What went wrong; empty if nothing did.
-        begun: The client had got something of the answer.
+        failure: The reason of a failure; empty for a success.
+        begun: The client had received a part of the answer.
         began_at: When it was sent, on the clock of `time.monotonic`.
         seconds: Until its end.
     """
@@ -50,9 +50,9 @@ class Load:
     """Clients that each send one request after the other.
 
     Attributes:
-        url: Where to.
+        url: The service.
         expected: The undisturbed answer to each prompt.
-        outcomes: How each request ended.
+        outcomes: The end of each request.
     """
 
     url: str
@@ -61,7 +61,7 @@ class Load:
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def learn(self) -> None:
-        """Ask what the answers are while nothing disturbs them, unless that is known."""
+        """Ask for the answers while nothing disturbs them, unless they are known."""
         if self.url in _answers:
             self.expected = _answers[self.url]
             return
@@ -114,7 +114,7 @@ class Load:
         number: int,
         stop: asyncio.Event,
     ) -> None:
-        # A connection each: what happens to one is nothing to the others.
+        # A connection each: the break of one leaves the others.
         async with httpx.AsyncClient(base_url=self.url, timeout=120) as client:
             while not stop.is_set():
                 outcome = Outcome(ask.__name__.strip("_"), time.monotonic())
@@ -126,7 +126,7 @@ class Load:
                 self.outcomes.append(outcome)
                 self._ended.set()
                 number += 1
-                # One that is turned away at once doesn't turn in circles.
+                # A client that is refused at once does not flood the service.
                 await asyncio.sleep(0.2 if outcome.failure else 0)
 
     async def _single(self, client: httpx.AsyncClient, number: int, outcome: Outcome) -> None:
@@ -159,7 +159,7 @@ class Load:
             outcome.failure = self._judge(events, prompt)
 
     def _judge(self, events: list[str], prompt: str) -> str:
-        """Return what is wrong with a stream that ended in good order, as HTTP has it."""
+        """Return the failure of a stream that ended as HTTP demands; empty for none."""
         done = events[-1:] == ["[DONE]"]
         read: list[JSON] = [json.loads(event) for event in events if event != "[DONE]"]
         if any("error" in event for event in read):

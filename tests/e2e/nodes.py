@@ -15,14 +15,14 @@ from tests.e2e.service import free_port
 NODE = "SATURATE_TEST_NODE"
 
 AUTH = {"RAY_AUTH_MODE": "token"}
-"""Ray's nodes know each other by the token that it keeps in a file; so does who calls it."""
+"""Ray's nodes and its clients share a token that Ray keeps in a file."""
 
 
 class Nodes:
     """A Ray cluster whose nodes are process groups on the loopback interface.
 
     Args:
-        env: What the nodes have in their environment.
+        env: The environment of the nodes.
 
     Attributes:
         address: Where Ray finds it.

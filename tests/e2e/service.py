@@ -1,4 +1,4 @@
-"""A live service for the tests: `python -m serve_app.cli.serve` on a config, in processes of its own."""
+"""A live service for the tests: `saturate serve` on a config, in processes of its own."""
 
 import itertools
 import json
@@ -17,25 +17,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import yaml
 
-from serve_app.cli.serve import Dashboard
+from serve_app.cli.dashboard import TOKEN_FILE, Dashboard
 
 ROOT = Path(__file__).parents[2]
 MARK = "SATURATE_TEST_RUN"
 
 PORTS = itertools.count(20_000, 100)
-"""Where the ports begin on which the Ingress replicas of one service listen."""
+"""The first port of each service for its Ingress replicas."""
 
 
 def give_ports(config: dict[str, Any]) -> dict[str, str]:
     """Give a Serve config ports of its own, and return the environment that its launcher needs for them."""
     own = {
-        # Beside a service that somebody runs on this machine with the default ports.
+        # Another service on this machine may have the default ports.
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-        # Serve's replicas share a port with whoever has it, and so each other's requests.
+        # Replicas of two services with one port would get each other's requests.
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first := next(PORTS)),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first + 99),
         # HAProxy turns to this one while no Ingress replica is ready: another service would answer.
@@ -54,10 +55,10 @@ class Service:
     Attributes:
         url: Where it listens.
         folder: Where its config is.
-        env: What a program needs in its environment to find the same Ray.
-        ready_s: Seconds from the start of the launcher to its word that the service is ready.
-        output: What the launcher has printed.
-        config: What it was started with.
+        env: The environment in which a program finds the same Ray.
+        ready_s: Seconds from the start of the launcher to its message that the service is ready.
+        output: The output of the launcher.
+        config: The config that it was started with.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Service:
         port = port or free_port()
         config["http_options"]["port"] = port
         own = give_ports(config)
-        self._path = path = folder / "config.yaml"
+        path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"
         self.config = config
@@ -98,7 +99,7 @@ class Service:
         self._mark = uuid.uuid4().hex
         started = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serve_app.cli.serve", str(path)],
+            [sys.executable, "-m", "serve_app.cli", "serve", str(path)],
             cwd=folder,
             env=self.env | {MARK: self._mark},
             stdin=subprocess.DEVNULL,
@@ -133,30 +134,31 @@ class Service:
         return code
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """Have it take in another config, as `serve deploy` does; it returns when the change has begun."""
-        self._path.write_text(yaml.safe_dump(config, sort_keys=False))
+        """Deploy another config, as `serve deploy` does; return when the change has begun."""
         self.status()
-        address = self._dashboard.url.removesuffix("/api/serve/applications/")
-        command = [str(Path(sys.executable).with_name("serve")), "deploy", str(self._path), "-a", address]
-        # The token is in the file where Ray keeps it; this has the command look.
-        self.run(["env", "RAY_AUTH_MODE=token", *command])
+        token = os.environ.get("RAY_AUTH_TOKEN") or TOKEN_FILE.read_text().strip()
+        headers = {"authorization": f"Bearer {token}"}
+        httpx.put(self._dashboard.url, json=config, headers=headers, timeout=60).raise_for_status()
 
     def status(self) -> dict[str, Any]:
-        """Return what Ray Serve says of the application."""
+        """Return the state of the application in Ray Serve."""
         application: dict[str, Any] = self._dashboard.applications()["llm"]
         return application
 
     def run(self, command: Sequence[str], text: str = "") -> str:
-        """Run a program that may look for this service's Ray, and return what it printed.
+        """Run a program that may look for this service's Ray, and return its output.
 
         Args:
             command: The program and its arguments.
-            text: What it reads from its standard input.
+            text: Its standard input.
         """
+        # Another service may run on this machine too.
+        (raylet,) = self.pids("/raylet/raylet")
+        (address,) = re.findall(r"--gcs-address=(\S+)", self.commands()[raylet])
         done = subprocess.run(
             command,
             input=text,
-            env=self.env | {"RAY_ADDRESS": "auto"},
+            env=self.env | {"RAY_ADDRESS": address},
             capture_output=True,
             text=True,
             timeout=120,
@@ -170,11 +172,11 @@ class Service:
         return json.loads(self.run([sys.executable, "-c", script], json.dumps(body)).splitlines()[-1])
 
     def processes(self) -> list[str]:
-        """Return the command lines of all processes that came of this service and live."""
+        """Return the command lines of all processes of this service."""
         return list(self.commands().values())
 
     def memory(self) -> int:
-        """Return the bytes that all processes of this service have in memory, without what they share."""
+        """Return the bytes of memory of all processes of this service, shared memory left out."""
         total = 0
         for pid in self.commands():
             with suppress(psutil.NoSuchProcess):
@@ -183,18 +185,18 @@ class Service:
         return total
 
     def logs(self) -> dict[Path, str]:
-        """Return what stands in every log of this service's Ray, and of launchers on this machine."""
+        """Return the content of every log of this service's Ray, and of launchers on this machine."""
         lines = self.processes()
         (session,) = {found[0] for line in lines if (found := re.findall(r"/tmp/ray/session_[\w-]+\d", line))}
         files = [*Path(session, "logs").rglob("*"), *Path(tempfile.gettempdir()).glob("saturate-*.log")]
         return {path: path.read_text(errors="replace") for path in files if path.is_file()}
 
     def pids(self, word: str = "") -> list[int]:
-        """Return the ids of the processes of this service whose command line holds a word."""
+        """Return the ids of the processes of this service with a word in their command line."""
         return sorted(pid for pid, command in self.commands().items() if word in command)
 
     def kill(self, word: str = "") -> int:
-        """End with SIGKILL the processes of this service whose command line holds a word; return how many."""
+        """Kill the processes of this service with a word in their command line; return how many."""
         pids = [pid for pid, command in self.commands().items() if word in command]
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -202,7 +204,7 @@ class Service:
         return len(pids)
 
     def commands(self) -> dict[int, str]:
-        """Return the command lines of all processes that came of this service and live, by their ids."""
+        """Return the command lines of all processes of this service, by their ids."""
         found = {}
         for process in Path("/proc").iterdir():
             try:

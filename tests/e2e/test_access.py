@@ -1,11 +1,11 @@
-"""Keys on a live service: who gets in, for how much, for how long; and slow clients, and what logs hold."""
+"""Keys on a live service: access, limits and expiry of each; slow clients; the content of the logs."""
 
+import copy
 import json
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,9 @@ import yaml
 
 from serve_app.auth.keys import hash_key, new_key
 from tests.e2e.service import ROOT, Service
+from tests.e2e.services import wait_until
 
+PREFIX = "/guarded"
 KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late")}
 QUESTION = "What is 1+1?"
 LIMIT_S = 30.0
@@ -43,25 +45,33 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", autouse=True)
+def meanwhile(starting_pair: object) -> None:
+    """The pair of replicas starts beside these tests, which leave the machine time."""
+
+
 @pytest.fixture(scope="module")
-def guarded(keys_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service that asks for keys, and has little patience."""
-    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+def guarded(service: Service, keys_file: Path) -> str:
+    """The URL of an Ingress that asks for keys, in front of the Engines of the shared service."""
+    config = copy.deepcopy(service.config)
     (app,) = config["applications"]
-    app["args"]["access"] = {"keys_file": str(keys_file)}
-    app["args"]["ingress"] = {"body_timeout_s": BODY_TIMEOUT_S, "max_tokens": 1000, "max_n": 4}
-    config["controller_options"]["runtime_env"]["env_vars"] |= {
-        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "leastconn\n    timeout http-request 2s",
-        "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "4",
-    }
-    service = Service(config, tmp_path_factory.mktemp("guarded"))
-    yield service
-    service.stop()
+    other = copy.deepcopy(app) | {"name": "guarded", "route_prefix": PREFIX}
+    other["import_path"] = "tests.e2e.guarded:build"
+    # The replica has to find these tests.
+    other["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
+    other["args"]["access"] = {"keys_file": str(keys_file)}
+    other["args"]["ingress"] = {"body_timeout_s": BODY_TIMEOUT_S, "max_tokens": 1000, "max_n": 4}
+    other["deployments"] = [{"name": "Guarded", "ray_actor_options": {"num_cpus": 0}}]
+    config["applications"].append(other)
+    service.deploy(config)
+    url = service.url + PREFIX
+    wait_until(lambda: httpx.get(f"{url}/health").is_success)
+    return url
 
 
-def caller(service: Service, name: str, **headers: str) -> httpx.Client:
+def caller(url: str, name: str, **headers: str) -> httpx.Client:
     headers["authorization"] = f"Bearer {KEYS[name]}"
-    return httpx.Client(base_url=service.url, headers=headers, timeout=60)
+    return httpx.Client(base_url=url, headers=headers, timeout=60)
 
 
 def generate(client: httpx.Client, **more: Any) -> httpx.Response:
@@ -80,27 +90,27 @@ def generate(client: httpx.Client, **more: Any) -> httpx.Response:
         ("POST", "/no/such/path"),
     ],
 )
-def test_without_a_key_there_is_only_health(guarded: Service, method: str, path: str) -> None:
-    assert httpx.get(f"{guarded.url}/health").status_code == 200
+def test_without_a_key_there_is_only_health(guarded: str, method: str, path: str) -> None:
+    assert httpx.get(f"{guarded}/health").status_code == 200
     for headers in ({}, {"authorization": "Bearer sk-wrong"}):
-        response = httpx.request(method, guarded.url + path, headers=headers)
+        response = httpx.request(method, guarded + path, headers=headers)
         assert response.status_code == 401
         assert response.headers["www-authenticate"] == "Bearer"
         assert response.json()["error"]["type"] == "authentication_error"
 
 
-def test_a_key_opens_every_route(guarded: Service) -> None:
+def test_a_key_is_accepted_on_every_route(guarded: str) -> None:
     with caller(guarded, "ada") as client:
         assert generate(client).json()["results"] == ["2"]
         for path in ("/", "/stats", "/v1/models"):
             assert client.get(path).status_code == 200
-    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEYS["ada"]) as sdk:
+    with openai.OpenAI(base_url=f"{guarded}/v1", api_key=KEYS["ada"]) as sdk:
         chat: Any = [{"role": "user", "content": QUESTION}]
         answer = sdk.chat.completions.create(model="demo", messages=chat, temperature=0)
         assert answer.choices[0].message.content == "2"
 
 
-def test_a_key_is_for_its_tenant_and_its_tiers(guarded: Service) -> None:
+def test_a_key_is_for_its_tenant_and_its_tiers(guarded: str) -> None:
     with caller(guarded, "bob") as client:
         assert generate(client).status_code == 200
         assert generate(client, tenant="bob", service_tier="flex").status_code == 200
@@ -112,7 +122,7 @@ def test_a_key_is_for_its_tenant_and_its_tiers(guarded: Service) -> None:
         assert generate(client).status_code == 403
 
 
-def test_what_a_request_may_ask_for_is_bounded(guarded: Service) -> None:
+def test_a_request_is_bounded(guarded: str) -> None:
     with caller(guarded, "ada") as client:
         for path, body in (
             ("/v1/completions", {"prompt": QUESTION, "n": 5}),
@@ -125,7 +135,7 @@ def test_what_a_request_may_ask_for_is_bounded(guarded: Service) -> None:
             assert "is more than the limit of" in response.json()["error"]["message"]
 
 
-def test_who_waits_as_long_as_told_gets_in(guarded: Service) -> None:
+def test_a_client_that_waits_as_long_as_told_gets_in(guarded: str) -> None:
     with caller(guarded, "few") as client:
         statuses = []
         while (response := client.get("/v1/models")).status_code == 200:
@@ -137,7 +147,7 @@ def test_who_waits_as_long_as_told_gets_in(guarded: Service) -> None:
         assert client.get("/v1/models").status_code == 200
 
 
-def test_requests_in_flight_are_counted_and_given_back(guarded: Service) -> None:
+def test_requests_in_flight_are_counted_and_given_back(guarded: str) -> None:
     long = {"model": "demo", "prompt": "once upon", "max_tokens": 1000, "ignore_eos": True, "stream": True}
     with caller(guarded, "slow") as client, caller(guarded, "slow") as other:
         with client.stream("POST", "/v1/completions", json=long) as response:
@@ -152,7 +162,7 @@ def test_requests_in_flight_are_counted_and_given_back(guarded: Service) -> None
             assert time.monotonic() < deadline
 
 
-def test_keys_change_without_a_restart(guarded: Service, keys_file: Path) -> None:
+def test_keys_change_without_a_restart(guarded: str, keys_file: Path) -> None:
     with caller(guarded, "bob") as old, caller(guarded, "late") as new:
         assert (generate(old).status_code, generate(new).status_code) == (200, 401)
         keys_file.write_text(
@@ -164,7 +174,7 @@ def test_keys_change_without_a_restart(guarded: Service, keys_file: Path) -> Non
 
 
 def drip(service: Service, data: bytes, drop: bytes) -> bytes:
-    """Send `data`, then `drop` again and again, until the other side has had enough; return what it said."""
+    """Send `data`, then `drop` again and again, until the other side ends it; return the answer."""
     said = b""
     with socket.create_connection(("127.0.0.1", int(service.url.rsplit(":", 1)[1]))) as connection:
         connection.sendall(data)
@@ -185,14 +195,14 @@ def drip(service: Service, data: bytes, drop: bytes) -> bytes:
     raise AssertionError(f"still connected after {LIMIT_S} s")
 
 
-def test_slow_clients_are_sent_away_and_hold_nobody_up(guarded: Service) -> None:
-    head = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+def test_slow_clients_are_sent_away_and_hold_up_no_others(service: Service, guarded: str) -> None:
+    head = b"POST /guarded/generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     body = f"authorization: Bearer {KEYS['ada']}\r\ncontent-length: 1000\r\n\r\n{{".encode()
     slow = [(head, b"x: y\r\n"), (b"", b"G"), (head + body, b" "), (head + body, b"")] * 25
     answers: list[bytes] = []
 
     def run(data: bytes, drop: bytes) -> None:
-        answers.append(drip(guarded, data, drop))
+        answers.append(drip(service, data, drop))
 
     threads = [threading.Thread(target=run, args=each) for each in slow]
     for thread in threads:
@@ -206,7 +216,7 @@ def test_slow_clients_are_sent_away_and_hold_nobody_up(guarded: Service) -> None
     assert sum(b" 408 " in answer for answer in answers) >= 50
 
 
-def test_logs_have_ids_and_neither_prompts_nor_keys(guarded: Service) -> None:
+def test_logs_have_ids_and_neither_prompts_nor_keys(service: Service, guarded: str) -> None:
     """Runs last in this file: it also looks at what the others left behind."""
     canary, key, number = f"canary{secrets.token_hex(8)}", f"sk-{secrets.token_hex(8)}", secrets.token_hex(8)
     chat = [{"role": "user", "content": canary}]
@@ -247,8 +257,8 @@ def test_logs_have_ids_and_neither_prompts_nor_keys(guarded: Service) -> None:
         for _ in range(1100):
             client.get("/v1/models")
     secret = [canary, key, *KEYS.values(), *(hash_key(each.encode()) for each in KEYS.values())]
-    found = guarded.logs()
+    found = service.logs()
     assert any(number in content for content in found.values())
     leaks = {f"{path}: {word[:9]}" for path, text in found.items() for word in secret if word in text}
     assert not leaks
-    assert not any(word in guarded.output for word in secret)
+    assert not any(word in service.output for word in secret)

@@ -1,4 +1,4 @@
-"""The demo model does its sums, through every door of the service."""
+"""The demo model does its sums, on every route of the service."""
 
 import asyncio
 import json
@@ -27,10 +27,10 @@ SHIPPED = [
 
 async def share_right(ask: Ask, questions: list[Question], chunk: int, in_flight: int) -> float:
     """Return the share of questions answered right, asked in chunks with a bound on how many at once."""
-    gate = asyncio.Semaphore(in_flight)
+    limit = asyncio.Semaphore(in_flight)
 
     async def right(part: list[Question]) -> int:
-        async with gate:
+        async with limit:
             answers = await ask(part)
         return sum(answer == question.answer for answer, question in zip(answers, part, strict=True))
 

@@ -1,4 +1,4 @@
-"""Nothing that a client can send is a 500 or a hang."""
+"""No request is answered with a 500 or never."""
 
 import json
 
@@ -113,7 +113,7 @@ def test_no_such_path_or_method(http: httpx.Client) -> None:
         {"stream": "maybe"},
     ],
 )
-def test_a_wrong_chat_request_is_the_clients_fault(http: httpx.Client, change: dict[str, object]) -> None:
+def test_a_wrong_chat_request_is_a_400(http: httpx.Client, change: dict[str, object]) -> None:
     message, _ = error(http.post("/v1/chat/completions", json=CHAT | change), 400)
     assert message
 

@@ -1,4 +1,4 @@
-"""Changes of the config under a steady load: nothing fails."""
+"""Changes of the config under a steady load: no request fails."""
 
 import asyncio
 import copy
@@ -9,21 +9,16 @@ import pytest
 
 from tests.e2e.load import Load
 from tests.e2e.service import Service
+from tests.e2e.services import engine, redeploy
 
-pytestmark = [pytest.mark.last(4), pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 LIMIT_S = 180
 JSON = dict[str, Any]
 
 
-def engine(config: JSON) -> JSON:
-    """Return the part of a config that says how the Engine is deployed."""
-    deployments: list[JSON] = config["applications"][0]["deployments"]
-    return next(one for one in deployments if one["name"] == "Engine:demo")
-
-
 async def replicas(service: Service, count: int) -> dict[str, JSON]:
-    """Return what each Engine replica reports, once the change is through and there are so many."""
+    """Return the report of each Engine replica, once the change is complete and so many run."""
     async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(base_url=service.url, timeout=30) as client:
         while True:
             status = await asyncio.to_thread(service.status)
@@ -35,13 +30,13 @@ async def replicas(service: Service, count: int) -> dict[str, JSON]:
 
 
 async def change(service: Service, config: JSON, count: int) -> tuple[Load, dict[str, JSON]]:
-    """Deploy a config under load; return the load and what the replicas report when it is through."""
+    """Deploy a config under load; return the load and the reports of the replicas afterwards."""
     load = Load(service.url)
     await load.learn()
     async with load.running(streams=3, singles=1, lists=1):
         await load.wait_for(5)
         await asyncio.to_thread(service.deploy, config)
-        # Until the old state can't pass for the new one.
+        # Until the old state can't be taken for the new one.
         await load.wait_for(5)
         reports = await replicas(service, count)
         await load.wait_for(5)
@@ -49,6 +44,16 @@ async def change(service: Service, config: JSON, count: int) -> tuple[Load, dict
     return load, reports
 
 
+async def test_limits_change_without_a_restart(pair: Service) -> None:
+    before = await replicas(pair, 2)
+    limits = {"batcher": {"max_running": 16}}
+    await asyncio.to_thread(redeploy, pair, 2, user_config=limits)
+    after = await replicas(pair, 2)
+    assert set(after) == set(before)
+    assert {one["batcher"]["max_running"] for one in after.values()} == {16}
+
+
+@pytest.mark.long
 async def test_fewer_replicas_with_other_limits_and_weights_restart_nothing(pair: Service) -> None:
     before = await replicas(pair, 2)
     config = copy.deepcopy(pair.config)
@@ -62,6 +67,7 @@ async def test_fewer_replicas_with_other_limits_and_weights_restart_nothing(pair
     assert {one["batcher"]["max_running"] for one in after.values()} == {8}
 
 
+@pytest.mark.long
 async def test_a_new_version_of_the_engine_fails_nothing(pair: Service) -> None:
     before = await replicas(pair, 1)
     config = copy.deepcopy(pair.config)

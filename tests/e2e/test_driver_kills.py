@@ -1,27 +1,22 @@
-"""The driver, an Engine and the whole service, ended with SIGKILL at any moment.
-
-SATURATE_KILLS=20 SATURATE_KILL_ROWS=5000 makes it the long form; with three kills or more one is the service.
-"""
+"""The driver, an Engine and the whole service, ended with SIGKILL at any moment."""
 
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from serve_app.demo.questions import all_questions, to_jsonl
-from tests.e2e.service import ROOT, Service
+from tests.e2e.service import Service
+from tests.e2e.services import local, use_exact_arithmetic
 
-KILLS = int(os.environ.get("SATURATE_KILLS", "2"))
-ROWS = int(os.environ.get("SATURATE_KILL_ROWS", "1000"))
-SEED = int(os.environ.get("SATURATE_KILL_SEED", "0"))
 LIMIT_S = 180
 ENGINE = "ServeReplica:llm:Engine:demo"
 
@@ -45,15 +40,16 @@ class Restartable:
 
     @staticmethod
     def _config() -> JSON:
-        config: JSON = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+        config, _, _ = local()
+        use_exact_arithmetic(config)
         return config
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restartable]:
-    live = Restartable(tmp_path_factory.mktemp("restartable"))
-    yield live
-    live.service.stop()
+@pytest.fixture
+def restartable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restartable]:
+    restartable = Restartable(tmp_path_factory.mktemp("restartable"))
+    yield restartable
+    restartable.service.stop()
 
 
 def questions(path: Path, count: int) -> Path:
@@ -71,7 +67,7 @@ def start(*arguments: object) -> "subprocess.Popen[str]":
 
 
 def finish(driver: "subprocess.Popen[str]") -> str:
-    """Wait for a driver that succeeds, and return what it said."""
+    """Wait for a driver that succeeds, and return its messages."""
     _, said = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 0, said
     return said
@@ -82,50 +78,80 @@ def lines(path: Path) -> int:
 
 
 def rows(path: Path) -> list[JSON]:
-    """Return the rows, without how often each was sent: a kill costs attempts."""
+    """Return the rows without their attempts: a kill costs some."""
     found: list[JSON] = [json.loads(line) for line in path.read_text().splitlines()]
     return [{name: value for name, value in row.items() if name != "attempts"} for row in found]
 
 
-@pytest.mark.timeout(LIMIT_S * max(KILLS, 3))
-def test_whatever_is_killed_the_output_is_that_of_an_undisturbed_run(
-    live: Restartable, tmp_path: Path
+def run_through(
+    url: str, folder: Path, count: int, victims: Sequence[str], kill: Callable[[str], None]
 ) -> None:
-    source = questions(tmp_path / "in.jsonl", ROWS)
-    quiet, out = tmp_path / "quiet.jsonl", tmp_path / "out.jsonl"
-    finish(start(source, quiet, "--url", live.url))
+    """Run a dataset once undisturbed and once with kills; check that both outputs are the same.
 
-    dice = random.Random(SEED)
-    victims = [["driver", "engine", "service"][number % 3] for number in range(KILLS)]
-    dice.shuffle(victims)
-    arguments = (source, out, "--url", live.url, "--chunk-size", 10, "--max-concurrency", 4)
+    Args:
+        url: The service.
+        folder: For the files.
+        count: Rows of the dataset.
+        victims: What is killed, one after the other: "driver", or anything that `kill` takes.
+        kill: Kills a part of the service.
+    """
+    source = questions(folder / "in.jsonl", count)
+    quiet, out = folder / "quiet.jsonl", folder / "out.jsonl"
+    finish(start(source, quiet, "--url", url))
+
+    dice = random.Random(0)
+    arguments = (source, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 4)
     driver = start(*arguments)
     for number, victim in enumerate(victims):
-        moment = int(ROWS * (number + dice.random()) / (KILLS + 1))
+        moment = int(count * (number + dice.random()) / (len(victims) + 1))
         deadline = time.monotonic() + LIMIT_S
         while (done := lines(out)) < moment:
             assert driver.poll() is None, driver.communicate()[1]
             assert time.monotonic() < deadline, f"{done} rows, waiting for {moment}"
             time.sleep(0.002)
         print(f"kill {number + 1}: the {victim} after {done} rows", flush=True)
-        match victim:
-            case "driver":
-                driver.kill()
-                driver.communicate(timeout=30)
-                assert lines(out) >= done
-                driver = start(*arguments)
-            case "engine":
-                # It may be on its way back from the last one.
-                while not live.service.kill(ENGINE):
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
-            case _:
-                live.kill_all()
+        if victim == "driver":
+            driver.kill()
+            driver.communicate(timeout=30)
+            assert lines(out) >= done
+            driver = start(*arguments)
+        else:
+            kill(victim)
     finish(driver)
 
     assert rows(out) == rows(quiet)
-    assert [row["row"] for row in rows(out)] == list(range(ROWS))
+    assert [row["row"] for row in rows(out)] == list(range(count))
     answers = {question.prompt: question.answer for question in all_questions()}
     asked = [json.loads(line) for line in source.read_text().splitlines()]
     right = sum(row["result"] == answers[one["prompt"]] for row, one in zip(rows(out), asked, strict=True))
-    assert right >= 0.99 * ROWS
+    assert right >= 0.99 * count
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_the_output_is_that_of_an_undisturbed_run(pair: Service, tmp_path: Path) -> None:
+    one, other = pair.pids(ENGINE)
+
+    def kill(victim: str) -> None:
+        os.kill(one, signal.SIGKILL)
+
+    run_through(pair.url, tmp_path, 1000, ["driver", "engine"], kill)
+    assert one not in pair.pids(ENGINE)
+    assert other in pair.pids(ENGINE)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(20 * LIMIT_S)
+def test_the_output_is_the_same_after_twenty_kills(restartable: Restartable, tmp_path: Path) -> None:
+    def kill(victim: str) -> None:
+        if victim == "service":
+            restartable.kill_all()
+            return
+        # It may be on its way back from the last kill.
+        deadline = time.monotonic() + LIMIT_S
+        while not restartable.service.kill(ENGINE):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    victims = [["driver", "engine", "service"][number % 3] for number in range(20)]
+    random.Random(1).shuffle(victims)
+    run_through(restartable.url, tmp_path, 5000, victims, kill)

@@ -1,21 +1,18 @@
-"""What dies or hangs under a steady load, and what the clients see of it.
+"""Deaths and hangs of processes under a steady load, as the clients see them."""
 
-SATURATE_FAULTS=5 makes it the long form: every fault, five times each.
-"""
-
-import os
+import asyncio
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
+from tests.e2e.fault_injection import CORE, LIMIT_S, inject, wait_until_whole
 from tests.e2e.service import Service
-from tests.e2e.strikes import CORE, LIMIT_S, strike
 
-pytestmark = pytest.mark.last(4)
+TIMES = 5
+"""How often `make test-all` injects each fault."""
 
-TIMES = int(os.environ.get("SATURATE_FAULTS", "0"))
 ENGINE = "ServeReplica:llm:Engine:demo"
 INGRESS = "ServeReplica:llm:Ingress"
 PROXY = "bin/haproxy"
@@ -24,15 +21,15 @@ CONTROLLER = "ServeController"
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to one process of a service.
+    """A signal to one process of a service.
 
     Attributes:
         victim: A word of its command line.
         sends: The signal.
-        breaks: Whether a failure that clients see may be its doing, by the kind of the request and whether
-            its answer had begun.
-        answered: A failure that may be the answer of what took its place.
-        in_short: The short form has it too.
+        breaks: Whether it may cause a failure that clients see, by the kind of the request and whether its
+            answer had begun.
+        answered: A failure that may be the answer of the process that took its place.
+        in_short: `make test` injects it too, once.
     """
 
     victim: str
@@ -44,30 +41,35 @@ class Fault:
 
 FAULTS = {
     "death of the Serve controller": Fault(CONTROLLER, in_short=True),
-    # What went through it is broken off with it; what had not begun, HAProxy sends to the other one.
+    # Its answers break off with it; a request whose answer had not begun, HAProxy sends to the other one.
     "death of the Ingress replica": Fault(INGRESS, breaks=lambda kind, begun: begun, in_short=True),
-    "hang of the engine": Fault(CORE, signal.SIGSTOP, in_short=True),
+    "hang of the engine": Fault(CORE, signal.SIGSTOP),
     "death of the Engine replica": Fault(ENGINE),
     "death of EngineCore": Fault(CORE),
-    # There is one on a machine: who calls is turned away until the next one runs, and for a moment it knows
-    # no application.
+    # A machine has one: clients are turned away until the next one runs, and for a moment it knows no
+    # application.
     "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True, answered="status 404"),
 }
-CASES = [name for name, fault in FAULTS.items() if TIMES or fault.in_short] * max(1, TIMES)
+CASES = [
+    pytest.param(name, time, marks=[] if fault.in_short and time == 0 else pytest.mark.long)
+    for time in range(TIMES)
+    for name, fault in FAULTS.items()
+]
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("name", CASES)
-async def test_who_asks_meanwhile_gets_an_answer(name: str, pair: Service) -> None:
+@pytest.mark.parametrize(("name", "time"), CASES)
+async def test_clients_get_their_answers(name: str, time: int, pair: Service) -> None:
     fault = FAULTS[name]
+    await asyncio.to_thread(wait_until_whole, pair)
     engines = pair.pids(CORE)
-    found = await strike(pair, fault.victim, fault.sends)
+    found = await inject(pair, fault.victim, fault.sends)
     print(f"{name}: recovered in {found.recovered_s:.1f} s; {found.load.summary()}", flush=True)
     if fault.victim not in (CORE, ENGINE):
         assert pair.pids(CORE) == engines, "the Engines had no part in it"
     failures = found.load.failures()
     assert [one for one in failures if not fault.breaks(one.kind, one.begun)] == []
-    # Broken off, or turned away; but never as if complete.
+    # Broken off, or turned away; but never an answer that seems complete.
     assert {one.failure for one in failures} <= {
         "RemoteProtocolError",
         "ReadError",

@@ -125,7 +125,7 @@ def test_a_model_of_the_wrong_kind_says_where_it_is_served(http: httpx.Client) -
     assert "POST /v1/embeddings" in message
 
 
-async def test_what_can_not_start_in_time_is_not_run(service: Service, http: httpx.Client) -> None:
+async def test_a_record_that_can_not_start_in_time_is_not_run(service: Service, http: httpx.Client) -> None:
     """Long texts keep the one processor busy; what comes behind them can't start within a millisecond."""
     before = await asyncio.to_thread(batcher, http)
     long = ["word " * 250] * 2000
@@ -152,7 +152,7 @@ async def test_what_can_not_start_in_time_is_not_run(service: Service, http: htt
     ends = ("total_expired", "total_rejected")
     late = sum(after[end] - before[end] for end in ends)
     assert late == 2
-    assert after["queue_depth"] == 0, "what its client left behind is gone"
+    assert after["queue_depth"] == 0, "the records of the client that left are gone"
 
 
 async def test_records_of_many_callers_share_batches(service: Service, http: httpx.Client) -> None:
@@ -208,7 +208,9 @@ def test_both_formats_are_the_same_numbers(http: httpx.Client, format: str) -> N
         ({"service_tier": "best"}, "service_tier"),
     ],
 )
-def test_what_openai_embeddings_refuse(http: httpx.Client, change: dict[str, object], param: str) -> None:
+def test_wrong_fields_of_embeddings_are_refused(
+    http: httpx.Client, change: dict[str, object], param: str
+) -> None:
     response = http.post("/v1/embeddings", json={"model": "minilm", "input": CAT} | change)
     assert error(response, 400)[1] == param
     good = http.post("/v1/embeddings", json={"input": CAT, "dimensions": 384, "user": "u"})

@@ -1,13 +1,11 @@
-"""Tens of thousands of requests that a fuzzer made: no 5xx, no hang, no growth, and the engine serves on.
+"""Thousands of requests of a fuzzer: no 5xx, no hang, no growth, and the engine serves on.
 
-`SATURATE_FUZZ_REQUESTS=50000 pytest -s tests/e2e/test_fuzz.py` is the long form, with new requests each time;
-the short one always sends the same.
+The short form always sends the same requests, the long one new ones each time.
 """
 
 import asyncio
 import collections
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,13 +20,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.protocol import GenerateRequest, ProcessRequest
+from tests.e2e.fuzz_requests import FuzzRequest, dump, fuzz_requests
 from tests.e2e.service import Service
-from tests.e2e.shots import Shot, dump, shots
-from tests.e2e.test_service import wait_until_idle
+from tests.e2e.waiting import wait_until_idle
 
-REQUESTS = int(os.environ.get("SATURATE_FUZZ_REQUESTS", "1000"))
-LONG = "SATURATE_FUZZ_REQUESTS" in os.environ
-VOLLEY = 10
+SHORT, LONG = 1000, 50_000
+"""Requests of the two forms."""
+
+AT_ONCE = 10
 """Requests that are sent at once."""
 
 LIMIT_S = 60.0
@@ -37,19 +36,24 @@ MAY_GROW = 256 << 20
 
 SERVER_ERROR = re.compile(rb'^data: .*"code": ?5\d\d', re.MULTILINE)
 
-quick = settings(
-    max_examples=max(1, REQUESTS // VOLLEY),
-    deadline=None,
-    database=None,
-    derandomize=not LONG,
-    # What fails is one request of a volley, which the message shows: there is nothing to make smaller.
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
+every_form = pytest.mark.parametrize("count", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
 
 
-class Gun:
-    """Sends requests, a volley at a time, and keeps count of the answers.
+def form(count: int, examples: int) -> settings:
+    """Return Hypothesis' settings for a number of requests and of examples."""
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=count == SHORT,
+        # The message shows the one request that fails: there is nothing to shrink.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+class Sender:
+    """Sends requests, several at a time, and counts the answers.
 
     Attributes:
         statuses: Answers by status.
@@ -60,20 +64,20 @@ class Gun:
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(base_url=service.url, timeout=LIMIT_S)
 
-    def fire(self, volley: list[Shot]) -> None:
+    def send(self, requests: list[FuzzRequest]) -> None:
         """Send requests at once; fail if one is answered 5xx, or not at all."""
-        for shot, answer in zip(volley, self._runner.run(self._send(volley)), strict=True):
+        for request, answer in zip(requests, self._runner.run(self._send(requests)), strict=True):
             self.statuses[answer.status_code] += 1
-            assert answer.status_code < 500, (shot, answer.text)
+            assert answer.status_code < 500, (request, answer.text)
             # A stream has its status before it fails.
-            assert not SERVER_ERROR.search(answer.content), (shot, answer.text)
+            assert not SERVER_ERROR.search(answer.content), (request, answer.text)
 
-    async def _send(self, volley: list[Shot]) -> list[httpx.Response]:
-        return await asyncio.gather(*map(self._send_one, volley))
+    async def _send(self, requests: list[FuzzRequest]) -> list[httpx.Response]:
+        return await asyncio.gather(*map(self._send_one, requests))
 
-    async def _send_one(self, shot: Shot) -> httpx.Response:
-        headers = [(name.encode(), value) for name, value in shot.headers]
-        return await self._client.request(shot.method, shot.path, content=shot.body, headers=headers)
+    async def _send_one(self, request: FuzzRequest) -> httpx.Response:
+        headers = [(name.encode(), value) for name, value in request.headers]
+        return await self._client.request(request.method, request.path, content=request.body, headers=headers)
 
     def close(self) -> None:
         self._runner.run(self._client.aclose())
@@ -81,19 +85,19 @@ class Gun:
 
 
 @pytest.fixture(scope="module")
-def gun(service: Service) -> Iterator[Gun]:
-    """What this file's requests go through; the service is looked at before and after them."""
-    gun = Gun(service)
-    # What is loaded and cached by the first requests is no growth.
+def sender(service: Service) -> Iterator[Sender]:
+    """The sender of this file's requests; memory and health of the service are checked after them."""
+    sender = Sender(service)
+    # The first requests load and fill caches, which is no growth.
     for path, body in (
         ("/generate", {"prompts": ["What is 1+1?"] * 64}),
         ("/process", {"records": ["a"] * 64, "model": "minilm"}),
         ("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 8, "n": 8}),
     ):
-        gun.fire([Shot(path, dump(body), (("content-type", b"application/json"),))] * VOLLEY)
+        sender.send([FuzzRequest(path, dump(body), (("content-type", b"application/json"),))] * AT_ONCE)
     before, start = service.memory(), time.monotonic()
-    yield gun
-    gun.close()
+    yield sender
+    sender.close()
     with httpx.Client(base_url=service.url, timeout=LIMIT_S) as http:
         wait_until_idle(http, LIMIT_S)
         stats = http.get("/stats").json()["models"]
@@ -104,27 +108,31 @@ def gun(service: Service) -> Iterator[Gun]:
         assert answer.json()["results"] == ["2"]
     after = service.memory()
     print(
-        f"\n{gun.statuses.total()} requests in {time.monotonic() - start:.0f} s, by status: "
-        f"{dict(sorted(gun.statuses.items()))}; memory {before >> 20} -> {after >> 20} MiB"
+        f"\n{sender.statuses.total()} requests in {time.monotonic() - start:.0f} s, by status: "
+        f"{dict(sorted(sender.statuses.items()))}; memory {before >> 20} -> {after >> 20} MiB"
     )
     assert after - before < MAY_GROW
 
 
-@pytest.mark.timeout(0)
-def test_nothing_that_a_fuzzer_sends_is_a_5xx(gun: Gun) -> None:
-    @quick
-    @given(st.lists(shots(), min_size=VOLLEY, max_size=VOLLEY))
-    def fire(volley: list[Shot]) -> None:
-        gun.fire(volley)
+@pytest.mark.timeout(3600)
+@every_form
+def test_no_random_request_is_answered_5xx(sender: Sender, count: int) -> None:
+    before = sender.statuses.copy()
 
-    fire()
-    # It is no fuzzer that is always refused, or never.
-    assert gun.statuses[200] > REQUESTS / 100
-    assert gun.statuses[400] > REQUESTS / 10
+    @form(count, count // AT_ONCE)
+    @given(st.lists(fuzz_requests(), min_size=AT_ONCE, max_size=AT_ONCE))
+    def send(requests: list[FuzzRequest]) -> None:
+        sender.send(requests)
+
+    send()
+    # A fuzzer that is always refused, or never, tests little.
+    found = sender.statuses - before
+    assert found[200] > count / 100
+    assert found[400] > count / 10
 
 
-def schema() -> dict[str, Any]:
-    """Return the routes in the words of OpenAPI: ours, and in the long form some of vLLM's own."""
+def schema(count: int) -> dict[str, Any]:
+    """Return the routes as OpenAPI has them: ours, and in the long form some of vLLM's own."""
     paths: dict[str, Any] = {}
     for path, kind in (("/generate", GenerateRequest), ("/process", ProcessRequest)):
         body = {"application/json": {"schema": kind.model_json_schema()}}
@@ -135,34 +143,35 @@ def schema() -> dict[str, Any]:
         "info": {"title": "saturate", "version": "1"},
         "paths": paths,
     }
-    if LONG:
+    if count == LONG:
         command = [sys.executable, "-m", "tests.e2e.vllm_app"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
         vllm = json.loads(done.stdout)["openapi"]
-        # Of the others' schemas, a case takes a second to make.
+        # A case of the other schemas takes a second to generate.
         for path in ("/v1/completions", "/v1/responses", "/v1/messages", "/detokenize"):
             paths[path] = vllm["paths"][path]
         found["components"] = vllm["components"]
     return found
 
 
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(3600)
+@every_form
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=lambda mode: mode.value)
-def test_nothing_that_a_schema_allows_or_forbids_is_a_5xx(
-    gun: Gun, mode: schemathesis.GenerationMode
+def test_no_request_that_a_schema_allows_or_forbids_is_answered_5xx(
+    sender: Sender, mode: schemathesis.GenerationMode, count: int
 ) -> None:
-    content = schema()
+    content = schema(count)
     routes = schemathesis.openapi.from_dict(content)
     for path in content["paths"]:
-        examples = max(10, REQUESTS // (50 if path in ("/generate", "/process") else 500))
+        examples = max(10, count // (50 if path in ("/generate", "/process") else 500))
 
-        @settings(quick, max_examples=examples)
+        @form(count, examples)
         @given(routes[path]["POST"].as_strategy(generation_mode=mode))
-        def fire(case: Any) -> None:
+        def send(case: Any) -> None:
             body = case.body if isinstance(case.body, bytes) else dump(_short(case.path, case.body))
-            gun.fire([Shot(case.path, body, (("content-type", b"application/json"),))])
+            sender.send([FuzzRequest(case.path, body, (("content-type", b"application/json"),))])
 
-        fire()
+        send()
 
 
 def _short(path: str, body: object) -> object:

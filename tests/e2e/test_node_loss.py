@@ -1,7 +1,4 @@
-"""The loss of a whole node, in a cluster of three Ray nodes on this machine.
-
-SATURATE_FAULTS=5 loses five of them, one after the other; without it, this is left out.
-"""
+"""The loss of a whole node, in a cluster of three Ray nodes on this machine."""
 
 import asyncio
 import os
@@ -11,20 +8,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 
 from tests.e2e.load import Load
 from tests.e2e.nodes import Nodes
-from tests.e2e.service import ROOT, Service
+from tests.e2e.service import Service
+from tests.e2e.services import local, use_exact_arithmetic
 
-TIMES = int(os.environ.get("SATURATE_FAULTS", "0"))
+TIMES = 5
 LIMIT_S = 240
 
-pytestmark = [
-    pytest.mark.last(3),
-    pytest.mark.timeout((TIMES + 1) * LIMIT_S),
-    pytest.mark.skipif(not TIMES, reason="the long form only: SATURATE_FAULTS=5"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.timeout((TIMES + 1) * LIMIT_S)]
 
 
 @pytest.fixture
@@ -43,10 +36,10 @@ def nodes() -> Iterator[Nodes]:
 @pytest.fixture
 def cluster(nodes: Nodes, tmp_path: Path) -> Iterator[Service]:
     """A service with its front on the head and an Engine on each of the other nodes."""
-    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    config, app, _ = local()
+    use_exact_arithmetic(config)
     # One HAProxy: three of them can't have the same port of one machine.
     config["proxy_location"] = "HeadOnly"
-    (app,) = config["applications"]
     for deployment in app["deployments"]:
         engine = deployment["name"] != "Ingress"
         deployment["num_replicas"] = 2
@@ -72,7 +65,7 @@ async def wait_for_replicas(service: Service, wanted: int) -> None:
             await asyncio.sleep(0.2)
 
 
-async def test_who_asks_meanwhile_gets_an_answer(nodes: Nodes, cluster: Service) -> None:
+async def test_clients_get_their_answers(nodes: Nodes, cluster: Service) -> None:
     await wait_for_replicas(cluster, 2)
     for number in range(TIMES):
         victim = "ab"[number % 2]

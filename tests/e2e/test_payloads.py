@@ -1,4 +1,4 @@
-"""Large requests pass every hop, and what they take of memory is given back."""
+"""Large requests pass every hop, in bounded memory."""
 
 import re
 import threading
@@ -13,7 +13,7 @@ from tests.e2e.service import Service
 
 MILLION = 1_000_000
 MOST_MIB = 400
-"""What the replicas may grow by while they serve one large request."""
+"""MiB by which the replicas may grow while they serve one large request."""
 
 
 def memory_mib(service: Service) -> float:

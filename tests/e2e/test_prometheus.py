@@ -1,4 +1,4 @@
-"""Prometheus on the live service: every query of the dashboard and every rule finds what it asks for."""
+"""Prometheus on the live service: every query of the dashboard and every rule finds data."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ print(json.dumps(nodes))
 
 EMPTY = {
     "GPUs: {{ip}} {{GpuIndex}}": "there is no GPU here",
-    "Nodes that are waited for: {{NodeType}}": "the autoscaler's port belongs to the first Ray of a machine",
+    "Pending nodes: {{NodeType}}": "the autoscaler's port belongs to the first Ray of a machine",
     "Rows of datasets per second: {{model}} calls sent again": "there is room for what the driver sends",
     "Preemptions: {{model_name}}": "guaranteed_no_evict preempts nothing",
     "Prompt tokens found in the prefix cache: {{model_name}}": "a prompt is shorter than a block",
@@ -45,13 +45,13 @@ EMPTY = {
     "SaturateIdleWhileWorkWaits": "nothing waits for ten minutes",
     "Goal for the first token: {{model}} goal": "this config has no goals",
     "Goal for the first token: {{model}} expected": "this config has no goals",
-    "Batch work beside it: {{model}}": "this config has no goals",
-    "Batch work beside it: {{model}} at most": "this config has no goals",
+    "Batch work beside live traffic: {{model}}": "this config has no goals",
+    "Batch work beside live traffic: {{model}} at most": "this config has no goals",
     "SaturateGoalOutOfReach": "this config has no goals",
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
 }
-"""What may stay empty, and why."""
+"""Queries and rules that may find nothing, with the reason."""
 
 
 class Prometheus:
@@ -126,7 +126,7 @@ def prometheus(service: Service, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 async def load(service: Service, enough: asyncio.Event) -> None:
-    """Ask all kinds of things, some of them wrong, until it is enough."""
+    """Send requests of all kinds, some of them wrong, until `enough` is set."""
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
 
         async def ask(number: int) -> None:
@@ -219,7 +219,7 @@ def test_every_counter_of_tokens_grows_by_what_was_produced(service: Service, pr
         time.sleep(1)
         return [value(prometheus, expr) for expr in counters]
 
-    # What came before this test takes some seconds from a process by way of Ray's agent into Prometheus.
+    # Counts of earlier tests take some seconds from a process through Ray's agent into Prometheus.
     before, read_last, quiet = [0.0], [0.0], 0
     while quiet < 6:
         read_last = read()

@@ -1,4 +1,4 @@
-"""A full queue is answered 429 with the seconds to wait, on every door, streams too."""
+"""A full queue is answered 429 with the seconds to wait, on every route, streams too."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.e2e.service import Service
-from tests.e2e.test_service import batcher, wait_until_idle
+from tests.e2e.waiting import batcher, wait_until_idle
 
 ENDLESS = {"prompts": ["once upon"] * 6000, "max_tokens": 1900, "ignore_eos": True}
 
@@ -39,7 +39,7 @@ async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
             assert "queue" in error["message"]
 
         async with openai.AsyncOpenAI(
-            # The tenant of the flood: one of whom nothing waits would get in.
+            # The tenant of the flood: a tenant without waiting requests would be admitted.
             base_url=f"{service.url}/v1",
             api_key="none",
             max_retries=0,

@@ -1,4 +1,4 @@
-"""What no HTTP library would send: bytes that are no request, half requests, and connections that break."""
+"""Malformed requests, half requests and broken connections, which no HTTP library would send."""
 
 import json
 import random
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from tests.e2e.service import Service
-from tests.e2e.test_service import batcher, wait_until_idle
+from tests.e2e.waiting import batcher, wait_until_idle
 
 LIMIT_S = 20.0
 PATIENCE_S = 3.0
@@ -48,7 +48,7 @@ def send(service: Service, data: bytes) -> bytes:
             while b"\r\n\r\n" not in answer and (piece := connection.recv(65536)):
                 answer += piece
         except OSError:
-            # The other side waits for more, or has had enough already.
+            # The service waits for more, or has closed the connection.
             pass
     return answer
 
@@ -112,10 +112,10 @@ MALFORMED = {
 }  # fmt: skip
 
 
-def test_what_is_malformed_is_refused_or_dropped(service: Service) -> None:
+def test_malformed_requests_are_refused_or_dropped(service: Service) -> None:
     answers = dict(zip(MALFORMED, send_all(service, list(MALFORMED.values())), strict=True))
     assert {name: answer for name, answer in answers.items() if (status(answer) or 0) >= 500} == {}
-    # It is no service that says nothing to anybody.
+    # A service that never answers would pass the line above.
     assert sum(status(answer) is not None for answer in answers.values()) > len(MALFORMED) / 2
 
 
@@ -126,8 +126,8 @@ def test_a_head_over_the_limit_is_a_400(service: Service) -> None:
     assert [status(answer) for answer in send_all(service, [padded(10_000), padded(20_000)])] == [200, 400]
 
 
-def test_a_request_is_still_a_request_however_it_is_cut(service: Service) -> None:
-    """The control of these tests: what is whole is answered."""
+def test_a_request_in_single_bytes_is_answered(service: Service) -> None:
+    """The control of these tests: a whole request is answered."""
     pieces = CHUNKED.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
     pieces += b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
     for data in (GOOD, pieces):
@@ -178,11 +178,11 @@ def test_a_connection_may_break_at_every_stage(service: Service, http: httpx.Cli
             while got < wanted:
                 got += len(connection.recv(wanted))
             close(connection)
-    # Nothing goes on for those that left.
+    # The engine works for none of them any more.
     wait_until_idle(http, LIMIT_S)
 
 
-def test_streams_that_nobody_reads_end_when_their_clients_leave(service: Service, http: httpx.Client) -> None:
+def test_unread_streams_end_when_their_clients_leave(service: Service, http: httpx.Client) -> None:
     head = HEAD.replace(b"/generate", b"/v1/completions")
     connections = [connect(service) for _ in range(20)]
     for connection in connections:
@@ -195,7 +195,7 @@ def test_streams_that_nobody_reads_end_when_their_clients_leave(service: Service
     wait_until_idle(http, LIMIT_S)
 
 
-def test_hundreds_of_idle_connections_hold_nobody_up(service: Service, http: httpx.Client) -> None:
+def test_hundreds_of_idle_connections_hold_up_no_request(service: Service, http: httpx.Client) -> None:
     connections = [connect(service) for _ in range(500)]
     for connection in connections[:250]:
         connection.sendall(HEAD)

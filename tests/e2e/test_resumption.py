@@ -1,4 +1,4 @@
-"""A stream that goes on from tokens it has brought elsewhere, on the real engine: as if it had not broken."""
+"""A stream that goes on from the tokens of a broken one, on the real engine, is the whole stream."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ from serve_app.ingress.splice import Splice
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 
-# What comes out of the engine faster than it is read travels together: a short answer may have no seam.
+# Tokens that are produced faster than they are read travel together: a short answer may have no seam.
 TRIES = 20
 
 ray.init(address="auto", log_to_driver=False)
@@ -67,7 +67,7 @@ SUM = [{"role": "user", "content": "What is 23+18?"}]
 
 
 def told(stream: str) -> tuple[str, str | None, JSON]:
-    """Return what a stream says: its text, why it ended, and what it used."""
+    """Return the text of a stream, its finish reason and its usage."""
     *events, done = [line.removeprefix("data: ") for line in stream.split("\n\n") if line]
     assert done == "[DONE]"
     read: list[JSON] = [json.loads(event) for event in events]
@@ -117,13 +117,13 @@ CASES: dict[str, tuple[str, JSON, str]] = {
 
 
 @pytest.fixture(scope="module")
-def results(service: Service) -> dict[str, JSON]:
+def results(pair: Service) -> dict[str, JSON]:
     asked = [{"path": path, "body": GREEDY | body, "resume": resume} for path, body, resume in CASES.values()]
-    return dict(zip(CASES, service.run_python(SCRIPT, asked), strict=True))
+    return dict(zip(CASES, pair.run_python(SCRIPT, asked), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_wherever_a_stream_breaks_it_reads_as_if_it_had_not(name: str, results: dict[str, JSON]) -> None:
+def test_a_stream_that_broke_anywhere_is_whole(name: str, results: dict[str, JSON]) -> None:
     result = results[name]
     assert result["resume"] == CASES[name][2]
     if not result["resume"]:

@@ -1,4 +1,4 @@
-"""Replicas come with the tokens of a call and go with them; two of each share the load."""
+"""Replicas start and stop with the tokens that calls ask for; two of each share the load."""
 
 import asyncio
 import csv
@@ -13,12 +13,11 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from tests.e2e.service import ROOT, Service
+from tests.e2e.service import Service
+from tests.e2e.services import local
 
-# It takes what two cores have, so it runs when nothing else needs them.
-pytestmark = pytest.mark.last(2)
+pytestmark = pytest.mark.long
 
 REQUESTS = 300
 
@@ -50,10 +49,9 @@ SUM = '{"prompt": "What is 47+28?"}\n'
 @pytest.fixture(scope="module")
 def scaled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """The service of configs/local.yaml with two Ingress replicas and none to two of the Engine."""
-    config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    (app,) = config["applications"]
+    config, app, _ = local()
     ingress, engine = app["deployments"]
-    # Two engines fit on any machine, if Ray doesn't reckon.
+    # Two engines fit on any machine where Ray doesn't count cores.
     ingress |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
     del engine["num_replicas"]
     engine |= {"autoscaling_config": SCALING, "ray_actor_options": {"num_cpus": 0}}
@@ -172,9 +170,7 @@ async def test_both_replicas_of_each_get_their_share(scaled: Service, watch: Wat
     assert min(fronts) >= 0.3 * sum(fronts)
 
 
-def test_they_go_when_nothing_is_left_to_do_and_the_driver_wakes_one(
-    scaled: Service, watch: Watch, tmp_path: Path
-) -> None:
+def test_idle_replicas_stop_and_the_driver_wakes_one(scaled: Service, watch: Watch, tmp_path: Path) -> None:
     took = watch.wait_for(0)
     answers = tmp_path / "answers.jsonl"
     command = [sys.executable, "-m", "serve_app.driver", "-", str(answers), "--url", scaled.url]

@@ -1,32 +1,16 @@
 """Health, statistics, the page, disconnects and the queue's bound."""
 
 import asyncio
-import os
-import time
 
 import httpx
 import pytest
 
 from tests.e2e.service import Service
+from tests.e2e.waiting import batcher, wait_until_idle
 
 PROMPTS = ["once upon"] * 40
 LONG = {"model": "demo", "prompt": PROMPTS, "max_tokens": 1900, "ignore_eos": True}
 """Keeps the engine busy for some ten seconds."""
-
-
-def batcher(http: httpx.Client) -> dict[str, float]:
-    """Return the batcher's statistics of the one replica."""
-    (replica,) = http.get("/stats").json()["models"]["demo"]["replicas"]
-    stats: dict[str, float] = replica["batcher"]
-    return stats
-
-
-def wait_until_idle(http: httpx.Client, limit_s: float) -> float:
-    """Return the seconds until nothing runs or waits in the batcher."""
-    start = time.monotonic()
-    while (stats := batcher(http))["running"] or stats["queue_depth"]:
-        assert time.monotonic() - start < limit_s, f"still busy after {limit_s} s: {stats}"
-    return time.monotonic() - start
 
 
 def test_ready_in_time(service: Service) -> None:
@@ -40,20 +24,9 @@ def test_health(http: httpx.Client) -> None:
     assert response.json() == {"status": "ok", "models": {"demo": ready, "minilm": ready}}
 
 
-def test_on_loopback_nobody_is_warned_of_strangers(service: Service) -> None:
+def test_there_is_no_warning_about_keys_on_loopback(service: Service) -> None:
     """The Ingress knows on which address Serve listens."""
     assert not [path for path, text in service.logs().items() if "asks for no API key" in text]
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
-def test_the_engine_keeps_to_a_core(service: Service) -> None:
-    (engine,) = service.pids("VLLM::EngineCore")
-    deadline = time.monotonic() + 20
-    while len(os.sched_getaffinity(engine)) > 1:
-        assert time.monotonic() < deadline, "another engine on this machine may have the cores"
-        time.sleep(0.2)
-    threads = {tuple(os.sched_getaffinity(int(each))) for each in os.listdir(f"/proc/{engine}/task")}
-    assert len(threads) == 1
 
 
 def test_page(http: httpx.Client) -> None:

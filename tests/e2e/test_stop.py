@@ -1,13 +1,24 @@
+"""The end of a service: in order with SIGTERM, and without a process left after every kind of kill."""
+
+import os
+import signal
+import socket
 import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
-from tests.e2e.service import Service
+from tests.e2e.service import ROOT, Service
+
+GONE_S = 15.0
+IDLE_S = 8.0
 
 
-@pytest.mark.last(1)
-def test_sigterm_finishes_what_is_in_flight_and_leaves_no_process_behind(
+def test_sigterm_finishes_requests_in_flight_and_leaves_no_process(
     service: Service, http: httpx.Client
 ) -> None:
     before = service.processes()
@@ -33,3 +44,52 @@ def test_sigterm_finishes_what_is_in_flight_and_leaves_no_process_behind(
     asking.join(timeout=10)
     assert [answer.status_code for answer in answers] == [200]
     assert service.processes() == []
+
+
+def kill_serve_run(service: Service) -> None:
+    (supervisor,) = service.pids("serve_app.system.supervisor")
+    (serve_run,) = (pid for pid in service.pids("/serve run ") if pid != supervisor)
+    os.kill(serve_run, signal.SIGKILL)
+
+
+def kill_supervisor(service: Service) -> None:
+    (supervisor,) = service.pids("serve_app.system.supervisor")
+    os.kill(supervisor, signal.SIGKILL)
+
+
+def interrupt_twice(service: Service) -> None:
+    service.process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + GONE_S
+    while "Stopping" not in service.output:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    service.process.send_signal(signal.SIGINT)
+
+
+KILLS: dict[str, Callable[[Service], None]] = {
+    "SIGKILL of the launcher": lambda service: service.process.send_signal(signal.SIGKILL),
+    "SIGKILL of serve run": kill_serve_run,
+    "SIGKILL of the supervisor": kill_supervisor,
+    "SIGHUP": lambda service: service.process.send_signal(signal.SIGHUP),
+    "two interrupts": interrupt_twice,
+    "SIGTERM": lambda service: service.process.send_signal(signal.SIGTERM),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kill", KILLS)
+def test_no_process_is_left_and_the_port_is_free_after(kill: str, tmp_path: Path) -> None:
+    service = Service(yaml.safe_load((ROOT / "configs/local.yaml").read_text()), tmp_path)
+    try:
+        begun = time.monotonic()
+        KILLS[kill](service)
+        limit_s = IDLE_S if kill == "SIGTERM" else GONE_S
+        while left := service.processes():
+            assert time.monotonic() - begun < limit_s, left
+            time.sleep(0.1)
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", service.config["http_options"]["port"]))
+        service.process.wait(timeout=GONE_S)
+    finally:
+        service.kill()

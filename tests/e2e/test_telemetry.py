@@ -14,7 +14,7 @@ from serve_app.cli.log_tail import LOGS
 from tests.e2e.service import Service
 
 LIMIT_S = 30.0
-"""Seconds until spans and lines are written: spans leave their process every 5 s."""
+"""Seconds until spans and lines are written, at most."""
 
 SECRET = "xyzzy"
 
@@ -63,7 +63,7 @@ def test_a_request_is_one_trace_from_the_ingress_to_the_engine(
     assert spans["generate"]["end_time"] <= spans[f"POST {path}"]["end_time"]
 
 
-def test_a_request_that_nobody_samples_leaves_no_span(service: Service, http: httpx.Client) -> None:
+def test_a_request_that_is_not_sampled_leaves_no_span(service: Service, http: httpx.Client) -> None:
     trace = uuid.uuid4().hex
     quiet = {"traceparent": f"00-{trace}-{'1' * 16}-00", "x-request-id": trace}
     assert http.post("/generate", json={"prompts": ["1"], "model": "demo"}, headers=quiet).is_success
@@ -71,7 +71,7 @@ def test_a_request_that_nobody_samples_leaves_no_span(service: Service, http: ht
     assert spans_of(service, trace) == []
 
 
-def test_a_line_per_request_without_what_was_said(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_a_line_per_request_without_its_text(client: openai.OpenAI, http: httpx.Client) -> None:
     request_id = uuid.uuid4().hex
     stream = client.chat.completions.create(
         model="demo",

@@ -10,12 +10,12 @@ import openai
 import pytest
 
 from tests.e2e.service import Service
-from tests.e2e.test_service import batcher, wait_until_idle
+from tests.e2e.waiting import batcher, wait_until_idle
 
 QUESTION = "What is 1+1?"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}]}
-ROOM = {"max_tokens": 1900}
-"""Reserves so much that nothing slips into a corner of a full window, though the answer is short."""
+LARGE = {"max_tokens": 1900}
+"""A reservation that fits into no rest of a full window, though the answer is short."""
 
 Answer = asyncio.Future[httpx.Response]
 
@@ -28,7 +28,7 @@ async def full_window(
     await asyncio.to_thread(wait_until_idle, http, 30)
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=service.url, timeout=60, limits=limits) as client:
-        body = {"prompts": ["once upon"] * 200, "tenant": "flood", "ignore_eos": True} | ROOM
+        body = {"prompts": ["once upon"] * 200, "tenant": "flood", "ignore_eos": True} | LARGE
         flood = asyncio.ensure_future(client.post("/generate", json=body))
         await queued(http, 1, flood)
         yield client, flood
@@ -44,7 +44,7 @@ async def queued(http: httpx.Client, depth: float, *tasks: Answer) -> None:
 
 
 Group = tuple[dict[str, Any], dict[str, str]]
-"""What the bodies and the headers of some requests say."""
+"""The fields of the bodies and the headers of some requests."""
 
 
 PROMPTS = 4
@@ -107,7 +107,7 @@ async def test_priority_goes_first_and_flex_behind_all_others(service: Service, 
     ],
     ids=["named", "by key"],
 )
-async def test_two_tenants_share_whoever_came_first(
+async def test_two_tenants_share_in_any_order_of_arrival(
     service: Service, http: httpx.Client, groups: dict[str, Group]
 ) -> None:
     places = await ranks(service, http, groups)
@@ -116,20 +116,20 @@ async def test_two_tenants_share_whoever_came_first(
     assert 0.35 <= len(early) / len(places["second"]) <= 0.65
 
 
-async def test_what_can_not_start_in_time_is_answered_408_and_never_run(
+async def test_a_request_that_can_not_start_in_time_is_answered_408_and_never_run(
     service: Service, http: httpx.Client
 ) -> None:
     soon = {"x-queue-timeout-seconds": "0.05"}
-    generate: dict[str, Any] = {"prompts": [QUESTION] * 2} | ROOM
+    generate: dict[str, Any] = {"prompts": [QUESTION] * 2} | LARGE
     async with full_window(service, http) as (client, flood):
         before = await asyncio.to_thread(batcher, http)
         for path, body, headers in [
             ("/generate", generate, soon),
             ("/generate", generate | {"queue_timeout_s": 0.05}, {}),
             ("/generate", generate | {"queue_timeout_s": 60}, soon),
-            ("/v1/completions", {"model": "demo", "prompt": QUESTION} | ROOM, soon),
-            ("/v1/chat/completions", CHAT | ROOM, soon),
-            ("/v1/chat/completions", CHAT | ROOM | {"stream": True}, soon),
+            ("/v1/completions", {"model": "demo", "prompt": QUESTION} | LARGE, soon),
+            ("/v1/chat/completions", CHAT | LARGE, soon),
+            ("/v1/chat/completions", CHAT | LARGE | {"stream": True}, soon),
         ]:
             response = await client.post(path, json=body, headers=headers)
             assert response.status_code == 408, response.text

@@ -13,7 +13,7 @@ from tests.k8s.pods import Pod, of_kind, pods
 from tests.k8s.rendering import Document
 
 AGENT_PORT = 52365
-"""Where Ray's agent on each node answers health checks."""
+"""The path on which Ray's agent on each node answers health checks."""
 SERVICE = "saturate-serve-svc"
 """KubeRay's name for the Service of the RayService `saturate`."""
 NGINX = "nginx.ingress.kubernetes.io"
@@ -21,7 +21,7 @@ MARGIN_S = 30
 """Seconds that each of the times of a shutdown is longer than the one that it waits for."""
 
 SWITCHES = ["RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED", "RAY_SERVE_USE_GRPC_BY_DEFAULT"]
-"""What every process of Serve has to agree on."""
+"""Variables on which all processes of Serve have to agree."""
 
 
 def problems(documents: list[Document]) -> Iterator[str]:

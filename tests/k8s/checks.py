@@ -11,7 +11,7 @@ def problems(documents: list[Document]) -> list[str]:
         for document in documents
         for problem in schemas.problems(document)
     ]
-    # What isn't well formed can't be compared.
+    # Malformed documents can't be compared.
     return found or [
         *agreement.problems(documents),
         *safety.problems(documents),

@@ -1,4 +1,4 @@
-"""Pods in namespaces of this machine: what a container sees of Kubernetes and KubeRay, without either.
+"""Pods in namespaces of this machine, as a container sees Kubernetes and KubeRay, without either.
 
 Each pod has an address, processes, a /dev/shm and a /tmp/ray of its own; what starts in it is what KubeRay
 would start. Where Linux lets every user make namespaces, it needs no rights.
@@ -188,7 +188,7 @@ class Machine:
         self._names: dict[str, str] = {"localhost": "127.0.0.1"}
         self._hosts = folder / "hosts"
         self._write_hosts()
-        # Who asks for more than that file has is refused at once.
+        # A look-up of another name fails at once.
         (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")
         self._holder = subprocess.Popen(
             ["unshare", *_rights(), "--net", "--mount", "sleep", "infinity"], stdin=subprocess.DEVNULL
@@ -263,7 +263,7 @@ class Machine:
         return status, text
 
     def unplug(self, pod: Running) -> None:
-        """Cut a pod off: nothing reaches it or comes from it any more, and nobody is told."""
+        """Cut a pod off: no packet reaches it or leaves it, and no connection is closed."""
         self._ip("link", "set", pod.link, "down")
 
     def program(self, module: str, *arguments: str) -> "subprocess.Popen[str]":
@@ -304,7 +304,7 @@ class Machine:
             "PATH": path,
             "HOME": home,
             "PYTHONUNBUFFERED": "1",
-            # What KubeRay adds.
+            # Variables that KubeRay adds.
             "RAY_PORT": "6379",
             "FQ_RAY_IP": head,
             "RAY_IP": head,

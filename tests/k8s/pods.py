@@ -7,7 +7,7 @@ from typing import Any
 from tests.k8s.rendering import Document
 
 RAY = {"RayService": "rayClusterConfig", "RayJob": "rayClusterSpec"}
-"""Where the kinds that bring a cluster have it."""
+"""The field of each kind that holds a cluster."""
 
 
 @dataclass(frozen=True)

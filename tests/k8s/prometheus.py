@@ -1,4 +1,4 @@
-"""What Prometheus has to take: the rules, and the queries of the dashboard."""
+"""The rules for Prometheus and the queries of the dashboard."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Checks what holds for any pod and any job of ours, whatever it runs."""
+"""Checks of every pod and every job."""
 
 import re
 import shlex
@@ -8,7 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from serve_app.driver import options
+import click
+
+from serve_app.driver.command import batch
+from serve_app.driver.options import chosen
 from tests.k8s.pods import Container, Pod, of_kind, pods
 from tests.k8s.rendering import K8S, REPOSITORY, Document
 
@@ -21,9 +24,9 @@ ROOTS = [
     "huggingface_hub/constants.py",
     "huggingface_hub/utils/_auth.py",
 ]
-"""Where the variables are read that we set, in what is installed."""
+"""Modules that read the variables that we set."""
 CLIENT_PORTS = {8000}
-"""What pods other than ours may reach..."""
+"""Ports that other pods may reach..."""
 OPERATOR_PORTS = {8000, 8265}
 """...what KubeRay may..."""
 SCRAPER_PORTS = {8080, 44217, 44227}
@@ -116,7 +119,7 @@ def _environment(container: Container) -> Iterator[str]:
             "SATURATE_API_KEY",
             "REDIS_PASSWORD",
         }:
-            yield f"{path}.name: {name} is read by nobody"
+            yield f"{path}.name: {name} is read by no program"
         if secret := variable.get("valueFrom", {}).get("secretKeyRef"):
             command = f"create secret generic {secret['name']} --from-literal={secret['key']}="
             if command not in readme:
@@ -182,8 +185,8 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
         yield "spec.entrypoint: must run the driver, and take exit code 3 for success"
         return
     try:
-        parsed = options.parser().parse_args(shlex.split(command)[3:])
-    except SystemExit:
+        parsed = chosen(batch.make_context("batch", shlex.split(command)[3:]).params)
+    except click.ClickException:
         yield "spec.entrypoint: the driver doesn't take these options"
         return
     if not str(parsed.output).startswith("/data/"):

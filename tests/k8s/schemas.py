@@ -18,10 +18,10 @@ from tests.k8s import monitoring
 from tests.k8s.rendering import REPOSITORY, Document
 
 KUBERNETES = "1.34"
-"""The version of Kubernetes whose objects are checked."""
+"""The version of Kubernetes for which objects are checked."""
 
 CRDS = Path(os.environ.get("KUBERAY_CRDS", REPOSITORY.parent / "shared" / "kuberay-crds"))
-"""Where KubeRay's CRDs are: `helm pull kuberay/kuberay-operator --untar` has them in `crds/`."""
+"""The folder of KubeRay's CRDs: `helm pull kuberay/kuberay-operator --untar` has them in `crds/`."""
 
 TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,

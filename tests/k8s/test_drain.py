@@ -1,4 +1,4 @@
-"""What runs before a worker pod ends, with a stand-in for Ray."""
+"""The script that runs before a worker pod ends, with a stand-in for Ray."""
 
 import os
 import subprocess

@@ -1,10 +1,6 @@
-"""A machine that is gone without a word: its power or its network failed, and no connection is closed.
-
-SATURATE_FAULTS=1 runs it; without that, it is left out.
-"""
+"""A machine that vanishes: its power or its network failed, and no connection is closed."""
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.e2e.services import use_exact_arithmetic
 from tests.k8s import machine
 from tests.k8s.machine import Machine
 from tests.k8s.operator import READY_S, RayCluster
@@ -20,9 +17,8 @@ from tests.k8s.pods import of_kind
 from tests.k8s.rendering import K8S, render
 
 pytestmark = [
-    pytest.mark.last(3),
+    pytest.mark.long,
     pytest.mark.timeout(900),
-    pytest.mark.skipif("SATURATE_FAULTS" not in os.environ, reason="the long form only: SATURATE_FAULTS=1"),
     pytest.mark.skipif(bool(machine.missing()), reason=f"pods need namespaces: {machine.missing()}"),
 ]
 
@@ -37,6 +33,7 @@ def pods(tmp_path: Path) -> Iterator[Machine]:
 def with_engines(config: Any, count: int) -> Any:
     """Return the config with so many Engines, each on a node of its own."""
     changed = json.loads(json.dumps(config))
+    use_exact_arithmetic(changed)
     for deployment in changed["applications"][0]["deployments"]:
         if deployment["name"].startswith("Engine:"):
             deployment |= {"num_replicas": count, "max_replicas_per_node": 1}
@@ -59,7 +56,7 @@ def wait_for_engines(cluster: RayCluster, count: int) -> float:
     return time.monotonic() - began
 
 
-def test_who_asks_gets_an_answer_though_an_engine_has_vanished(pods: Machine) -> None:
+def test_clients_get_their_answers_when_an_engine_has_vanished(pods: Machine) -> None:
     (service,) = of_kind(render(K8S / "overlays" / "demo-cpu"), "RayService")
     config = yaml.safe_load(service["spec"]["serveConfigV2"])
     cluster = RayCluster(pods, service)

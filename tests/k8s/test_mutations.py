@@ -26,7 +26,7 @@ FREE = {
     "clusterSelector",
     "data",
 }
-"""Maps whose keys are anybody's."""
+"""Maps with free keys."""
 
 GPU, FRONT = "spec.rayClusterConfig.workerGroupSpecs[1]", "spec.rayClusterConfig.workerGroupSpecs[0]"
 POD = "template.spec"
@@ -75,7 +75,7 @@ def changed(
 
 
 def keys(value: object, path: tuple[Step, ...] = ()) -> Iterator[tuple[Step, ...]]:
-    """Yield the path of every key whose name has a meaning."""
+    """Yield the path of every key that a schema knows."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from keys(item, (*path, index))
@@ -97,12 +97,10 @@ def renamed(document: Document, path: tuple[Step, ...]) -> Document:
 
 
 IDENTITY = {("apiVersion",), ("kind",), ("metadata",), ("metadata", "name")}
-"""What says which schema a document has; without it there is nothing to check against."""
+"""The keys that name the schema of a document; without them there is nothing to check against."""
 
 
-def test_a_misspelt_key_is_found_wherever_it_is(
-    full: list[Document], jobs: dict[str, list[Document]]
-) -> None:
+def test_a_misspelt_key_is_found_at_any_depth(full: list[Document], jobs: dict[str, list[Document]]) -> None:
     documents = [*full, *(document for found in jobs.values() for document in found)]
     tried = 0
     for document in documents:

@@ -20,7 +20,7 @@ from tests.k8s.pods import of_kind
 from tests.k8s.rendering import K8S, REPOSITORY, Document, render, with_components
 
 pytestmark = [
-    pytest.mark.last(2),
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(bool(machine.missing()), reason=f"pods need namespaces: {machine.missing()}"),
 ]
@@ -41,7 +41,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Document:
 
 @pytest.fixture(scope="module")
 def config(service: Document) -> Any:
-    """What KubeRay gives to Serve."""
+    """The config that KubeRay gives to Serve."""
     return yaml.safe_load(service["spec"]["serveConfigV2"])
 
 
@@ -131,7 +131,7 @@ def made_ready(name: str, folder: Path) -> tuple[Document, Path]:
     job = only(render(K8S / "jobs" / name), "RayJob")
     if IMAGE:
         return job, Path(f"{IMAGE}/data")
-    # What the image has, and a volume.
+    # The files of the image, and a volume.
     spec = job["spec"]
     spec["entrypoint"] = spec["entrypoint"].replace("/opt/saturate", str(REPOSITORY / "serve_app/demo"))
     spec["entrypoint"] = spec["entrypoint"].replace("/data", str(folder))
@@ -161,7 +161,7 @@ def test_a_worker_that_goes_hands_its_replicas_over(cluster: RayCluster) -> None
     end = time.monotonic() + READY_S
     while not drained.is_set():
         assert time.monotonic() < end
-        # Kubernetes' Service sends requests to who is ready.
+        # Kubernetes' Service sends requests to pods that are ready.
         for pod in (old, new):
             if pod.probe(cluster.machine, "readinessProbe"):
                 answers.append(ask(cluster, pod))

@@ -1,4 +1,4 @@
-"""The application that `serve run` gets from a config's `args`."""
+"""The application of a config's `args`, and imports of its processes."""
 
 import os
 import subprocess
@@ -16,12 +16,12 @@ from serve_app.settings.schema import LLMSettings, SettingsError, TelemetrySetti
 DEMO = {"id": "demo", "source": "saturate://demo"}
 OTHER = {"id": "org/other", "source": "org/other", "engine": {"max_num_seqs": 8}}
 
-# The module is imported where the model is held, and nowhere else.
+# The module is only imported in the model's replica.
 FUNCTION = {"id": "rank", "kind": "function", "target": "no.such.module:Class"}
 
 
 def built(*models: object, **sections: object) -> BuiltApplication:
-    """Build as Ray Serve does, but for actors."""
+    """Build as Ray Serve does, without actors."""
     return build_app(build({"models": list(models), **sections}), name="llm")
 
 
@@ -66,14 +66,14 @@ def test_the_ingress_knows_every_engine_by_its_model() -> None:
     }
 
 
-def test_serve_s_own_limits_do_not_cut_in_before_the_batcher_s() -> None:
+def test_ray_serve_s_limits_are_above_the_batcher_s() -> None:
     for deployment in built(DEMO, FUNCTION).deployments:
-        # The batcher's default queue, and all that may run beside it.
+        # The batcher's default queue, and the records that may run.
         assert deployment.max_ongoing_requests > 5_000 + 1_024
         assert deployment.max_queued_requests == -1
 
 
-def test_an_answer_may_take_as_long_as_haproxy_lets_it() -> None:
+def test_a_stopping_replica_has_as_long_as_haproxy_lets_a_stream_run() -> None:
     script = """
 from serve_app.app import build
 from ray.serve._private.build_app import build_app
@@ -90,8 +90,8 @@ def test_wrong_args_fail_at_once() -> None:
         built(DEMO | {"engine": {"x": 1}})
 
 
-def test_neither_the_app_nor_its_front_imports_torch_or_vllm() -> None:
-    """In a process of its own, since this one may have them."""
+def test_neither_the_app_nor_the_ingress_imports_torch_or_vllm() -> None:
+    """The check runs in a process of its own, since this one may have imported them."""
     script = """
 import sys
 import serve_app.app, serve_app.ingress.deployment, serve_app.engine.llm, serve_app.engine.function

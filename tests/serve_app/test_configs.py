@@ -1,4 +1,4 @@
-"""Each config in configs/ is one that `serve run` takes, and explains itself."""
+"""Every config in configs/ is valid, agrees with itself, and has a comment for every value."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.app import build
-from serve_app.cli.serve import IMPORT_PATH, read_config
+from serve_app.cli.serve_config import IMPORT_PATH, read_config
 from serve_app.engine.autoscaling import ByTokens
 from serve_app.settings.schema import LLMSettings, parse
 
@@ -34,7 +34,7 @@ def test_there_are_configs() -> None:
 
 
 @every_config
-def test_serve_takes_it(path: Path) -> None:
+def test_the_config_is_valid(path: Path) -> None:
     config = ServeDeploySchema.model_validate(load(path))
     assert [app.import_path for app in config.applications] == [IMPORT_PATH]
     parse(config.applications[0].args)
@@ -42,7 +42,7 @@ def test_serve_takes_it(path: Path) -> None:
 
 
 @every_config
-def test_the_deployments_that_it_names_exist(path: Path) -> None:
+def test_its_deployments_exist(path: Path) -> None:
     (app,) = ServeDeploySchema.model_validate(load(path)).applications
     there = {deployment.name for deployment in build_app(build(app.args), name=app.name).deployments}
     named = [deployment.name for deployment in app.deployments]
@@ -53,11 +53,11 @@ def test_the_deployments_that_it_names_exist(path: Path) -> None:
 OPTION = re.compile(
     r"^( +)# (goals: .*|tenant_weights: .*|policy:|  policy_function: .*|  policy_kwargs: .*)$", re.M
 )
-"""A line of a config that is there to be taken."""
+"""A commented-out option of a config."""
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-7b-l4.yaml", "llama3-8b-a100.yaml"])
-def test_what_a_config_offers_in_comments_can_be_taken(name: str) -> None:
+def test_commented_out_options_are_valid(name: str) -> None:
     text, count = OPTION.subn(r"\1\2", (FOLDER / name).read_text())
     assert count == 5
     (app,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
@@ -78,7 +78,7 @@ CONTROLLER_ONLY = {
     "RAY_SERVE_HAPROXY_RETRY_ON",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S",
 }
-"""What is for HAProxy alone, which the controller starts."""
+"""Variables for HAProxy, which the controller starts."""
 
 
 @every_config
@@ -142,11 +142,13 @@ def test_the_local_config_turns_on_haproxy_and_grpc_for_controller_and_replicas(
 def unexplained(text: str) -> list[str]:
     """Return the lines with a value that no comment covers.
 
-    A comment covers the line that it stands on or right above, what is nested below that line, and
-    the lines that follow right after it at the same depth.
+    A comment covers the line that it is on or right above, the lines nested below that line, and the lines
+    that follow right after it at the same depth.
     """
     found = []
-    explained: dict[int, bool] = {}  # By depth: the lines that the next one may be nested below.
+    explained: dict[
+        int, bool
+    ] = {}  # By depth: whether the line that the next one may be nested below is covered.
     previous = -1
     commented = False
     for line in text.splitlines():
@@ -168,15 +170,15 @@ def unexplained(text: str) -> list[str]:
 
 
 @every_config
-def test_every_value_is_explained(path: Path) -> None:
+def test_every_value_has_a_comment(path: Path) -> None:
     assert unexplained(path.read_text()) == []
 
 
-def test_the_check_of_comments_tells_one_that_is_missing() -> None:
+def test_the_check_of_comments_finds_one_that_is_missing() -> None:
     text = """
 # About the file.
 
-# Where it listens.
+# The address.
 http:
   host: a
   port: 1

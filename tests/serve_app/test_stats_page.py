@@ -1,4 +1,4 @@
-"""The page of live numbers, in a browser, in front of a service that the test plays."""
+"""The statistics page in a browser, in front of a fake service."""
 
 import json
 import re
@@ -60,8 +60,8 @@ needs_chromium = pytest.mark.skipif(
 )
 
 
-class Played(BaseHTTPRequestHandler):
-    """Serves the page, and statistics that grow whenever they are asked for."""
+class FakeService(BaseHTTPRequestHandler):
+    """Serves the page, and statistics that grow with every request."""
 
     asked = 0
 
@@ -69,8 +69,8 @@ class Played(BaseHTTPRequestHandler):
         if self.path.startswith("/stats.html"):
             self._send("text/html", STATS_PAGE)
         elif self.path == "/stats":
-            Played.asked += 1
-            self._send("application/json", json.dumps(report(Played.asked)))
+            FakeService.asked += 1
+            self._send("application/json", json.dumps(report(FakeService.asked)))
         else:
             self.send_error(404)
 
@@ -83,11 +83,11 @@ class Played(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def report(step: int) -> dict[str, Any]:
-    """Return what the service says at the `step`th time."""
+    """Return the statistics of the `step`th request."""
     waves = (step * 7) % 11
     first = replace(
         LLM,
@@ -115,7 +115,7 @@ def report(step: int) -> dict[str, Any]:
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Played)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeService)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/stats.html"
@@ -125,10 +125,10 @@ def url() -> Iterator[str]:
 
 
 def browse(url: str, folder: Path, *flags: str) -> str:
-    """Return what headless Chromium prints, once it has seen some seconds of the page."""
+    """Return the output of headless Chromium after some seconds on the page."""
     assert CHROMIUM
     done = subprocess.run(
-        # The page's own time passes as fast as it has nothing to do.
+        # Virtual time passes as fast as the page is idle.
         [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "--virtual-time-budget=8000", *flags, url],
         capture_output=True,
         text=True,
@@ -138,14 +138,15 @@ def browse(url: str, folder: Path, *flags: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @needs_chromium
 def test_the_numbers_of_the_service_are_on_the_page(url: str, tmp_path: Path) -> None:
-    Played.asked = 0
+    FakeService.asked = 0
     dom = browse(url, tmp_path / "profile", "--dump-dom")
-    assert Played.asked >= 3
+    assert FakeService.asked >= 3
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", dom[: dom.index("<script>")]))
     assert "live" in text
-    for said in (
+    for shown in (
         "demo 2 replicas",
         "9 default, 3 flex",
         "wlpttx3i",
@@ -153,26 +154,44 @@ def test_the_numbers_of_the_service_are_on_the_page(url: str, tmp_path: Path) ->
         "asleep asleep",
         "9.0 to a batch",
     ):
-        assert said in text, (said, text)
+        assert shown in text, (shown, text)
     assert "of 262K tokens" in text
-    # What comes from outside is text.
+    # Names from outside are rendered as text.
     assert "<b>odd" not in dom
     assert "&lt;b&gt;odd" in dom
     assert len(re.findall(r"<svg", dom)) == 6 + 6
 
 
+@pytest.mark.long
 @needs_chromium
 @pytest.mark.parametrize("flags", [[], ["--blink-settings=preferredColorScheme=0"]], ids=["light", "dark"])
-def test_it_can_be_looked_at(url: str, tmp_path: Path, flags: list[str]) -> None:
+def test_it_renders_in_light_and_dark(url: str, tmp_path: Path, flags: list[str]) -> None:
     picture = tmp_path / "stats.png"
     browse(url, tmp_path / "profile", f"--screenshot={picture}", "--window-size=1200,1100", *flags)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
 
 
+def test_it_reads_statistics_that_there_are() -> None:
+    script = STATS_PAGE[STATS_PAGE.index("<script>") :]
+    read = set(re.findall(r"\b(?:batcher|stats|each)\.([a-z]+_\w+)", script))
+    read |= set(re.findall(r'\bof\("(\w+)"\)', script))
+    (counts,) = re.findall(r"const COUNTS = (\[.*?\]);", script)
+    read |= {f"total_{kind}" for kind in json.loads(counts)}
+    assert {"queue_depth", "running_cost", "wait_p99_s", "total_rejected"} <= read
+    known = asdict(LLM) | asdict(FUNCTION)
+    assert {name for name in read if name not in known and not hasattr(LLM, name)} == set()
+
+
+def test_its_script_finds_its_elements() -> None:
+    asked = set(re.findall(r'getElementById\("(\w+)"\)', STATS_PAGE))
+    assert asked == {"models", "state"}
+    assert asked <= set(re.findall(r'\bid="(\w+)"', STATS_PAGE))
+
+
 def test_it_needs_nothing_from_elsewhere() -> None:
     addresses = set(re.findall(r"https?://[^\s\"'`]+", STATS_PAGE))
-    # A name, not a place: it is never asked.
+    # A namespace, which is never requested.
     assert addresses == {"http://www.w3.org/2000/svg"}
     assert "innerHTML" not in STATS_PAGE
 
@@ -187,7 +206,7 @@ def test_it_needs_nothing_from_elsewhere() -> None:
         ("/stats.html", "*/*", "", True),
     ],
 )
-def test_programs_get_json_and_browsers_the_page(path: str, accept: str, query: str, page: bool) -> None:
+def test_programs_get_json_and_browsers_get_the_page(path: str, accept: str, query: str, page: bool) -> None:
     scope = {"type": "http", "path": path, "query_string": query.encode(), "headers": []}
     scope["headers"] = [(b"accept", accept.encode()), (b"host", b"localhost")]
     scope |= {"server": ("localhost", 80), "scheme": "http", "root_path": ""}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.serve_app.ingress.test_deployment import Client, health
+from tests.serve_app.ingress.engine_doubles import Client, health
 
 __all__ = ["health"]
 

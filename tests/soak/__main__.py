@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.report import RESULTS, machine, versions
 from tests.e2e.load import BODY, PROMPTS, Load
-from tests.e2e.service import ROOT, Service
+from tests.e2e.service import Service
+from tests.e2e.services import local, use_exact_arithmetic
 from tests.soak.memory import Memory
 
 SAMPLE_S = 5.0
 HANG_S = 5.0
-"""What the config of the soak calls a hang."""
+"""Seconds without a step that are a hang."""
 
 DRAIN_S = 120.0
 
@@ -41,9 +41,9 @@ FAULTS: dict[str, Callable[[Service], object]] = {
 }
 
 HONEST = ("ReadError", "RemoteProtocolError", "ConnectError", "status 503", "status 404", "an error event")
-"""What a client may see: its connection went through a process that was killed; or no Engine was left, and it
-was told so; or HAProxy had just started and knew no application yet. Everything else, above all another text
-and an answer that never ends, is a defect."""
+"""Failures that a client may see: its connection went through a process that was killed; or it was told that
+no Engine was left; or HAProxy had just started and knew no application yet. Everything else, above all
+another text and an answer that never ends, is a defect."""
 
 
 def kill_one(service: Service, word: str, number: signal.Signals = signal.SIGKILL) -> None:
@@ -55,9 +55,9 @@ def kill_one(service: Service, word: str, number: signal.Signals = signal.SIGKIL
 
 def config() -> dict[str, Any]:
     """Return configs/local.yaml with two of each replica."""
-    content: dict[str, Any] = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
-    (app,) = content["applications"]
-    app["args"]["models"][0]["engine_hang_timeout_s"] = HANG_S
+    content, app, model = local()
+    use_exact_arithmetic(content)
+    model["engine_hang_timeout_s"] = HANG_S
     for deployment in app["deployments"]:
         deployment["num_replicas"] = 2
         deployment["ray_actor_options"]["num_cpus"] = 0
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak",
         description="Run mixed load on a service with two of each replica, harm it at random, and look at "
-        "what was lost, what stayed in flight and whose memory grows.",
+        "lost requests, requests that stayed in flight and growing memory.",
     )
     parser.add_argument(
         "--minutes", type=float, default=30, help="how long (30); memory takes ten to say anything"

@@ -1,4 +1,4 @@
-"""What the processes of a service hold, and whether that grows."""
+"""The memory of the processes of a service, and its growth."""
 
 import statistics
 import time

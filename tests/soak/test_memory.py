@@ -3,7 +3,7 @@ import pytest
 from tests.soak.memory import settled, slope
 
 
-def test_lines_of_several_processes_have_one_slope_whatever_their_levels() -> None:
+def test_lines_of_several_processes_at_any_level_have_one_slope() -> None:
     grows = [[(float(at), level + at / 3600 * 7) for at in range(0, 600, 10)] for level in (100, 900)]
     assert slope(grows) == pytest.approx(7)
 

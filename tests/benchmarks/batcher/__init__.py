@@ -1,1 +1,1 @@
-"""How fast and how large the batcher is, beside others: `python -m tests.benchmarks.batcher --help`."""
+"""CPU time, latency and memory of the batcher, beside others: `python -m tests.benchmarks.batcher --help`."""

@@ -1,4 +1,4 @@
-"""Measure the batcher: python -m tests.benchmarks.batcher --help."""
+"""Command line of the batcher's benchmarks: python -m tests.benchmarks.batcher --help."""
 
 import argparse
 import os
@@ -24,13 +24,13 @@ BENCHMARKS: dict[str, tuple[Callable[[Options], Table], str]] = {
     "per-record": (per_record.measure, "CPU time per record with an empty function, beside flyte and Ray"),
     "burst": (
         burst.measure,
-        "how fast a burst drains while batches run (10 s a round: @serve.batch is slow)",
+        "time to drain a burst while batches run (10 s a round: @serve.batch is slow)",
     ),
-    "lone": (lone.measure, "latency added to a lone record; whether batches form under load"),
+    "lone": (lone.measure, "latency added to a single record; size of batches under load"),
     "padding": (padding.measure, "padding of lognormal lengths, against sorting everything offline"),
     "queue": (queue_scale.measure, "add + take of RequestQueue, from a thousand to a million waiting"),
     "memory": (memory.measure, "bytes per queued record; ten million records passed through"),
-    "slots": (slots.measure, "enter + leave of a ContinuousBatcher slot, alone and crowded"),
+    "slots": (slots.measure, "enter + leave of a ContinuousBatcher slot, without and with contention"),
     "simulation": (simulation.measure, "a million requests over a thousand replicas"),
 }
 
@@ -40,10 +40,10 @@ benchmarks:
 
 How to read the table: the median over the rounds, the range of the samples, the target, and whether the
 median meets it. A ratio is taken between two runs of the same round, and the median over the ratios.
-CPU time is that of this process, so that others on the machine disturb little; seconds of `burst` and
-milliseconds of `lone` are by the clock on the wall.
+CPU time is that of this process, so that other load on the machine disturbs it little; the seconds of `burst`
+and the milliseconds of `lone` are wall time.
 
-Which options: with the defaults it takes about ten minutes. `--quick` is for a look after a change.
+Choice of options: with the defaults it takes about ten minutes. `--quick` is for a check after a change.
 Raise `--pairs` when ranges are wide; `--records` below 20,000 measures the start more than the run.
 
 examples:
@@ -79,9 +79,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help="leave out the largest sizes of queue, memory and simulation"
     )
-    parser.add_argument(
-        "--check", action="store_true", help="end with status 1 if a target is missed; else the table tells"
-    )
+    parser.add_argument("--check", action="store_true", help="end with status 1 if a target is missed")
     return parser
 
 
@@ -93,7 +91,7 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks that were asked for; return the exit status."""
+    """Run the chosen benchmarks; return the exit status."""
     given = parser().parse_args(arguments)
     options = Options(given.pairs, given.records, given.quick)
     missed = 0

@@ -1,4 +1,4 @@
-"""A burst that a batcher must drain without freezing small batches while the function is busy."""
+"""Time to drain a burst: a batcher that closes small batches while the function is busy is slow."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -15,7 +15,7 @@ LIMITS: dict[str, Any] = {"max_batch_size": 64, "batch_timeout_s": 0.02}
 
 
 async def process(records: list[int]) -> list[int]:
-    """The function: every batch takes as long, as on a GPU that is not full."""
+    """Process a batch in constant time, as on a GPU with room to spare."""
     await asyncio.sleep(BATCH_S)
     return records
 
@@ -34,7 +34,7 @@ async def drain(call: Callable[[int], Awaitable[int]]) -> float:
 
 
 async def drain_submitting(batcher: Any) -> float:
-    """The same for what has a `submit` that returns a future."""
+    """Return the same for a batcher whose `submit` returns a future."""
     async with batcher:
 
         async def call(number: int) -> int:
@@ -53,7 +53,7 @@ async def _serve() -> float:
 
 
 def measure(options: Options) -> Table:
-    """Return the seconds that each takes."""
+    """Return the table of seconds by batcher."""
     samples: dict[str, Sample] = {
         "ours": lambda: asyncio.run(_ours()),
         "@serve.batch": lambda: asyncio.run(_serve()),

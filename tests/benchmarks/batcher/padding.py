@@ -1,4 +1,4 @@
-"""How much of a padded batch is padding, by the way in which batches are cut."""
+"""Share of padding in padded batches, by the way of forming batches."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ def padded(batches: Iterable[list[int]]) -> int:
 
 
 def offline(records: list[int]) -> list[list[int]]:
-    """Return the batches of one who knows all records beforehand: sort, then cut."""
+    """Return the batches with all records known in advance: sorted, then cut."""
     batches: list[list[int]] = []
     batch: list[int] = []
     for length in sorted(records, reverse=True):
@@ -41,7 +41,7 @@ def offline(records: list[int]) -> list[list[int]]:
 
 
 async def online(records: list[int], forming: Forming) -> list[list[int]]:
-    """Return the batches that our batcher cuts while records wait in its queue."""
+    """Return the batches that the batcher forms while records wait in its queue."""
     batches: list[list[int]] = []
 
     async def process(batch: list[int]) -> list[int]:
@@ -63,7 +63,7 @@ async def online(records: list[int], forming: Forming) -> list[list[int]]:
 
 
 def measure(options: Options) -> Table:
-    """Return tokens and batches of each way, as multiples of those of offline sorting."""
+    """Return the table of tokens and batches of each way, relative to offline sorting."""
     found: dict[str, list[float]] = {}
 
     def note(what: str, value: float) -> None:

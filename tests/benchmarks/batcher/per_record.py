@@ -1,4 +1,4 @@
-"""What a batcher costs per record when the function it calls costs nothing."""
+"""CPU time of a batcher per record, with an empty function."""
 
 import asyncio
 import itertools
@@ -21,19 +21,19 @@ Run = Callable[[int], Coroutine[Any, Any, None]]
 
 
 async def process(records: list[int]) -> list[int]:
-    """The function that costs nothing."""
+    """Return the records: the empty function."""
     return records
 
 
 def ours() -> DynamicBatcher[int, int]:
-    """Return our batcher with the limits that all of them get."""
+    """Return our batcher, with the limits of all candidates."""
     return DynamicBatcher(
         process, max_batch_size=MAX_BATCH_SIZE, batch_timeout_s=TIMEOUT_S, max_queue_size=MAX_QUEUE_SIZE
     )
 
 
 async def closed_loop(count: int, call: Callable[[int], Awaitable[int]]) -> None:
-    """Let many callers send one record after the other, each as soon as it has its last result."""
+    """Send records from many callers, each of which awaits a result before it sends the next record."""
     numbers = iter(range(count))
 
     async def caller() -> None:
@@ -44,7 +44,7 @@ async def closed_loop(count: int, call: Callable[[int], Awaitable[int]]) -> None
 
 
 async def ours_producer(count: int) -> None:
-    """Priorities and tenants in use."""
+    """Run one producer, with priorities and tenants."""
     async with ours() as batcher:
         futures = [
             await batcher.submit(
@@ -57,7 +57,7 @@ async def ours_producer(count: int) -> None:
 
 
 async def ours_producer_deadlines(count: int) -> None:
-    """The same, and a deadline for each."""
+    """Run one producer, with priorities, tenants and deadlines."""
     async with ours() as batcher:
         futures = [
             await batcher.submit(
@@ -74,7 +74,7 @@ async def ours_producer_deadlines(count: int) -> None:
 
 
 async def ours_producer_plain(count: int) -> None:
-    """Neither priorities nor tenants: what the others can do."""
+    """Run one producer without priorities and tenants, which the others don't have."""
     async with ours() as batcher:
         futures = [await batcher.submit(number, estimated_cost=1) for number in range(count)]
         for future in futures:
@@ -82,7 +82,7 @@ async def ours_producer_plain(count: int) -> None:
 
 
 async def ours_callers(count: int) -> None:
-    """Priorities and tenants in use."""
+    """Run many callers, with priorities and tenants."""
     async with ours() as batcher:
 
         async def call(number: int) -> int:
@@ -121,7 +121,7 @@ def flyte_runs(batcher_class: Any) -> tuple[Run, Run]:
 
 
 async def serve_producer(count: int) -> None:
-    """In portions of as many as may wait with the others: it has no bound of its own."""
+    """Run one producer in portions of the others' queue size, since `@serve.batch` has no bound."""
     call = serve_batch(process, max_batch_size=MAX_BATCH_SIZE, batch_wait_timeout_s=TIMEOUT_S)
     numbers = iter(range(count))
     while portion := list(itertools.islice(numbers, MAX_QUEUE_SIZE)):
@@ -129,7 +129,7 @@ async def serve_producer(count: int) -> None:
 
 
 async def serve_callers(count: int) -> None:
-    """Each caller awaits its result, as `@serve.batch` is meant to be used."""
+    """Run many callers, each of which awaits its result."""
     handler = serve_batch(process, max_batch_size=MAX_BATCH_SIZE, batch_wait_timeout_s=TIMEOUT_S)
 
     async def call(number: int) -> int:
@@ -139,7 +139,7 @@ async def serve_callers(count: int) -> None:
 
 
 class Bare:
-    """As little as it takes: a deque, a future per record, and one task that empties it in batches."""
+    """The minimum: a deque, a future per record, and one task that empties it in batches."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -166,14 +166,14 @@ class Bare:
 
 
 async def bare_producer(count: int) -> None:
-    """The floor."""
+    """Run one producer on the minimum."""
     bare = Bare()
     for future in [bare.submit(number) for number in range(count)]:
         await future
 
 
 async def bare_callers(count: int) -> None:
-    """The floor."""
+    """Run many callers on the minimum."""
     bare = Bare()
 
     async def call(number: int) -> int:
@@ -183,7 +183,7 @@ async def bare_callers(count: int) -> None:
 
 
 def measure(options: Options) -> Table:
-    """Return the CPU time per record, and how ours relates to the others."""
+    """Return the table of CPU time per record, and of ratios to the others."""
     flyte = flyte_batcher()
     runs: dict[str, dict[str, Run]] = {
         "one producer": {

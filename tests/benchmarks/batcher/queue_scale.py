@@ -1,4 +1,4 @@
-"""How the cost of the queue grows with what is in it."""
+"""CPU time of the queue per record, by the number of waiting records."""
 
 import itertools
 import random
@@ -11,11 +11,11 @@ DEPTHS = (1_000, 10_000, 100_000, 1_000_000)
 TENANTS = (1, 100, 10_000)
 PORTION = 64
 GROWTH = 3.0
-"""log(10^6) is twice log(10^3); a heap that leaves the processor's cache takes the rest."""
+"""Bound on growth: log(10^6) is twice log(10^3), and a heap outside the processor's cache adds the rest."""
 
 
 class Clock:
-    """Time passes with every portion."""
+    """A clock that advances with every portion."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -40,7 +40,7 @@ def _entries(count: int, tenants: int, deadlines: bool) -> list[Entry]:
 
 
 def churn(depth: int, tenants: int, records: int, deadlines: bool = False) -> Sample:
-    """Return a sample of µs of CPU per record that is added to a queue of some depth, and taken."""
+    """Return a sample of the CPU time, in µs, to add a record to a queue of a depth and take it."""
 
     def sample() -> float:
         clock = Clock()
@@ -62,7 +62,7 @@ def churn(depth: int, tenants: int, records: int, deadlines: bool = False) -> Sa
 
 
 def cancel(depth: int, tenants: int) -> Sample:
-    """Return a sample of µs of CPU per record that is cancelled, in random order, until none is left."""
+    """Return a sample of the CPU time, in µs, to cancel a record; all are cancelled, in random order."""
 
     def sample() -> float:
         queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
@@ -80,7 +80,7 @@ def cancel(depth: int, tenants: int) -> Sample:
 
 
 def measure(options: Options) -> Table:
-    """Return µs per record by depth and tenants, and their growth."""
+    """Return the table of µs per record by depth and tenants, and of its growth."""
     depths = DEPTHS[:-1] if options.quick else DEPTHS
     rows = []
     for tenants in TENANTS:

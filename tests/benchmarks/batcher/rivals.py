@@ -1,4 +1,4 @@
-"""The batchers that ours is measured beside, each run as its own documentation runs it."""
+"""Other batchers, each used as in its own documentation."""
 
 import importlib.util
 import sys
@@ -12,9 +12,9 @@ NO_FLYTE = "flyte is not installed, so it is left out (`make bench-batcher` inst
 
 
 def flyte_batcher() -> Any | None:
-    """Return the seeds' `DynamicBatcher`, a class; None if the package `flyte` is not installed.
+    """Return flyte's class `DynamicBatcher`; None if the package is not installed.
 
-    Only its module is loaded: it stands alone, and the package around it would fill the heap.
+    Only its module is loaded: it needs no other, and the whole package would fill the heap.
     """
     package = importlib.util.find_spec("flyte")
     if package is None or not package.submodule_search_locations:
@@ -31,16 +31,16 @@ def flyte_batcher() -> Any | None:
 
 
 def serve_batch(process_fn: ProcessFn, **options: Any) -> Callable[[int], Awaitable[int]]:
-    """Return a function of one record that Ray's `@serve.batch` made of a function of many.
+    """Return a function of one record, made by Ray's `@serve.batch` from a function of many.
 
     Args:
-        process_fn: The function of many.
+        process_fn: The function of a batch.
         options: Arguments of `@serve.batch`.
     """
     from ray import serve
     from ray.serve import batching
 
-    # It compares its limit with that of the replica that it runs in, to log a warning; there is none here.
+    # It compares its limit with that of its replica, to log a warning; there is no replica here.
     warn = "_warn_if_max_batch_size_exceeds_max_ongoing_requests"
     setattr(batching._BatchQueue, warn, lambda queue: None)
 

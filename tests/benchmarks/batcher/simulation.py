@@ -1,4 +1,4 @@
-"""How fast the large simulation of the tests runs."""
+"""CPU time of the tests' large simulation."""
 
 import time
 
@@ -10,7 +10,7 @@ QUICK_REQUESTS = 100_000
 
 
 def measure(options: Options) -> Table:
-    """Return what one run takes; its rules are checked as it goes."""
+    """Return the table of one run, in which every rule is checked."""
     requests = QUICK_REQUESTS if options.quick else REQUESTS
     progress(f"simulation: {requests:,} requests")
     started = time.process_time()

@@ -1,4 +1,4 @@
-"""What it costs to enter and leave a slot of the ContinuousBatcher."""
+"""CPU time to enter and leave a slot of the ContinuousBatcher."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,14 +16,14 @@ Enter = Callable[[int], AbstractAsyncContextManager[Any]]
 
 
 async def alone(count: int, enter: Enter) -> None:
-    """One caller, for which there is always room."""
+    """Run one caller, for which there is always room."""
     for number in range(count):
         async with enter(number):
             pass
 
 
 async def crowded(count: int, enter: Enter) -> None:
-    """Many more callers than places, each of which holds its place for one pass of the event loop."""
+    """Run many more callers than places; each holds its place for one pass of the event loop."""
     numbers = iter(range(count))
 
     async def caller() -> None:
@@ -39,31 +39,31 @@ def _slots(batcher: ContinuousBatcher) -> Enter:
 
 
 async def ours_alone(count: int) -> None:
-    """Room for all."""
+    """Run one caller on the batcher."""
     async with ContinuousBatcher(capacity=10 * PLACES) as batcher:
         await alone(count, _slots(batcher))
 
 
 async def ours_crowded(count: int) -> None:
-    """Priorities and tenants in use."""
+    """Run many callers on the batcher, with priorities and tenants."""
     async with ContinuousBatcher(capacity=10 * PLACES) as batcher:
         await crowded(count, _slots(batcher))
 
 
 async def semaphore_alone(count: int) -> None:
-    """The floor."""
+    """Run one caller on a semaphore."""
     semaphore = asyncio.Semaphore(PLACES)
     await alone(count, lambda number: semaphore)
 
 
 async def semaphore_crowded(count: int) -> None:
-    """The floor."""
+    """Run many callers on a semaphore."""
     semaphore = asyncio.Semaphore(PLACES)
     await crowded(count, lambda number: semaphore)
 
 
 def measure(options: Options) -> Table:
-    """Return µs of CPU per slot, beside those of a semaphore that knows neither cost nor order."""
+    """Return the table of µs of CPU per slot, beside a semaphore, which has no costs and no order."""
     runs = {
         "alone: asyncio.Semaphore": semaphore_alone,
         "alone: ours": ours_alone,

@@ -1,4 +1,4 @@
-"""Measure the driver: python -m tests.benchmarks.driver --help."""
+"""Command line of the driver's benchmark: python -m tests.benchmarks.driver --help."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ LISTS, PROCESSOR = "Ray Data, lists", "Ray Data, ServeDeploymentProcessor"
 OTHERS = ["driver, HTTP", "driver, handle", LISTS, PROCESSOR]
 
 Way = Callable[[Path], float]
-"""Sends a file of rows, and returns the seconds that it took."""
+"""Sends a file of rows, and returns the seconds it took."""
 
 
 class MismatchError(Exception):
@@ -36,12 +36,16 @@ class MismatchError(Exception):
 
 
 class Bench:
-    """One service, one vLLM in a process, and the ways through them.
+    """The ways to send a file of rows: through a service, and through vLLM in a process.
 
     Args:
         service: The service.
         offline: Sends a file through vLLM without a service.
-        folder: For files.
+        folder: Folder for outputs.
+
+    Attributes:
+        utilization: Utilization of the batcher by way, one per run.
+        cpu_us: CPU time of the driver per row by way, one per run.
     """
 
     def __init__(self, service: Service, offline: Callable[[Path], Any], folder: Path) -> None:
@@ -53,7 +57,7 @@ class Bench:
         self.cpu_us: dict[str, list[float]] = {}
 
     def ways(self, others: Sequence[str]) -> dict[str, Way]:
-        """Return `LLM.generate` and the ways that are named."""
+        """Return `LLM.generate` and the ways in `others`."""
         over_http = ["--url", self._service.url]
         over_handle = ["--app", "llm", "--model", "demo"]
         ways: dict[str, Way] = {
@@ -92,7 +96,7 @@ class Bench:
     def _check(self, results: list[str]) -> None:
         self._expected = self._expected or results
         differing = sum(one != other for one, other in zip(self._expected, results, strict=True))
-        # Batches of another size round differently, so a rare answer may differ.
+        # Batches of other sizes round differently, so that a few answers may differ.
         if differing > len(results) * 0.001:
             raise MismatchError(f"{differing} of {len(results)} results differ from those of another way")
 
@@ -105,7 +109,7 @@ def main() -> None:
         "stages: the demo model on the CPU, 10 calls of 50 prompts at once.",
     )
     parser.add_argument("--rounds", type=int, default=5, help="rounds (5); more make the medians steadier")
-    parser.add_argument("--rows", type=int, default=5000, help="rows in a run (5000, of 20000 there are)")
+    parser.add_argument("--rows", type=int, default=5000, help="rows in a run (5000, at most 20000)")
     parser.add_argument(
         "--only",
         metavar="WAY",
@@ -132,7 +136,7 @@ def main() -> None:
 
 
 def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench) -> Table:
-    """Return the table of all rounds; the warm-up is left out."""
+    """Return the table of all rounds but the warm-up."""
     base = found[BASE]
     lines = [Row(name, "rows/s", values) for name, values in found.items()]
     for name, values in found.items():
@@ -155,7 +159,7 @@ def tabulate(rows: int, rounds: int, found: dict[str, list[float]], bench: Bench
 
 @contextmanager
 def running(folder: Path) -> Iterator[Service]:
-    """Run configs/local.yaml, with Engines that Ray's processor can call, and room for it in Ray's books."""
+    """Run configs/local.yaml, with Engines that Ray's processor can call and fewer CPUs reserved in Ray."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     (app,) = config["applications"]
     app["import_path"] = "tests.benchmarks.driver.streaming:build"
@@ -175,7 +179,7 @@ def offline(folder: Path) -> Iterator[Callable[[Path], Any]]:
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     engine = config["applications"][0]["args"]["models"][0]["engine"]
     for name in ("enable_auto_tool_choice", "tool_call_parser"):
-        # Of the server, not of the engine.
+        # Options of the server, which the engine doesn't know.
         engine.pop(name, None)
     engine["model"] = str(ROOT / "serve_app/demo/model")
     pipe = folder / "offline.pipe"
@@ -190,14 +194,14 @@ def offline(folder: Path) -> Iterator[Callable[[Path], Any]]:
             env=os.environ | own | {"VLLM_NO_USAGE_STATS": "1"},
             text=True,
         )
-        # Ends a wait for a process that says nothing.
+        # Ends the wait for a process that hangs.
         guard = threading.Timer(LIMIT_S * 6, process.kill)
         guard.start()
         try:
             with pipe.open() as answers:
                 if answers.readline() != "ready\n":
-                    said = (folder / "offline.log").read_text()[-3000:]
-                    raise RuntimeError(f"vLLM did not start:\n{said}")
+                    log_end = (folder / "offline.log").read_text()[-3000:]
+                    raise RuntimeError(f"vLLM did not start:\n{log_end}")
 
                 def generate(file: Path) -> Any:
                     assert process.stdin

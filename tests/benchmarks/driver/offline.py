@@ -1,4 +1,4 @@
-"""`vllm.LLM.generate` on the rows of a file, once for each line that comes in; nothing around it."""
+"""`vllm.LLM.generate` without a service, on the rows of a file for each line of standard input."""
 
 import json
 import sys
@@ -6,14 +6,14 @@ import time
 
 
 def main() -> None:
-    """Load the model, say so, then answer each request for a run with the seconds that it took.
+    """Load the model, write "ready", then run each file that is named on standard input, as JSON.
 
-    A request is the name of a file, as JSON.
+    The answer to a name has the seconds of the run, and its results.
     """
     from vllm import LLM, SamplingParams
 
     arguments = json.loads(sys.argv[1])
-    # vLLM logs to standard output; what the benchmark reads goes by another way.
+    # vLLM logs to standard output, so that answers go elsewhere.
     out = open(sys.argv[2], "w", buffering=1)  # noqa: SIM115
     llm = LLM(**arguments)
     params = SamplingParams(temperature=0, max_tokens=16)

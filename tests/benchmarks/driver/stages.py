@@ -1,4 +1,4 @@
-"""A file through an Engine as a Ray Data stage: ours, and Ray's own."""
+"""Ray Data stages that send a file to an Engine: ours, and Ray's own."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ CALLS = 10
 
 
 def ours(rows: Dataset) -> Dataset:
-    """Return the results of rows: a list in each call."""
+    """Return the results of rows, with a list in each call."""
     return rows.map_batches(
         Generate,
         fn_constructor_args=["llm", "demo"],
@@ -31,7 +31,7 @@ def ours(rows: Dataset) -> Dataset:
 
 
 def processor(rows: Dataset) -> Dataset:
-    """Return the results of rows: a call for each, as many at once as ours has prompts in its calls."""
+    """Return the results of rows, with a call per row: as many at once as ours has prompts in its calls."""
     config = ServeDeploymentProcessorConfig(
         deployment_name=engine_name("demo"), app_name="llm", batch_size=BATCH * CALLS, concurrency=1
     )
@@ -58,7 +58,7 @@ STAGES = {"lists": ours, "processor": processor}
 
 
 def main() -> None:
-    """Run a stage over a file, and write the seconds that it took and its results."""
+    """Run a stage over a file; write the seconds it took, and its results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("out", type=Path)
@@ -71,7 +71,7 @@ def main() -> None:
     started = time.monotonic()
     done = stage(rows).take_all()
     seconds = time.monotonic() - started
-    # Not to standard output, where Ray writes too.
+    # To a file, since Ray writes to standard output.
     options.out.write_text(json.dumps([seconds, {row["id"]: row["result"] for row in done}]))
 
 

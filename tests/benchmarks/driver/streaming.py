@@ -1,4 +1,4 @@
-"""The service with a method more, for Ray's `ServeDeploymentProcessor`: it reads a stream from every call."""
+"""The service with a streaming method, which Ray's `ServeDeploymentProcessor` needs."""
 
 from collections.abc import AsyncGenerator
 
@@ -12,14 +12,14 @@ FIELDS = {"prompts", "service_tier"}
 
 
 class StreamingEngine(Engine):
-    """An Engine whose answers can be had as streams of one message."""
+    """An Engine that also answers with a stream of one message."""
 
     async def answer(self, request: JSON) -> AsyncGenerator[JSON]:
-        """Yield what `generate` returns; the processor's own fields are left out."""
+        """Yield the answer of `generate`, without the processor's own fields in the request."""
         yield await self.generate({name: request[name] for name in FIELDS})
 
 
 def build(args: JSON) -> Application:
-    """As `serve_app.app.build`, with such Engines."""
+    """Return the application of a config, with such Engines; see `serve_app.app.build`."""
     app.Engine = StreamingEngine  # type: ignore[attr-defined]
     return app.build(args)

@@ -1,1 +1,1 @@
-"""The driver beside other ways to send a dataset through a model, on one machine."""
+"""Live traffic beside batch work on one engine, with and without a latency goal."""

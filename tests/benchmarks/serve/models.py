@@ -1,4 +1,4 @@
-"""The models, and the engine arguments that every server gets with them."""
+"""Models, with the engine arguments of every server."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from tests.e2e.service import ROOT
 DEMO = ROOT / "serve_app/demo/model"
 
 FRONT = {"enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "chat_template"}
-"""Options of a server, which an engine without one doesn't know."""
+"""Options of a server, which `vllm.LLM` doesn't know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Model:
     """A model.
 
     Attributes:
-        about: A few words for the table.
-        folder: Where config, tokenizer and, unless they are dummies, weights are.
+        about: Short description for the table.
+        folder: Folder of config, tokenizer and, unless they are dummies, weights.
         engine: Options of `vllm serve`, with underscores.
-        gpus: GPUs that it needs.
-        threads: Of a step on the CPU; one is what Ray gives to an actor of one core.
+        gpus: Number of GPUs.
+        threads: CPU threads of a step; Ray gives one to an actor of one core.
     """
 
     about: str
@@ -37,7 +37,7 @@ class Model:
 
     @property
     def env(self) -> dict[str, str]:
-        """What every server gets in its environment for this model."""
+        """Environment variables of every server with this model."""
         return {"OMP_NUM_THREADS": str(self.threads)}
 
     @property
@@ -51,13 +51,13 @@ class Shape:
     """A Qwen2 of some size; its weights are dummies.
 
     Attributes:
-        hidden: Width.
-        layers: Depth.
-        heads: Of the queries.
-        kv_heads: Of the keys and values.
+        hidden: Hidden size.
+        layers: Number of layers.
+        heads: Query heads.
+        kv_heads: Heads of keys and values.
         inner: Width of the MLP.
-        vocabulary: Tokens. The demo tokenizer has 261; with more, words are made up that no text holds.
-        dtype: Of the weights.
+        vocabulary: Number of tokens. The demo tokenizer has 261; more are filled up with unused words.
+        dtype: Type of the weights.
     """
 
     hidden: int
@@ -70,7 +70,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """How many parameters it has, to a thousandth."""
+        """Number of parameters, to a thousandth."""
         width = self.hidden // self.heads * self.kv_heads
         layer = 2 * self.hidden**2 + 2 * self.hidden * width + 3 * self.hidden * self.inner
         return self.layers * layer + 2 * self.hidden * self.vocabulary
@@ -110,7 +110,7 @@ def demo(folder: Path) -> Model:
 
 
 def small(folder: Path) -> Model:
-    """Return a model of which a step costs more, on a CPU, than the Python around it."""
+    """Return a model whose step takes longer on a CPU than the Python around it."""
     engine = {
         "load_format": "dummy",
         "max_model_len": 512,
@@ -136,7 +136,7 @@ def large(folder: Path) -> Model:
 
 
 def tiny(folder: Path) -> Model:
-    """Return what `large` makes, in small and for a CPU: to see that all of it works."""
+    """Return a small model like `large` for a CPU, as a check of the benchmark itself."""
     engine = {
         "load_format": "dummy",
         "max_model_len": 4096,
@@ -150,7 +150,7 @@ def tiny(folder: Path) -> Model:
 
 
 def about(name: str) -> str:
-    """Return a few words on a model."""
+    """Return a short description of a model."""
     if name not in SHAPES:
         return "the demo model"
     size = SHAPES[name].parameters / 1e6
@@ -158,7 +158,7 @@ def about(name: str) -> str:
 
 
 def _executor() -> dict[str, Any]:
-    """Return what configs/local.yaml says of processes on a CPU."""
+    """Return the executor setting of configs/local.yaml."""
     name = "distributed_executor_backend"
     return {name: config()["applications"][0]["args"]["models"][0]["engine"][name]}
 
@@ -170,14 +170,14 @@ def _dummy(name: str, folder: Path, engine: Mapping[str, Any]) -> Model:
 
 SHAPES: Mapping[str, Shape] = {
     "75m": Shape(768, 10, 12, 12, 2240, 261, "bfloat16"),
-    # That of Qwen2.5-7B.
+    # The shape of Qwen2.5-7B.
     "7b": Shape(3584, 28, 28, 4, 18944, 152064, "bfloat16"),
     "7b-tiny": Shape(128, 2, 4, 2, 512, 2048, "bfloat16"),
 }
-"""Of the models whose weights are dummies, by name."""
+"""Shapes of the models with dummy weights, by name."""
 
 GPU_MODELS = {"7b"}
-"""Those that need a GPU."""
+"""Models that need a GPU."""
 
 MODELS: Mapping[str, Callable[[Path], Model]] = {"demo": demo, "75m": small, "7b": large, "7b-tiny": tiny}
-"""By name; each gets a folder that it may write into."""
+"""Factories of the models, by name; each gets a folder for files."""

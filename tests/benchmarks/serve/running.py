@@ -1,4 +1,4 @@
-"""Running a server as a process, with all that it starts, and ending it."""
+"""Runs a server as a process, and stops it with all processes that it started."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import httpx
 
 from serve_app.system.processes import descendants, end_descendants
 from tests.benchmarks.serve import groups
-from tests.benchmarks.serve.groups import Usage
+from tests.benchmarks.serve.groups import CpuUsage
 from tests.benchmarks.serve.models import config
 from tests.benchmarks.serve.pipes import Pipe
 from tests.e2e.service import free_port
@@ -23,19 +23,19 @@ STOP_S = 60.0
 
 
 class UnavailableError(Exception):
-    """A server that can't be measured here; the message says why, for a person to read."""
+    """A server can't be measured here; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        name: What it is called in the tables.
-        start_s: Seconds from its start until it was ready.
-        log: Where its output goes.
-        port: Where it listens on loopback; 0: it doesn't.
-        pipe: Where it is asked, if not over HTTP.
+        name: Name in the tables.
+        start_s: Seconds from start to ready.
+        log: File of its output.
+        port: Port on loopback; 0: none.
+        pipe: Pipe to it, if it has no port.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Server:
     port: int = 0
     pipe: Pipe | None = None
 
-    def usage(self) -> Usage:
-        """Return what its processes have used so far."""
+    def usage(self) -> CpuUsage:
+        """Return the CPU time of its processes so far."""
         return groups.usage(self.name)
 
 
@@ -60,19 +60,19 @@ def over_http(
     ready: str = "/health",
     end: signal.Signals = signal.SIGTERM,
 ) -> Iterator[Server]:
-    """Run a server until the block ends, and everything that it started with it.
+    """Run a server until the block ends; then stop it and every process that it started.
 
     Args:
-        name: What it is called in the tables.
+        name: Name in the tables.
         command: The program and its arguments.
-        port: Where it will listen on loopback.
-        folder: For its log.
-        env: What else is in its environment.
-        ready: The path that answers 200 once it can serve.
-        end: The signal that ends it.
+        port: Port on loopback.
+        folder: Folder for its log.
+        env: Further environment variables.
+        ready: Path that answers 200 once the server is ready.
+        end: Signal that ends it.
 
     Raises:
-        UnavailableError: It did not become ready.
+        UnavailableError: The server did not become ready.
     """
     log = folder / f"{name.replace(' ', '-')}.log"
     started = time.monotonic()
@@ -101,7 +101,7 @@ def over_http(
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of every server: what configs/local.yaml sets for the engine, and more."""
+    """Return the environment of every server: that of the engine in configs/local.yaml, and more."""
     (app,) = config()["applications"]
     engine = {k: v for k, v in app["runtime_env"]["env_vars"].items() if k.startswith(("VLLM_", "HF_"))}
     env = (
@@ -109,10 +109,10 @@ def environment() -> dict[str, str]:
         | engine
         | {
             "RAY_USAGE_STATS_ENABLED": "0",
-            # Beside a service that somebody runs on this machine with the default ports.
+            # The default ports may be those of another service on this machine.
             "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-            # Ray would run its workers below every other process.
+            # By default Ray's workers have a lower priority than other processes.
             "RAY_worker_niceness": "0",
         }
     )

@@ -1,4 +1,4 @@
-"""The servers, each with the same model and the same engine arguments."""
+"""Servers, all with the same model and the same engine arguments."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ from tests.benchmarks.serve.running import Server, UnavailableError, environment
 from tests.e2e.service import free_port, give_ports
 
 Start = Callable[[Model, Path], AbstractContextManager[Server]]
-"""Starts a server with a model; the folder is for what it writes."""
+"""Starts a server with a model and a folder for its files."""
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def saturate(
     batcher: Mapping[str, Any] | None = None,
     telemetry: Mapping[str, Any] | None = None,
 ) -> Iterator[Server]:
-    """Run this project's configs/local.yaml, with another model in it, and more settings."""
+    """Run this project's configs/local.yaml with another model and further settings."""
     content = config()
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
@@ -41,17 +41,17 @@ def saturate(
     for deployment in content["applications"][0]["deployments"]:
         if model.gpus and deployment["name"].startswith("Engine:"):
             deployment["ray_actor_options"]["num_gpus"] = model.gpus
-    # The one before it may not be quite gone.
+    # The server before it may still hold its ports.
     ports = give_ports(content)
     path = folder / "saturate.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    command = [sys.executable, "-m", "serve_app.cli.serve", "--verbose", str(path)]
+    command = [sys.executable, "-m", "serve_app.cli", "serve", "--verbose", str(path)]
     with over_http("saturate", command, port, folder, env=model.env | ports) as server:
         yield server
 
 
 def silent(model: Model, folder: Path) -> AbstractContextManager[Server]:
-    """Run the same and have it tell nothing of itself."""
+    """Run the same without telemetry."""
     return saturate(model, folder, telemetry=SILENT_TELEMETRY.model_dump())
 
 
@@ -72,7 +72,7 @@ def vllm_serve(model: Model, folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def seeds(model: Model, folder: Path) -> Iterator[Server]:
-    """Run the seeds' design: one batcher that freezes batches, in front of `LLM.generate`."""
+    """Run the seeds' design: one batcher of fixed batches in front of `LLM.generate`."""
     if importlib.util.find_spec("flyte") is None:
         raise UnavailableError("the package flyte is not installed (`make bench-serve` installs it)")
     port = free_port()
@@ -83,7 +83,7 @@ def seeds(model: Model, folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def offline(model: Model, folder: Path) -> Iterator[Server]:
-    """Run `vllm.LLM` with no service around it: what the engine can do."""
+    """Run `vllm.LLM` without a service: the engine's own throughput."""
     log = folder / "offline.log"
     command = [sys.executable, "-m", "tests.benchmarks.serve.offline", json.dumps(model.offline)]
     started = time.monotonic()
@@ -103,12 +103,12 @@ SERVERS: Mapping[str, tuple[Start, str]] = {
     OURS: (saturate, "this project, configs/local.yaml"),
     VLLM: (vllm_serve, "vLLM's own API server"),
     RAY_DIRECT: (ray_llm.direct, "ray.serve.llm with direct streaming, in .bench/ray-llm"),
-    RAY: (ray_llm.default, "ray.serve.llm as it is when nothing is set"),
+    RAY: (ray_llm.default, "ray.serve.llm with default settings"),
     SEEDS: (seeds, "FastAPI, one TokenBatcher of the package flyte, LLM.generate in a thread"),
-    OFFLINE: (offline, "vllm.LLM without a service: what the engine can do"),
-    SILENT: (silent, "saturate without metrics and request log: what these cost"),
+    OFFLINE: (offline, "vllm.LLM without a service: the engine's own throughput"),
+    SILENT: (silent, "saturate without metrics and request log, for their cost"),
 }
-"""How to start each, and a few words."""
+"""Start function and short description of each, by name."""
 
-DEFAULT_SCHEDULING = [name for name in SERVERS if name != SILENT]
-"""Those that are measured when none is named."""
+DEFAULT = [name for name in SERVERS if name != SILENT]
+"""Servers that are measured if none is named."""

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.serve.static PORT '{"model": "...", ...}'
 
-Written from the description in the guides, with their settings. It differs where their example would
-stand in its own way: `generate` runs in a thread, so that the event loop goes on collecting while a batch
-runs; each prompt has its own `max_tokens`; one prompt may come alone; and an answer counts its tokens.
+It follows the description in the guides, with their settings, except where their example would slow itself
+down or can't be measured: `generate` runs in a thread, so that the event loop collects while a batch runs;
+each prompt has its own `max_tokens`; a call may have a single prompt; and an answer has its number of tokens.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pydantic import BaseModel
 
 
 class Body(BaseModel):
-    """What `/generate` takes: a list of prompts or one."""
+    """Body of `/generate`: a list of prompts, or one."""
 
     prompts: list[str] = []
     prompt: str | None = None
@@ -40,7 +40,7 @@ class Record:
     params: Any
 
     def estimate_tokens(self) -> int:
-        """About four characters to a token, as the guides reckon."""
+        """Return the cost at four characters a token, as in the guides."""
         return len(self.text) // 4 + 1
 
 
@@ -65,7 +65,7 @@ def build(engine: dict[str, Any]) -> FastAPI:
         async def inference(batch: list[Record]) -> list[tuple[str, int]]:
             return await asyncio.to_thread(run, batch)
 
-        # flyte is there for the benchmarks only; nothing else of this project may need it.
+        # Imported by name, since flyte is installed for benchmarks only.
         token_batcher = importlib.import_module("flyte.extras").TokenBatcher
         app.state.batcher = token_batcher(
             inference_fn=inference,

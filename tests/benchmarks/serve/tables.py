@@ -1,4 +1,4 @@
-"""What was measured, as tables: each one's figures, then ours in relation to the others."""
+"""Tables of the samples: the figures of each candidate, then ours relative to the others."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,20 +27,20 @@ UNITS = {
     "start_s": ("start", "s"),
     "memory_mib": ("memory", "MiB"),
 }
-"""Name and unit of each quantity; what the CPU time is made of comes with its sum."""
+"""Name and unit of each quantity; the groups of the CPU time follow its sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What we want to reach.
+    """A target of the median of ours, alone or relative to another server.
 
     Attributes:
-        quantity: Of which.
-        other: Whose figure ours is compared with; None: ours alone counts.
-        by: Ours divided by the other's, or less the other's.
-        ours: Which of ours, if there are several.
-        at_most: Of the median.
-        at_least: Of the median.
+        quantity: The quantity.
+        other: Server to compare with; None: none.
+        by: "/" for the ratio of ours to the other, "-" for the difference.
+        ours: Candidate of ours.
+        at_most: Upper bound; None: none.
+        at_least: Lower bound; None: none.
     """
 
     quantity: str
@@ -80,7 +80,7 @@ TARGETS: Mapping[str, Sequence[Target]] = {
             for other, most in ((VLLM, 3.0), (RAY_DIRECT, None))
         ),
         Target("tpot_p50_ms", VLLM),
-        # The one that names the role and that of the first token: it did not wait for the second.
+        # An event with the role and one with the first token, which did not wait for the second.
         Target("first_events", at_most=2),
         Target("cpu", VLLM),
     ),
@@ -99,7 +99,7 @@ TARGETS: Mapping[str, Sequence[Target]] = {
         Target("tokens_per_s", OFFLINE),
     ),
 }
-"""By load."""
+"""Targets by load."""
 
 
 def table(load: Load, name: str, found: Mapping[str, Samples], about: str) -> Table:
@@ -107,9 +107,9 @@ def table(load: Load, name: str, found: Mapping[str, Samples], about: str) -> Ta
 
     Args:
         load: The load.
-        name: Its name.
-        found: By who was measured.
-        about: What was served, in a few words.
+        name: Name of the load.
+        found: Samples by candidate.
+        about: Short description of the model.
     """
     rows = [*_figures(found), *_relations(found, TARGETS.get(name, ()))]
     return Table(f"{load.about}; {load.lengths}; {about}.", rows)
@@ -117,19 +117,19 @@ def table(load: Load, name: str, found: Mapping[str, Samples], about: str) -> Ta
 
 def start_table(found: Mapping[str, Samples]) -> Table:
     """Return the table of start-up time and memory."""
-    setting = "from the command to a healthy service; memory after the loads, a shared page counted in part."
+    setting = "from the command to a healthy service; memory after the loads, shared pages in proportion."
     return Table(setting, list(_figures(found)))
 
 
 def _figures(found: Mapping[str, Samples]) -> Iterator[Row]:
     for quantity, (label, unit) in UNITS.items():
-        for who, samples in found.items():
+        for candidate, samples in found.items():
             if quantity in samples:
-                yield Row(f"{who}: {label}", unit, list(samples[quantity].values()))
-    for who, samples in found.items():
+                yield Row(f"{candidate}: {label}", unit, list(samples[quantity].values()))
+    for candidate, samples in found.items():
         for part in samples:
             if part.startswith("cpu: "):
-                yield Row(f"{who}: CPU, {part[5:]}", "s", list(samples[part].values()))
+                yield Row(f"{candidate}: CPU, {part[5:]}", "s", list(samples[part].values()))
 
 
 def _relations(found: Mapping[str, Samples], targets: Sequence[Target]) -> Iterator[Row]:
@@ -155,6 +155,6 @@ def _relations(found: Mapping[str, Samples], targets: Sequence[Target]) -> Itera
 
 
 def best(found: Mapping[str, Samples], name: str) -> str | None:
-    """Return which way of asking a server one prompt at a time was the fastest; None: none was measured."""
-    own = [who for who in found if who == name or (who.startswith(f"{name}, ") and not who.endswith("lists"))]
-    return max(own, key=lambda who: statistics.median(found[who]["tokens_per_s"].values()), default=None)
+    """Return the candidate of a server with the highest throughput of single prompts; None: there is none."""
+    own = [each for each in found if each == name or (each.startswith(f"{name}, ") and each[-5:] != "lists")]
+    return max(own, key=lambda each: statistics.median(found[each]["tokens_per_s"].values()), default=None)

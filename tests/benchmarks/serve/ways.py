@@ -1,4 +1,4 @@
-"""How a load reaches a server."""
+"""Ways in which a load reaches a server."""
 
 import asyncio
 import itertools
@@ -16,19 +16,19 @@ from tests.benchmarks.serve.running import Server, environment
 from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, SILENT, VLLM
 
 HANDLE = f"{OURS}, handle"
-"""Ours without HTTP, as a row of the tables."""
+"""Ours over the handle, as a candidate in the tables."""
 
 FIXED = {"temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a load was answered with, and what that took.
+    """Answers to a load, and the CPU time they took.
 
     Attributes:
-        answers: In the order in which they ended.
+        answers: Answers, in the order in which they ended.
         client_cpu_s: CPU seconds of the client.
-        cpu_s: CPU seconds of the server, by what its processes do.
+        cpu_s: CPU seconds of the server, by group of processes.
     """
 
     answers: Sequence[Answer]
@@ -40,13 +40,13 @@ Way = Callable[[Server, Sequence[Prompt]], Run]
 
 
 def chat(prompt: Prompt) -> Request:
-    """Return a request for a stream."""
+    """Return a streaming chat request."""
     body: dict[str, Any] = {
         "model": "demo",
         "messages": [{"role": "user", "content": prompt.text}],
         "max_tokens": prompt.tokens,
         "stream": True,
-        # The last event tells how many tokens there were.
+        # The last event has the number of tokens.
         "stream_options": {"include_usage": True},
     }
     return Request("/v1/chat/completions", body | FIXED, prompt.tokens)
@@ -59,13 +59,13 @@ def completion(prompt: Prompt) -> Request:
 
 
 def completions(prompts: Sequence[Prompt]) -> Request:
-    """Return a request for the completions of a list of prompts; one length holds for all."""
+    """Return a request for the completions of a list of prompts, all of one length."""
     body = {"model": "demo", "prompt": [p.text for p in prompts], "max_tokens": prompts[0].tokens}
     return Request("/v1/completions", body | FIXED, sum(p.tokens for p in prompts), len(prompts))
 
 
 def generate(prompts: Sequence[Prompt]) -> Request:
-    """Return a request of `/generate`; one length holds for all of its prompts."""
+    """Return a request of `/generate` for a list of prompts, all of one length."""
     body = {"prompts": [p.text for p in prompts], "max_tokens": prompts[0].tokens}
     return Request("/generate", body | FIXED, sum(p.tokens for p in prompts), len(prompts))
 
@@ -84,43 +84,43 @@ def over_handle(server: Server, prompts: Sequence[Prompt]) -> Run:
     """Send lists of 50 prompts, ten at once, over a deployment handle, from a process of its own."""
     bodies = [generate(part) for part in _parts(prompts, CHUNK)]
     command = [sys.executable, "-m", "tests.benchmarks.serve.handle"]
-    # As the configs have it for the replicas, and k8s/ for whoever calls them.
+    # As in the configs for replicas, and in k8s/ for their callers.
     env = environment() | {"RAY_ADDRESS": "auto", "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1"}
     with Pipe(command, env, server.log.with_name("handle.log")) as pipe:
         pipe.read()
         pipe.ask({"lists": [body.body for body in bodies[:2]], "in_flight": 2})
         before = server.usage()
-        told = pipe.ask({"lists": [body.body for body in bodies], "in_flight": 10})
+        reply = pipe.ask({"lists": [body.body for body in bodies], "in_flight": 10})
         used = server.usage().since(before)
     answers = []
-    for one, body in zip(told["answers"], bodies, strict=True):
+    for one, body in zip(reply["answers"], bodies, strict=True):
         if one["tokens"] != body.tokens:
             raise RuntimeError(f"the answer has {one['tokens']} tokens, not {body.tokens}")
         answers.append(Answer(body.tokens, body.prompts, one["started"], one["ended"]))
     used.pop(CLIENT, None)
-    return Run(answers, told["cpu_s"], used)
+    return Run(answers, reply["cpu_s"], used)
 
 
 def at_once(server: Server, prompts: Sequence[Prompt]) -> Run:
     """Give all prompts to `LLM.generate` in one call."""
     assert server.pipe
     before, client = server.usage(), time.process_time()
-    told = server.pipe.ask({"prompts": [p.text for p in prompts], "tokens": [p.tokens for p in prompts]})
+    reply = server.pipe.ask({"prompts": [p.text for p in prompts], "tokens": [p.tokens for p in prompts]})
     used = server.usage().since(before)
-    if told["tokens"] != [prompt.tokens for prompt in prompts]:
-        raise RuntimeError("LLM.generate returned another number of tokens than was asked for")
-    answer = Answer(sum(told["tokens"]), len(prompts), told["started"], told["ended"])
+    if reply["tokens"] != [prompt.tokens for prompt in prompts]:
+        raise RuntimeError("LLM.generate returned another number of tokens than requested")
+    answer = Answer(sum(reply["tokens"]), len(prompts), reply["started"], reply["ended"])
     return Run([answer], time.process_time() - client, used)
 
 
 def ways(load: Load) -> Mapping[str, Mapping[str, Way]]:
-    """Return how a load reaches each server that it is for: by server, then by the name in the tables."""
+    """Return the ways of a load: by server, then by candidate, which is the name in the tables."""
     n = load.in_flight
     if load.kind == "lists":
         return {
             OURS: {OURS: lists(generate, CHUNK, n // CHUNK), HANDLE: over_handle},
             SILENT: {SILENT: lists(generate, CHUNK, n // CHUNK)},
-            # Which number of connections suits it best is not for us to say: several are tried.
+            # Its best number of connections isn't known in advance, so several are tried.
             VLLM: {
                 **{f"{VLLM}, {each} connections": single(completion, each) for each in (64, 128, n)},
                 f"{VLLM}, lists": lists(completions, CHUNK, n // CHUNK),

@@ -1,4 +1,4 @@
-"""API keys: how they are made and written down, and what their errors keep to themselves."""
+"""API keys: their making, their list, and errors that don't show a key."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ ADA = {"name": "ada", "sha256": HASH, "tenant": "research"}
 SECRET = "sk-do-not-print-me"
 
 
-def mistake(content: Any) -> str:
+def error_of(content: Any) -> str:
     text = content if isinstance(content, str) else json.dumps(content)
     with pytest.raises(SettingsError) as caught:
         read_keys(text, "keys.yaml")
@@ -37,7 +37,7 @@ def test_its_hash_is_sha256() -> None:
     assert hash_key(b"x") == hashlib.sha256(b"x").hexdigest()
 
 
-def test_yaml_and_json_are_read_alike_and_what_is_left_out_is_unlimited() -> None:
+def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
     (key,) = read_keys(json.dumps([ADA]), "x")
     assert read_keys(yaml.safe_dump([ADA]), "x") == [key]
     assert (key.tiers, key.any_tenant) == (("priority", "default", "flex"), False)
@@ -61,27 +61,27 @@ def test_yaml_and_json_are_read_alike_and_what_is_left_out_is_unlimited() -> Non
         ({"key": SECRET}, "[0].key: unknown field; allowed are name, sha256, tenant"),
     ],
 )
-def test_a_mistake_is_named_by_its_place_and_without_its_value(change: dict[str, Any], words: str) -> None:
-    assert words in mistake([ADA | change])
+def test_an_error_has_its_place_and_not_its_value(change: dict[str, Any], words: str) -> None:
+    assert words in error_of([ADA | change])
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "ada", "{}", f"- sha256: {SECRET}\n  - x", f"[{SECRET}", f'["{SECRET}"]', f"- &a {SECRET}\x01"],
 )
-def test_what_is_no_list_of_keys_is_refused_without_being_quoted(text: str) -> None:
-    mistake(text)
+def test_anything_but_a_list_of_keys_is_refused_without_being_quoted(text: str) -> None:
+    error_of(text)
 
 
 @pytest.mark.parametrize("field", ["name", "sha256"])
 def test_two_keys_differ_in_name_and_hash(field: str) -> None:
     other = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
-    assert f"two keys with the same {field}" in mistake([ADA, other | {field: ADA[field]}])
+    assert f"two keys with the same {field}" in error_of([ADA, other | {field: ADA[field]}])
 
 
 def test_the_keys_of_one_tenant_have_one_weight() -> None:
     bob = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
-    assert "the tenant 'research' differ in weight" in mistake([ADA | {"weight": 1}, bob | {"weight": 2}])
+    assert "the tenant 'research' differ in weight" in error_of([ADA | {"weight": 1}, bob | {"weight": 2}])
     assert [key.weight for key in read_keys(json.dumps([ADA, bob | {"weight": 2}]), "x")] == [None, 2]
 
 
@@ -99,9 +99,39 @@ def test_the_command_prints_a_key_once_and_its_entry() -> None:
     assert (key.name, key.tenant, key.tiers, key.max_concurrency) == ("ada", "research", ("flex",), 5)
 
 
-def test_the_command_refuses_what_the_service_would() -> None:
+def test_the_command_refuses_a_key_that_the_service_would_refuse() -> None:
     done = run("new", "--name", "a b", "--tenant", "research")
     assert done.returncode == 1
     assert "name" in done.stderr
     assert not done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [["--tiers", "flex,default"], ["--tiers", "flex", "--tiers", "default"], ["--tiers", "flex", "default"]],
+    ids=" ".join,
+)
+def test_several_tiers(tiers: list[str]) -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", *tiers)
+    (key,) = read_keys(done.stdout, "stdout")
+    assert key.tiers == ("flex", "default")
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", "--max-concurrency", "0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: the key: [0].max_concurrency: Input should be greater than or equal to 1\n"
+
+
+def test_a_missing_option_is_an_error_of_usage() -> None:
+    done = run("new", "--name", "ada")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: missing option '--tenant' (see `")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_old_path_of_the_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "serve_app.keys", "new", "--name", "ada", "--tenant", "research"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert len(read_keys(done.stdout, "stdout")) == 1

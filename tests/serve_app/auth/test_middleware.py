@@ -1,4 +1,4 @@
-"""Which keys hold, what they allow, and that nothing behind the gate is reached without one."""
+"""Valid keys, their permissions, their reload, and the middleware that requires one."""
 
 import asyncio
 import gc
@@ -20,9 +20,9 @@ from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
-from serve_app.auth import middleware as access_module
+from serve_app.auth import middleware
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import Access, AuthMiddleware, Caller
+from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.settings.schema import AccessSettings, SettingsError
 
 LIMIT_S = 5.0
@@ -33,8 +33,8 @@ def entry(key: str = KEY, **more: Any) -> dict[str, Any]:
     return {"name": key.removeprefix("sk-"), "sha256": hash_key(key.encode()), "tenant": "research"} | more
 
 
-def made(*entries: dict[str, Any]) -> Access:
-    return Access(AccessSettings(keys_env="KEYS"), environment={"KEYS": json.dumps(entries)})
+def made(*entries: dict[str, Any]) -> KeyStore:
+    return KeyStore(AccessSettings(keys_env="KEYS"), environment={"KEYS": json.dumps(entries)})
 
 
 def bearer(key: str) -> list[tuple[bytes, bytes]]:
@@ -45,7 +45,7 @@ def caller(**more: Any) -> Caller:
     return made(entry(**more)).find(bearer(KEY))
 
 
-# Who it is
+# Keys
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def caller(**more: Any) -> Caller:
         (b"x-api-key", b"sk-ada"),
     ],
 )
-def test_a_key_is_known_by_its_hash(header: tuple[bytes, bytes]) -> None:
+def test_a_key_is_found_by_its_hash(header: tuple[bytes, bytes]) -> None:
     assert made(entry("sk-bob"), entry()).find([header]).key.name == "ada"
 
 
@@ -73,14 +73,14 @@ def test_a_key_is_known_by_its_hash(header: tuple[bytes, bytes]) -> None:
         [(b"authorization", b"Bearer \xff\x00")],
     ],
 )
-def test_who_has_no_key_is_told_how_to_send_one(headers: list[tuple[bytes, bytes]]) -> None:
+def test_a_request_without_a_valid_key_is_401(headers: list[tuple[bytes, bytes]]) -> None:
     with pytest.raises(RequestError) as caught:
         made(entry()).find(headers)
     assert (caught.value.status, caught.value.type) == (401, "authentication_error")
     assert caught.value.headers() == {"www-authenticate": "Bearer"}
 
 
-# What it allows
+# Permissions
 
 
 def test_the_tenant_comes_from_the_key() -> None:
@@ -95,7 +95,7 @@ def test_the_tenant_comes_from_the_key() -> None:
     ("headers", "fields"),
     [([(b"x-tenant", b"other")], SchedulingFields()), ([], SchedulingFields(tenant="other"))],
 )
-def test_another_tenant_is_refused_unless_the_key_may_name_any(
+def test_another_tenant_is_403_unless_the_key_allows_any(
     headers: list[tuple[bytes, bytes]], fields: SchedulingFields
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -104,7 +104,7 @@ def test_another_tenant_is_refused_unless_the_key_may_name_any(
     assert caller(any_tenant=True).scheduling(headers, fields).tenant == "other"
 
 
-def test_the_weight_of_a_key_is_for_its_own_tenant() -> None:
+def test_the_weight_of_a_key_holds_for_its_own_tenant() -> None:
     heavy = caller(weight=2.5, any_tenant=True)
     assert heavy.scheduling([], SchedulingFields()).weight == 2.5
     assert heavy.scheduling([(b"x-tenant", b"other")], SchedulingFields()).weight is None
@@ -131,7 +131,7 @@ def test_a_tier_is_one_of_the_key_s(tiers: list[str], tier: Any, priority: int) 
     ("tiers", "tier"),
     [(["flex"], "default"), (["flex"], "fast"), (["default", "flex"], "priority"), (["default"], "flex")],
 )
-def test_another_tier_is_refused(tiers: list[str], tier: Any) -> None:
+def test_another_tier_is_403(tiers: list[str], tier: Any) -> None:
     with pytest.raises(RequestError) as caught:
         caller(tiers=tiers).scheduling([], SchedulingFields(service_tier=tier))
     assert (caught.value.status, caught.value.type, caught.value.param) == (
@@ -160,23 +160,23 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def names(access: Access, *keys: str) -> list[str]:
+def names(store: KeyStore, *keys: str) -> list[str]:
     found = []
     for key in keys:
         try:
-            found.append(access.find(bearer(key)).key.name)
+            found.append(store.find(bearer(key)).key.name)
         except RequestError:
             found.append("-")
     return found
 
 
-def test_a_changed_file_holds_from_the_next_look_on(write: Callable[..., Path]) -> None:
-    access = Access(AccessSettings(keys_file=str(write([entry("sk-a")]))))
-    assert names(access, "sk-a", "sk-b") == ["a", "-"]
+def test_a_changed_file_is_valid_from_the_next_refresh_on(write: Callable[..., Path]) -> None:
+    keys = KeyStore(AccessSettings(keys_file=str(write([entry("sk-a")]))))
+    assert names(keys, "sk-a", "sk-b") == ["a", "-"]
     write([entry("sk-b")])
-    assert names(access, "sk-a", "sk-b") == ["a", "-"]
-    access.refresh()
-    assert names(access, "sk-a", "sk-b") == ["-", "b"]
+    assert names(keys, "sk-a", "sk-b") == ["a", "-"]
+    keys.refresh()
+    assert names(keys, "sk-a", "sk-b") == ["-", "b"]
 
 
 @pytest.mark.parametrize("broken", ["", "- {name: sk-canary", '[{"name": "x"}]', None])
@@ -184,44 +184,44 @@ def test_a_broken_file_leaves_the_keys_and_warns_once(
     write: Callable[..., Path], broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write([entry("sk-a")])
-    access = Access(AccessSettings(keys_file=str(path)))
+    keys = KeyStore(AccessSettings(keys_file=str(path)))
     if broken is None:
         path.unlink()
     else:
         write(broken)
     for _ in range(3):
-        access.refresh()
-    assert names(access, "sk-a") == ["a"]
+        keys.refresh()
+    assert names(keys, "sk-a") == ["a"]
     (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
     assert str(path) in record.getMessage()
     assert "canary" not in record.getMessage()
     write([entry("sk-b")])
-    access.refresh()
-    assert names(access, "sk-a", "sk-b") == ["-", "b"]
+    keys.refresh()
+    assert names(keys, "sk-a", "sk-b") == ["-", "b"]
 
 
-def test_what_a_key_has_used_up_stays_used_up(write: Callable[..., Path]) -> None:
-    access = Access(AccessSettings(keys_file=str(write([entry(requests_per_minute=1)]))))
-    access.find(bearer(KEY)).rate_limit.enter()
+def test_the_state_of_a_rate_limit_survives_a_refresh(write: Callable[..., Path]) -> None:
+    keys = KeyStore(AccessSettings(keys_file=str(write([entry(requests_per_minute=1)]))))
+    keys.find(bearer(KEY)).rate_limit.enter()
     write([entry(requests_per_minute=1, max_concurrency=7)])
-    access.refresh()
-    rate_limit = access.find(bearer(KEY)).rate_limit
+    keys.refresh()
+    rate_limit = keys.find(bearer(KEY)).rate_limit
     assert (rate_limit.in_flight, rate_limit.max_concurrency) == (1, 7)
     with pytest.raises(RequestError):
         rate_limit.enter()
 
 
-def test_the_file_is_watched_for_as_long_as_somebody_asks(
+def test_the_file_is_watched_while_the_store_lives(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(access_module, "POLL_S", 0.01)
-    access = Access(AccessSettings(keys_file=str(write([]))))
+    monkeypatch.setattr(middleware, "POLL_S", 0.01)
+    keys = KeyStore(AccessSettings(keys_file=str(write([]))))
     looked = threading.Event()
-    monkeypatch.setattr(access, "refresh", looked.set)
-    access.watch()
+    monkeypatch.setattr(keys, "refresh", looked.set)
+    keys.watch()
     assert looked.wait(LIMIT_S)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "api-keys")
-    del access
+    del keys
     # The patch holds the object too.
     monkeypatch.undo()
     gc.collect()
@@ -230,20 +230,20 @@ def test_the_file_is_watched_for_as_long_as_somebody_asks(
 
 
 @pytest.mark.parametrize("settings", [{"keys_file": "/nowhere/keys.yaml"}, {"keys_env": "NO_SUCH"}])
-def test_keys_that_are_not_there_are_an_error_at_the_start(settings: dict[str, str]) -> None:
+def test_a_missing_source_of_keys_is_an_error_at_the_start(settings: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match=r"access\.keys_"):
-        Access(AccessSettings.model_validate(settings), environment={})
+        KeyStore(AccessSettings.model_validate(settings), environment={})
 
 
 def test_a_file_and_the_environment_may_both_hold_keys(write: Callable[..., Path]) -> None:
     both = AccessSettings(keys_file=str(write([entry("sk-a")])), keys_env="KEYS")
-    access = Access(both, environment={"KEYS": json.dumps([entry("sk-b")])})
-    assert names(access, "sk-a", "sk-b") == ["a", "b"]
+    keys = KeyStore(both, environment={"KEYS": json.dumps([entry("sk-b")])})
+    assert names(keys, "sk-a", "sk-b") == ["a", "b"]
     with pytest.raises(SettingsError, match="two keys with the same name: a, a"):
-        Access(both, environment={"KEYS": json.dumps([entry("sk-a")])})
+        KeyStore(both, environment={"KEYS": json.dumps([entry("sk-a")])})
 
 
-# The gate
+# The middleware
 
 
 async def hello(request: Request) -> PlainTextResponse:
@@ -254,14 +254,14 @@ async def healthy(request: Request) -> PlainTextResponse:
     return PlainTextResponse("ok")
 
 
-def client(access: Access, app: Any = None) -> httpx.AsyncClient:
+def client(keys: KeyStore, app: Any = None) -> httpx.AsyncClient:
     app = app or Starlette(routes=[Route("/", hello), Route("/health", healthy)])
     return httpx.AsyncClient(
-        transport=httpx.ASGITransport(AuthMiddleware(app, access)), base_url="http://saturate"
+        transport=httpx.ASGITransport(AuthMiddleware(app, keys)), base_url="http://saturate"
     )
 
 
-async def test_the_gate_lets_in_who_has_a_key_and_says_who_it_is() -> None:
+async def test_a_request_with_a_key_passes_and_has_its_caller() -> None:
     async with client(made(entry())) as http:
         response = await http.get("/")
         assert response.status_code == 401
@@ -271,13 +271,13 @@ async def test_the_gate_lets_in_who_has_a_key_and_says_who_it_is() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/nothing", "/healthy", "/health/", "/x/health", "/x/health/../stats"])
-async def test_only_health_is_open(path: str) -> None:
+async def test_only_health_needs_no_key(path: str) -> None:
     async with client(made(entry())) as http:
         assert (await http.get("/health")).status_code == 200
         assert (await http.get(path)).status_code == 401
 
 
-async def test_a_key_beyond_its_rate_is_told_when_to_come_back() -> None:
+async def test_a_key_above_its_rate_is_429_with_retry_after() -> None:
     async with client(made(entry(requests_per_minute=1))) as http:
         headers = {"authorization": f"Bearer {KEY}"}
         assert (await http.get("/", headers=headers)).status_code == 200
@@ -287,7 +287,7 @@ async def test_a_key_beyond_its_rate_is_told_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "is cancelled"])
-async def test_a_place_is_given_back_however_a_request_ends(end: str) -> None:
+async def test_a_request_leaves_the_rate_limit_however_it_ends(end: str) -> None:
     inside, go = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -296,8 +296,8 @@ async def test_a_place_is_given_back_however_a_request_ends(end: str) -> None:
         if end == "raises":
             raise ValueError
 
-    access = made(entry(max_concurrency=1))
-    gate = AuthMiddleware(app, access)
+    keys = made(entry(max_concurrency=1))
+    authenticated = AuthMiddleware(app, keys)
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
@@ -307,19 +307,19 @@ async def test_a_place_is_given_back_however_a_request_ends(end: str) -> None:
         raise AssertionError
 
     scope = {"type": "http", "path": "/", "headers": bearer(KEY)}
-    task = asyncio.ensure_future(gate(dict(scope), receive, send))
+    task = asyncio.ensure_future(authenticated(dict(scope), receive, send))
     async with asyncio.timeout(LIMIT_S):
         await inside.wait()
-        await gate(dict(scope), receive, send)
+        await authenticated(dict(scope), receive, send)
         assert sent[0]["status"] == 429
         if end == "is cancelled":
             task.cancel()
         go.set()
         await asyncio.wait([task])
-    assert access.find(bearer(KEY)).rate_limit.in_flight == 0
+    assert keys.find(bearer(KEY)).rate_limit.in_flight == 0
 
 
-async def test_a_websocket_finds_nobody() -> None:
+async def test_a_websocket_is_closed() -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:

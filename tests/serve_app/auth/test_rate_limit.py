@@ -1,4 +1,4 @@
-"""The rate and the requests in flight of one key."""
+"""Rate and requests in flight of one key."""
 
 import pytest
 from hypothesis import given
@@ -38,7 +38,7 @@ def test_without_limits_there_are_none() -> None:
     assert rate_limit.in_flight == 1000
 
 
-def test_a_minute_s_requests_may_come_at_once_and_the_next_is_told_when() -> None:
+def test_a_minute_s_requests_may_come_at_once_and_the_next_has_a_hint() -> None:
     clock = Clock()
     rate_limit = made(clock, rate=6)
     for _ in range(6):
@@ -55,7 +55,7 @@ def test_a_minute_s_requests_may_come_at_once_and_the_next_is_told_when() -> Non
 def test_no_minute_has_more_than_twice_the_rate_and_the_hint_is_enough(rate: int, steps: list[float]) -> None:
     clock = Clock()
     rate_limit = made(clock, rate=rate)
-    let_in = []
+    entered = []
     for step in steps:
         clock.now += step
         try:
@@ -63,12 +63,12 @@ def test_no_minute_has_more_than_twice_the_rate_and_the_hint_is_enough(rate: int
         except RequestError as error:
             clock.now += (error.retry_after_s or 0.0) + 1e-6
             rate_limit.leave(rate_limit.enter())
-        let_in.append(clock.now)
-    for start in let_in:
-        assert sum(start <= at <= start + 60 for at in let_in) <= 2 * rate + 1
+        entered.append(clock.now)
+    for start in entered:
+        assert sum(start <= at <= start + 60 for at in entered) <= 2 * rate + 1
 
 
-def test_the_requests_in_flight_are_bounded_and_the_hint_is_what_one_takes() -> None:
+def test_the_requests_in_flight_are_bounded_and_the_hint_follows_their_duration() -> None:
     clock = Clock()
     rate_limit = made(clock, most=2)
     entered = [rate_limit.enter(), rate_limit.enter()]
@@ -81,7 +81,7 @@ def test_the_requests_in_flight_are_bounded_and_the_hint_is_what_one_takes() -> 
     assert rate_limit.in_flight == 2
 
 
-def test_a_refused_request_uses_nothing_up() -> None:
+def test_a_refused_request_takes_nothing_from_the_bucket() -> None:
     clock = Clock()
     rate_limit = made(clock, rate=60, most=1)
     entered = rate_limit.enter()

@@ -1,14 +1,11 @@
-"""The lines of the request logs, as the launcher shows them; and the config that it makes for them."""
+"""Request lines that the launcher prints from the logs of the Ingress replicas."""
 
 from pathlib import Path
 
-import yaml
-
 from serve_app.cli.log_tail import RequestLines
-from serve_app.cli.serve import with_request_log
 
 
-def test_lines_are_shown_once_and_whole_whatever_the_name_of_their_file(tmp_path: Path) -> None:
+def test_lines_are_shown_once_and_whole_also_after_a_rotation(tmp_path: Path) -> None:
     shown: list[str] = []
     lines = RequestLines(shown.append, tmp_path / "logs")
     lines.look()
@@ -26,7 +23,7 @@ def test_lines_are_shown_once_and_whole_whatever_the_name_of_their_file(tmp_path
     assert sorted(shown) == ["one\n", "three\n", "two\n"]
 
 
-def test_what_is_left_is_shown_at_the_end(tmp_path: Path) -> None:
+def test_the_last_lines_are_shown_at_the_end(tmp_path: Path) -> None:
     shown: list[str] = []
     lines = RequestLines(shown.append, tmp_path)
     lines.start()
@@ -35,18 +32,8 @@ def test_what_is_left_is_shown_at_the_end(tmp_path: Path) -> None:
     assert shown == ["one\n"]
 
 
-def test_who_was_never_begun_shows_nothing(tmp_path: Path) -> None:
+def test_nothing_is_shown_without_a_start(tmp_path: Path) -> None:
     shown: list[str] = []
     (tmp_path / "requests_a.log").write_text("of an earlier service\n")
     RequestLines(shown.append, tmp_path).stop()
     assert shown == []
-
-
-def test_the_format_goes_into_the_config_and_leaves_the_rest() -> None:
-    ours = {"import_path": "serve_app.app:build", "args": {"models": [], "telemetry": {"tenants": 3}}}
-    theirs = {"import_path": "other:app", "args": {}}
-    changed = yaml.safe_load(with_request_log(yaml.safe_dump({"applications": [ours, theirs]}), "text"))
-    assert changed["applications"] == [
-        ours | {"args": {"models": [], "telemetry": {"tenants": 3, "request_log": "text"}}},
-        theirs,
-    ]

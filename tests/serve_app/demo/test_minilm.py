@@ -1,4 +1,4 @@
-"""The embedding model: the vectors that its authors' own library makes, whatever shares the batch."""
+"""The embedding model: its vectors are those of the authors' library, whatever else is in the batch."""
 
 import math
 
@@ -18,7 +18,7 @@ def likeness(a: list[float], b: list[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def test_vectors_have_length_one_and_tell_what_is_alike(model: MiniLM) -> None:
+def test_vectors_have_length_one_and_similar_texts_have_near_ones(model: MiniLM) -> None:
     cat, kitten, rates = model.process([CAT, KITTEN, RATES])
     for vector in (cat, kitten, rates):
         assert len(vector) == 384
@@ -32,27 +32,27 @@ def test_vectors_are_those_of_sentence_transformers(model: MiniLM) -> None:
     assert vector[:4] == pytest.approx([0.164547, -0.069706, -0.050108, 0.051221], abs=1e-5)
 
 
-def test_company_of_other_lengths_changes_nothing(model: MiniLM) -> None:
+def test_other_texts_in_the_batch_change_nothing(model: MiniLM) -> None:
     (alone,) = model.process([CAT])
     among = model.process(["word " * 200, CAT, ""])[1]
     assert among == pytest.approx(alone, abs=1e-5)
 
 
-def test_a_cost_is_the_tokens_that_count(model: MiniLM) -> None:
+def test_the_cost_is_the_number_of_tokens_up_to_the_limit(model: MiniLM) -> None:
     assert model.estimate_cost(CAT) == 9
     assert model.estimate_cost("") == 2
     assert model.estimate_cost("word " * 5000) == MAX_TOKENS
     assert len(model.process(["word " * 5000])[0]) == 384
 
 
-def test_fewer_tokens_may_count() -> None:
+def test_the_limit_of_tokens_can_be_lowered() -> None:
     short = MiniLM(max_tokens=8)
     assert short.estimate_cost("word " * 50) == 8
-    first, second = short.process(["word " * 50, "word " * 6 + "and what nobody reads"])
+    first, second = short.process(["word " * 50, "word " * 6 + "and more words"])
     assert first == pytest.approx(second, abs=1e-5)
 
 
 @pytest.mark.parametrize("record", [5, None, ["x"], {"text": "x"}])
-def test_what_is_no_text_has_no_cost(model: MiniLM, record: object) -> None:
+def test_the_cost_of_anything_but_text_is_an_error(model: MiniLM, record: object) -> None:
     with pytest.raises(TypeError, match="must be a text"):
         model.estimate_cost(record)

@@ -1,4 +1,4 @@
-"""Object storage that speaks as much of S3, or of Google's JSON API, as reading needs."""
+"""Fake object storage: the parts of S3, and of Google's JSON API, that reading needs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.serve_app.driver.fake import running
 
 @contextlib.contextmanager
 def bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
-    """Run a bucket, and give what has to stand behind a URI of it."""
+    """Run a bucket; yield the query that its URIs need."""
 
     async def get(request: Request) -> Response:
         path = request.path_params["path"].removeprefix(name).strip("/")
@@ -38,7 +38,7 @@ def bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def google_bucket(name: str, objects: dict[str, bytes]) -> Iterator[str]:
-    """Run a bucket, and give what has to stand behind a URI of it."""
+    """Run a bucket; yield the query that its URIs need."""
 
     def described(key: str) -> dict[str, str]:
         return {

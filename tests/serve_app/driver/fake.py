@@ -1,11 +1,10 @@
-"""A service that answers `/generate` as it is told to: it echoes, and fails on demand."""
+"""A fake service: its `/generate` returns prompts in capitals, and fails on demand."""
 
 import asyncio
 import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -13,25 +12,26 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from serve_app.api.protocol import JSON
 from tests.e2e.service import free_port
 
-JSON = dict[str, Any]
 Trouble = Callable[[JSON], Response | None]
 """Looks at a call's body and returns a failure, or None to have it served."""
 
 
 class FakeService:
-    """What a driver talks to.
+    """The service.
 
     Attributes:
-        calls: The bodies of all calls that came in.
-        tries: How often each was sent before, as it says.
-        served: How often each prompt was answered.
-        most_at_once: Calls that were under way at the same time, at most.
-        trouble: Decides over failures.
-        refuses: Prompts that can't be served, with the message of their error.
-        replicas: What `/stats` says.
-        gate: Calls wait for it before they are answered.
+        calls: Bodies of all calls.
+        tries: Retry counts of all calls.
+        served: Number of answers by prompt.
+        most_at_once: Highest number of concurrent calls.
+        trouble: Returns the failure of a call, or None.
+        refuses: Prompts that can't be served, with the messages of their errors.
+        replicas: Statistics of replicas in `/stats`.
+        release: Calls wait for it before they are answered.
+        held_from: Number of calls that don't wait for it.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,9 @@ class FakeService:
         self.trouble: Trouble = lambda body: None
         self.refuses: dict[str, str] = {}
         self.replicas: list[JSON] = []
-        self.gate = threading.Event()
-        self.gate.set()
+        self.release = threading.Event()
+        self.release.set()
+        self.held_from = 0
         self._at_once = 0
         self.app = Starlette(
             routes=[
@@ -54,13 +55,14 @@ class FakeService:
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()
+        number = len(self.calls)
         self.calls.append(body)
         self.tries.append(int(request.headers.get("x-stainless-retry-count", 0)))
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:
-            if not self.gate.is_set():
-                await asyncio.to_thread(self.gate.wait, 60)
+            if not self.release.is_set() and number >= self.held_from:
+                await asyncio.to_thread(self.release.wait, 60)
             return self.trouble(body) or JSONResponse(self._answer(body))
         finally:
             self._at_once -= 1
@@ -96,20 +98,20 @@ def texts(body: JSON) -> list[str]:
 def failure(
     status: int, type: str = "service_unavailable", param: str | None = None, retry_after: str | None = None
 ) -> Response:
-    """Return an error as the real service words it."""
+    """Return an error in the service's form."""
     error = {"message": f"failed with {status}", "type": type, "param": param, "code": status}
     headers = {} if retry_after is None else {"retry-after": retry_after}
     return JSONResponse({"error": error}, status, headers)
 
 
 def no_route() -> Response:
-    """Return what Ray Serve's proxy says while the application isn't there."""
+    """Return the answer of Ray Serve's proxy while the application isn't deployed."""
     return PlainTextResponse("Path '/generate' not found.", 404)
 
 
 @contextlib.contextmanager
 def running(app: Starlette) -> Iterator[int]:
-    """Run an application on a port of the loopback interface, and give the port."""
+    """Run an application on a port of the loopback interface; yield the port."""
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -129,9 +131,9 @@ def running(app: Starlette) -> Iterator[int]:
 
 @contextlib.contextmanager
 def listening(service: FakeService) -> Iterator[str]:
-    """Run a service on a port of the loopback interface, and give its URL."""
+    """Run a service on a port of the loopback interface; yield its URL."""
     with running(service.app) as port:
         try:
             yield f"http://127.0.0.1:{port}"
         finally:
-            service.gate.set()
+            service.release.set()

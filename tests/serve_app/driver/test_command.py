@@ -1,4 +1,4 @@
-"""The command: what it writes, says and returns, and how it goes on after every kind of end."""
+"""The command `saturate batch`: its output, messages and exit codes, and how it resumes."""
 
 import json
 import os
@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.command import main
 from tests.serve_app.driver.fake import FakeService, failure, listening
 
-JSON = dict[str, Any]
 LIMIT_S = 90.0
 
 
@@ -99,7 +99,7 @@ def test_a_run(
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_rows_that_failed_are_data_and_the_exit_code_says_so(
+def test_failed_rows_are_in_the_output_and_set_the_exit_code(
     tmp_path: Path, questions: Path, url: str, service: FakeService, name: str
 ) -> None:
     service.refuses = {"p7": "too long"}
@@ -108,7 +108,7 @@ def test_rows_that_failed_are_data_and_the_exit_code_says_so(
     assert [row["row"] for row in done if row["error"]] == [7]
     assert done[7]["error"] == {"type": "invalid_request_error", "message": "too long"}
     assert done[7]["result"] is None
-    assert batch(questions, tmp_path / name, "--url", url) == 3, "a finished run says the same again"
+    assert batch(questions, tmp_path / name, "--url", url) == 3, "a finished run has the same exit code again"
     assert len(service.calls) == 2
 
 
@@ -148,14 +148,14 @@ def test_standard_input(tmp_path: Path, url: str) -> None:
         (["--template", "{{ x"], "error: --template, line 1"),
         (["--template", "@nowhere"], "error: --template @nowhere: No such file"),
         (["--chunk-size", "0"], "--chunk-size: must be 1 or more, not 0"),
-        (["--max-concurrency", "many"], "--max-concurrency: must be a number, not 'many'"),
+        (["--max-concurrency", "many"], "--max-concurrency: must be a whole number, not 'many'"),
         (["--read-timeout", "-1"], "--read-timeout: must be a number of seconds above 0, not '-1'"),
         (["--app", "llm"], "--url and --app: take one"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "error: --api-key-env NO_SUCH_VARIABLE: no such variable"),
         (["--overwrite", "--resume"], "not allowed with"),
     ],
 )
-def test_mistakes_end_with_2_and_without_a_trace(
+def test_errors_of_usage_have_exit_code_2_and_no_stack_trace(
     tmp_path: Path,
     questions: Path,
     capsys: pytest.CaptureFixture[str],
@@ -179,7 +179,7 @@ def test_mistakes_end_with_2_and_without_a_trace(
         ("in.jsonl", "in.jsonl", "no manifest beside it"),
     ],
 )
-def test_files_that_cannot_be(
+def test_a_file_that_can_not_be_used_is_an_error(
     tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], input: str, output: str, message: str
 ) -> None:
     before = questions.read_bytes()
@@ -189,14 +189,14 @@ def test_files_that_cannot_be(
     assert questions.read_bytes() == before
 
 
-def test_a_wrong_column_is_told_with_those_there_are(
+def test_the_error_of_a_wrong_column_lists_the_columns(
     tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--prompt-column", "question") == 2
     assert "no column 'question'; there are: id, prompt. Name the one" in capsys.readouterr().err
 
 
-def test_a_service_that_is_gone(
+def test_a_service_that_does_not_answer_ends_the_run_with_exit_code_1(
     tmp_path: Path, questions: Path, capsys: pytest.CaptureFixture[str], service: FakeService, url: str
 ) -> None:
     gone = ["--url", "http://127.0.0.1:9", "--retries", "0"]
@@ -209,7 +209,7 @@ def test_a_service_that_is_gone(
     assert len(rows(tmp_path / "out.jsonl")) == 100
 
 
-def test_changes_are_refused_until_the_user_decides(
+def test_changed_options_or_input_need_overwrite_or_resume(
     tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -231,13 +231,15 @@ def test_changes_are_refused_until_the_user_decides(
 
     assert batch(questions, out, "--url", url, "--resume") == 0
     assert [row["row"] for row in rows(out)] == list(range(120))
-    assert set(service.served.values()) == {1}, "what was done is not done again"
+    assert set(service.served.values()) == {1}, "finished rows are not sent again"
 
     assert batch(questions, out, "--url", url, "--limit", 5, "--overwrite") == 0
     assert len(rows(out)) == 5
 
 
-def test_how_it_is_sent_may_change(tmp_path: Path, questions: Path, url: str, service: FakeService) -> None:
+def test_speed_options_may_change_between_runs(
+    tmp_path: Path, questions: Path, url: str, service: FakeService
+) -> None:
     out = tmp_path / "out.jsonl"
     service.trouble = lambda body: failure(400) if len(service.calls) > 2 else None
     assert batch(questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1) == 1
@@ -248,11 +250,11 @@ def test_how_it_is_sent_may_change(tmp_path: Path, questions: Path, url: str, se
     assert set(service.served.values()) == {1}
 
 
-def test_an_interrupt_finishes_what_is_in_flight(
+def test_an_interrupt_finishes_calls_in_flight(
     tmp_path: Path, questions: Path, url: str, service: FakeService
 ) -> None:
     out = tmp_path / "out.jsonl"
-    service.gate.clear()
+    service.release.clear()
     driver = start(questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 3)
     wait_until(lambda: len(service.calls) == 3)
     driver.send_signal(signal.SIGINT)
@@ -260,7 +262,7 @@ def test_an_interrupt_finishes_what_is_in_flight(
     for line in driver.stderr:
         if "Stopping: 3 calls in flight" in line:
             break
-    service.gate.set()
+    service.release.set()
     printed, said = driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 130
     assert "30 rows are in" in said
@@ -277,7 +279,7 @@ def test_an_interrupt_finishes_what_is_in_flight(
 def test_a_second_interrupt_stops_at_once(
     tmp_path: Path, questions: Path, url: str, service: FakeService
 ) -> None:
-    service.gate.clear()
+    service.release.clear()
     driver = start(questions, tmp_path / "out.jsonl", "--url", url)
     wait_until(lambda: len(service.calls) == 2)
     driver.send_signal(signal.SIGINT)
@@ -312,7 +314,7 @@ def test_an_interrupt_ends_the_wait_for_a_pipe(tmp_path: Path, url: str, service
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
-def test_killed_again_and_again_it_ends_like_an_undisturbed_run(
+def test_a_run_that_is_killed_five_times_ends_like_an_undisturbed_one(
     tmp_path: Path, url: str, service: FakeService, name: str
 ) -> None:
     questions = write(tmp_path / "in.jsonl", 400)
@@ -323,35 +325,38 @@ def test_killed_again_and_again_it_ends_like_an_undisturbed_run(
     arguments = [questions, out, "--url", url, "--chunk-size", 5, "--max-concurrency", 4]
     for kill in range(5):
         service.calls.clear()
+        service.release.clear()
+        service.held_from = 3 * kill
         driver = start(*arguments)
-        wait_until(lambda kill=kill: len(service.calls) >= 4 + 3 * kill)
+        wait_until(lambda kill=kill: len(service.calls) == 4 + 3 * kill)
         driver.kill()
         driver.communicate(timeout=LIMIT_S)
+        service.release.set()
     assert batch(*arguments) == 0
     assert rows(out) == rows(quiet)
-    # What was in flight at a kill is all that may have been served again.
+    # Only calls in flight at a kill may have been served again.
     assert sum(service.served.values()) - 400 <= 5 * 4 * 5
 
 
 def test_two_drivers_cannot_write_one_output(
     tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    service.gate.clear()
+    service.release.clear()
     driver = start(questions, tmp_path / "out.jsonl", "--url", url)
     wait_until(lambda: service.calls)
     for options in ([], ["--overwrite"]):
         assert batch(questions, tmp_path / "out.jsonl", "--url", url, *options) == 2
         assert "another driver is writing it" in capsys.readouterr().err
-    service.gate.set()
+    service.release.set()
     driver.communicate(timeout=LIMIT_S)
     assert driver.returncode == 0
     assert len(rows(tmp_path / "out.jsonl")) == 100
 
 
-def test_on_a_terminal_there_is_a_bar(
+def test_a_terminal_shows_a_progress_bar(
     tmp_path: Path, questions: Path, url: str, service: FakeService
 ) -> None:
-    service.gate.clear()
+    service.release.clear()
     ours, theirs = pty.openpty()
     driver = subprocess.Popen(
         [sys.executable, "-m", "serve_app.driver", questions, tmp_path / "out.jsonl", "--url", url],
@@ -363,7 +368,7 @@ def test_on_a_terminal_there_is_a_bar(
     shown = b""
     while b"in flight" not in shown:
         shown += os.read(ours, 4096)
-    service.gate.set()
+    service.release.set()
     while True:
         try:
             piece = os.read(ours, 4096)
@@ -378,7 +383,7 @@ def test_on_a_terminal_there_is_a_bar(
         assert word in shown
 
 
-def test_utilization_is_that_of_the_run(
+def test_utilization_covers_this_run_only(
     tmp_path: Path, questions: Path, url: str, service: FakeService
 ) -> None:
     busy = {"busy_time_s": 100.0, "idle_time_s": 900.0, "running": 1, "queue_depth": 0}
@@ -394,14 +399,14 @@ def test_utilization_is_that_of_the_run(
     assert report["this_run"]["utilization"] == 0.9
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_explains_how_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
     assert batch("--help") == 0
     text = capsys.readouterr().out
     for word in (
         "hf://openai/gsm8k#main/test",
         "--max-concurrency",
         "max_num_seqs",
-        "exit codes",
+        "Exit codes",
         "--resume",
     ):
         assert word in text

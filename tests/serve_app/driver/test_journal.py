@@ -1,4 +1,4 @@
-"""Nothing that was written is lost, nothing is there twice, however a run ends."""
+"""The journal after a crash at any byte: no written row is lost, none is there twice."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def written(path: Path) -> list[int]:
 
 @SHARED
 @given(st.permutations(range(8)), st.integers(1, 4), st.data())
-def test_wherever_it_is_cut_it_goes_on(
+def test_it_goes_on_wherever_it_was_cut_off(
     tmp_path: Path, order: list[int], size: int, data: st.DataObject
 ) -> None:
     path = tmp_path / "out.jsonl"
@@ -75,7 +75,7 @@ def test_zeros_that_a_crash_left_are_cut_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", [b"hello\n", b'{"row": 0, "error": null}\n', b"{}\n"])
-def test_what_no_driver_wrote_is_left_alone(tmp_path: Path, line: bytes) -> None:
+def test_a_file_with_other_lines_is_refused_and_left_unchanged(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "out.jsonl"
     journal = Journal(path)
     journal.append([row(0)])

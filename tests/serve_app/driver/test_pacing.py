@@ -1,3 +1,5 @@
+"""Waits between retries, and limits on concurrent calls."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,11 +19,11 @@ def test_waits_double() -> None:
     assert all(2**n / 2 <= wait <= 2**n for n, wait in enumerate(waits))
 
 
-def test_a_fixed_pace_stays() -> None:
-    pace = Fixed(7)
-    pace.refused(1.0)
-    pace.saw(0, 0)
-    assert pace.limit == 7
+def test_a_fixed_limit_stays() -> None:
+    fixed = Fixed(7)
+    fixed.refused(1.0)
+    fixed.observe(0, 0)
+    assert fixed.limit == 7
 
 
 class Clock:
@@ -32,49 +34,49 @@ class Clock:
 
 
 def test_auto_grows_while_too_little_waits() -> None:
-    pace = Auto(first=4, most=20, clock=Clock())
-    pace.saw(0, 0)
-    assert pace.limit == 4, "nothing has been answered yet"
-    pace.answered()
+    adaptive = Auto(first=4, most=20, clock=Clock())
+    adaptive.observe(0, 0)
+    assert adaptive.limit == 4, "nothing has been answered yet"
+    adaptive.answered()
     limits = []
     for _ in range(12):
-        pace.saw(64, 10)
-        limits.append(pace.limit)
+        adaptive.observe(64, 10)
+        limits.append(adaptive.limit)
     assert limits == sorted(limits)
     assert limits[-1] == 20
 
 
-def test_auto_shrinks_while_too_much_waits_and_rests_between() -> None:
-    pace = Auto(first=8, clock=Clock())
-    pace.answered()
-    pace.saw(64, 100)
-    assert pace.limit == 8
-    pace.saw(64, 400)
-    assert pace.limit == 7
+def test_auto_shrinks_while_too_much_waits_and_keeps_the_limit_in_between() -> None:
+    adaptive = Auto(first=8, clock=Clock())
+    adaptive.answered()
+    adaptive.observe(64, 100)
+    assert adaptive.limit == 8
+    adaptive.observe(64, 400)
+    assert adaptive.limit == 7
 
 
 def test_auto_halves_once_for_the_429s_of_one_moment() -> None:
     clock = Clock()
-    pace = Auto(first=16, clock=clock)
-    pace.answered()
+    adaptive = Auto(first=16, clock=clock)
+    adaptive.answered()
     for _ in range(10):
-        pace.refused(5.0)
-    pace.saw(1, 0)
-    assert pace.limit == 8
+        adaptive.refused(5.0)
+    adaptive.observe(1, 0)
+    assert adaptive.limit == 8
     clock.now = 5.1
-    pace.refused(None)
-    assert pace.limit == 4
+    adaptive.refused(None)
+    assert adaptive.limit == 4
     for _ in range(10):
         clock.now += 10
-        pace.refused(None)
-    assert pace.limit == 1
+        adaptive.refused(None)
+    assert adaptive.limit == 1
 
 
-def test_auto_finds_what_a_service_can_take() -> None:
-    # A service that runs 64 records at once, from calls of 50.
-    pace = Auto(clock=Clock())
-    pace.answered()
+def test_auto_finds_the_capacity_of_a_service() -> None:
+    # The service runs 64 records at once; a call has 50.
+    adaptive = Auto(clock=Clock())
+    adaptive.answered()
     for _ in range(100):
-        inside = pace.limit * 50
-        pace.saw(min(64, inside), max(0, inside - 64))
-    assert 64 <= pace.limit * 50 <= 64 * 5
+        inside = adaptive.limit * 50
+        adaptive.observe(min(64, inside), max(0, inside - 64))
+    assert 64 <= adaptive.limit * 50 <= 64 * 5

@@ -1,3 +1,5 @@
+"""Prompts from rows."""
+
 from pathlib import Path
 
 import pytest
@@ -32,19 +34,19 @@ def test_chats() -> None:
     [
         (Prompter(column="x"), "missing_column", "no column 'x'; there are: prompt, name, n, a b, messages"),
         (Prompter(column="n"), "invalid_row", "n: must be text, not int"),
-        (Prompter(template="{{ nobody }}"), "template_error", "'nobody' is undefined"),
+        (Prompter(template="{{ missing }}"), "template_error", "'missing' is undefined"),
         (Prompter(template="{{ 1 / (n - 2) }}"), "template_error", "division by zero"),
         (Prompter(template="{{ n.__class__.__mro__ }}"), "template_error", "unsafe"),
         (Prompter(messages_column="name"), "invalid_row", "name: must be a list of messages"),
     ],
 )
-def test_what_is_wrong_with_a_row(prompter: Prompter, type: str, message: str) -> None:
+def test_an_error_of_a_row_has_a_type_and_a_message(prompter: Prompter, type: str, message: str) -> None:
     with pytest.raises(RowError, match=message.replace("(", r"\(")) as caught:
         prompter.prompt(ROW)
     assert caught.value.type == type
 
 
-def test_mistakes() -> None:
+def test_an_invalid_template_or_contradicting_arguments_are_errors() -> None:
     with pytest.raises(DriverError, match="--template, line 1"):
         Prompter(template="{{ name")
     with pytest.raises(DriverError, match="leave --template and --system out"):

@@ -1,4 +1,4 @@
-"""A dataset through a service that fails in every way, in one process."""
+"""Runs against a service that fails in every way, in one process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -10,17 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse, Response
 
-from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
 from serve_app.driver import DriverError, HTTPClient, Prompter
 from serve_app.driver.chunks import cut
-from serve_app.driver.errors import CommandError
-from serve_app.driver.pacing import Auto, Backoff, Fixed, StreamInterval
+from serve_app.driver.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver.rows import numbered
 from serve_app.driver.running import Run, call_body, run
-from serve_app.driver.spans import Spans
 from tests.serve_app.driver.fake import FakeService, failure, no_route, texts
 
-JSON = dict[str, Any]
 NOW = Backoff(0.0001, 0.001)
 PROMPTS = [f"p{number}" for number in range(23)]
 
@@ -33,27 +30,27 @@ async def send(
     service: FakeService,
     prompts: list[str],
     size: int = 5,
-    pace: StreamInterval | None = None,
+    concurrency: Concurrency | None = None,
     retries: int = 20,
     prompter: Prompter | None = None,
 ) -> tuple[list[JSON], Run]:
     """Return the rows, in the order of the input, and the run."""
     prompter = prompter or Prompter()
-    pass_ = Run(
+    dataset_run = Run(
         client(service),
         call_body({}, None, "flex"),
         chat=prompter.chat,
-        pace=pace or Fixed(3),
+        concurrency=concurrency or Fixed(3),
         retries=retries,
         backoff=NOW,
     )
     chunks = cut(numbered({"prompt": prompt} for prompt in prompts), prompter, size)
-    rows = [row async for done in pass_.results(chunks) for row in done]
-    return sorted(rows, key=lambda row: int(row["row"])), pass_
+    rows = [row async for done in dataset_run.results(chunks) for row in done]
+    return sorted(rows, key=lambda row: int(row["row"])), dataset_run
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let others run until something is so."""
+    """Run the event loop until a condition holds."""
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -61,7 +58,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def test_every_row_comes_back_once() -> None:
     service = FakeService()
-    rows, pass_ = await send(service, PROMPTS)
+    rows, dataset_run = await send(service, PROMPTS)
     assert [row["result"] for row in rows] == [prompt.upper() for prompt in PROMPTS]
     assert [row["row"] for row in rows] == list(range(23))
     assert rows[0] == {
@@ -77,16 +74,16 @@ async def test_every_row_comes_back_once() -> None:
     assert [len(body["prompts"]) for body in service.calls] == [5, 5, 5, 5, 3]
     assert {body["service_tier"] for body in service.calls} == {"flex"}
     assert service.calls[0]["task_id"] == "rows_0_4"
-    assert pass_.tally.totals.rows == 23
+    assert dataset_run.stats.totals.rows == 23
 
 
 async def test_no_more_calls_at_once_than_allowed() -> None:
     service = FakeService()
-    service.gate.clear()
+    service.release.clear()
 
-    sending = asyncio.create_task(send(service, PROMPTS, size=1, pace=Fixed(4)))
+    sending = asyncio.create_task(send(service, PROMPTS, size=1, concurrency=Fixed(4)))
     await until(lambda: service.most_at_once == 4)
-    service.gate.set()
+    service.release.set()
     await sending
     assert service.most_at_once == 4
 
@@ -103,9 +100,9 @@ async def test_calls_that_fail_are_sent_again() -> None:
         lambda: PlainTextResponse('{"results": []}'),
     ]
     service.trouble = lambda body: troubles.pop()() if troubles else None
-    rows, pass_ = await send(service, PROMPTS)
+    rows, dataset_run = await send(service, PROMPTS)
     assert [row["result"] for row in rows] == [prompt.upper() for prompt in PROMPTS]
-    assert pass_.tally.retries == 7
+    assert dataset_run.stats.retries == 7
     assert sum(row["attempts"] - 1 for row in rows if row["row"] % 5 == 0) == 7
     assert set(service.served.values()) == {1}
 
@@ -151,7 +148,7 @@ async def test_errors_of_rows_are_data() -> None:
     ],
 )
 @pytest.mark.parametrize("size", [4, 23])
-async def test_a_row_that_fails_its_calls_is_found(trouble: Callable[[], Response], size: int) -> None:
+async def test_a_row_that_makes_calls_fail_is_found(trouble: Callable[[], Response], size: int) -> None:
     service = FakeService()
     service.trouble = lambda body: trouble() if {"p6", "p9"} & set(texts(body)) else None
     rows, _ = await send(service, PROMPTS, size=size, retries=3)
@@ -164,11 +161,11 @@ async def test_a_service_that_is_gone_ends_the_run() -> None:
     service = FakeService()
     service.trouble = lambda body: failure(503) if len(service.calls) > 3 else None
     rows: list[JSON] = []
-    pass_ = Run(client(service), {}, pace=Fixed(1), retries=2, backoff=NOW)
+    dataset_run = Run(client(service), {}, concurrency=Fixed(1), retries=2, backoff=NOW)
     chunks = cut(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
 
     async def collect() -> None:
-        async for done in pass_.results(chunks):
+        async for done in dataset_run.results(chunks):
             rows.extend(done)
 
     with pytest.raises(DriverError, match="run the same command again"):
@@ -177,16 +174,16 @@ async def test_a_service_that_is_gone_ends_the_run() -> None:
     assert not any(row["error"] for row in rows)
 
 
-async def test_an_outage_is_not_blamed_on_the_rows_that_it_hit() -> None:
+async def test_an_outage_is_not_taken_for_an_error_of_rows() -> None:
     service = FakeService()
-    # The first call fails before the second is served; from then on nobody is.
+    # The first call fails before the second is served; from then on none is.
     service.trouble = lambda body: None if texts(body) == PROMPTS[5:10] else failure(503)
     rows: list[JSON] = []
-    pass_ = Run(client(service), {}, pace=Fixed(2), retries=10, backoff=NOW)
+    dataset_run = Run(client(service), {}, concurrency=Fixed(2), retries=10, backoff=NOW)
     chunks = cut(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
 
     async def collect() -> None:
-        async for done in pass_.results(chunks):
+        async for done in dataset_run.results(chunks):
             rows.extend(done)
 
     with pytest.raises(DriverError, match="gave up"):
@@ -207,7 +204,7 @@ async def test_a_full_queue_is_waited_out_however_long() -> None:
         return None
 
     service.trouble = trouble
-    rows, _ = await send(service, PROMPTS, size=1, pace=Fixed(2), retries=3)
+    rows, _ = await send(service, PROMPTS, size=1, concurrency=Fixed(2), retries=3)
     assert rows[0]["result"] == "P0"
     assert rows[0]["attempts"] == 51
 
@@ -217,25 +214,25 @@ async def test_a_run_that_the_service_refuses_ends_at_once(status: int) -> None:
     service = FakeService()
     service.trouble = lambda body: failure(status, "invalid_request_error", "max_tokens")
     with pytest.raises(DriverError, match=f"the service refuses this run: failed with {status}"):
-        await send(service, PROMPTS, pace=Fixed(1))
+        await send(service, PROMPTS, concurrency=Fixed(1))
     assert len(service.calls) == 1
 
 
-async def test_what_is_in_flight_is_finished_after_stop() -> None:
+async def test_calls_in_flight_are_finished_after_stop() -> None:
     service = FakeService()
-    service.gate.clear()
-    pass_ = Run(client(service), {}, pace=Fixed(2), backoff=NOW)
+    service.release.clear()
+    dataset_run = Run(client(service), {}, concurrency=Fixed(2), backoff=NOW)
     chunks = cut(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
     rows: list[JSON] = []
 
     async def collect() -> None:
-        async for done in pass_.results(chunks):
+        async for done in dataset_run.results(chunks):
             rows.extend(done)
 
     collecting = asyncio.create_task(collect())
     await until(lambda: service.most_at_once == 2)
-    pass_.stop()
-    service.gate.set()
+    dataset_run.stop()
+    service.release.set()
     await asyncio.wait_for(collecting, 10)
     assert len(rows) == 10
     assert len(service.calls) == 2
@@ -257,17 +254,25 @@ async def test_auto_backs_off_from_429_and_finishes() -> None:
     service.trouble = lambda body: (
         failure(429, "rate_limit_error", retry_after="0") if len(service.calls) <= 5 else None
     )
-    pace = Auto(first=8)
-    rows, _ = await send(service, PROMPTS, size=1, pace=pace)
+    adaptive = Auto(first=8)
+    rows, _ = await send(service, PROMPTS, size=1, concurrency=adaptive)
     assert all(row["result"] for row in rows)
-    assert pace.limit < 8
+    assert adaptive.limit < 8
+
+
+def is_no_outage(fates: list[str]) -> bool:
+    """Return whether at most two failures come between successes: half a call has two retries."""
+    return all(part.count("x") <= 2 for part in "".join(fates).replace("k", "o").split("o"))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
 @given(
-    st.integers(0, 12), st.integers(1, 5), st.integers(1, 4), st.lists(st.sampled_from("xyzok"), max_size=20)
+    st.integers(0, 12),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.lists(st.sampled_from("xyzok"), max_size=20).filter(is_no_outage),
 )
-def test_whatever_fails_no_row_is_lost_or_doubled(
+def test_no_row_is_lost_or_doubled_however_calls_fail(
     count: int, size: int, limit: int, fates: list[str]
 ) -> None:
     troubles = {
@@ -282,12 +287,12 @@ def test_whatever_fails_no_row_is_lost_or_doubled(
         return fate() if fate else None
 
     service.trouble = trouble
-    rows, pass_ = asyncio.run(send(service, PROMPTS[:count], size=size, pace=Fixed(limit)))
+    rows, dataset_run = asyncio.run(send(service, PROMPTS[:count], size=size, concurrency=Fixed(limit)))
     assert [row["row"] for row in rows] == list(range(count))
     for row in rows:
         assert (row["result"] is None) == (row["error"] is not None)
     assert set(service.served.values()) <= {1}
-    assert pass_.tally.in_flight == 0
+    assert dataset_run.stats.in_flight == 0
 
 
 async def test_run_takes_mappings_prompts_and_files(tmp_path: Any) -> None:
@@ -305,7 +310,7 @@ async def test_run_takes_mappings_prompts_and_files(tmp_path: Any) -> None:
     assert service.calls[-1]["max_tokens"] == 3
 
 
-async def test_leaving_a_run_ends_its_calls() -> None:
+async def test_closing_a_run_ends_its_calls() -> None:
     service = FakeService()
     rows = run([f"p{n}" for n in range(100)], client(service), chunk_size=1, max_concurrency=2)
     async for _ in rows:
@@ -314,28 +319,6 @@ async def test_leaving_a_run_ends_its_calls() -> None:
     sent = len(service.calls)
     await asyncio.sleep(0.05)
     assert len(service.calls) == sent < 100
-
-
-def test_a_wrong_column_is_a_mistake_and_one_bad_row_is_not() -> None:
-    rows = [{"question": "a"}, {"question": "b"}]
-    with pytest.raises(CommandError, match=r"there are: question\. Name the one"):
-        list(cut(numbered(iter(rows)), Prompter(), 5))
-    (chunk,) = cut(numbered(iter([*rows, {"prompt": "c"}])), Prompter(), 5)
-    assert [item.number for item in chunk] == [0, 1, 2]
-
-
-@given(st.sets(st.integers(0, 30)), st.integers(1, 7), st.none() | st.integers(0, 40))
-def test_chunks_are_stretches_of_what_is_left(done: set[int], size: int, limit: int | None) -> None:
-    spans = Spans()
-    for number in done:
-        spans.add(number)
-    rows = numbered({"prompt": str(number)} for number in range(31))
-    chunks = list(cut(rows, Prompter(), size, done=spans, limit=limit))
-    numbers = [item.number for chunk in chunks for item in chunk]
-    assert numbers == [n for n in range(min(31, 31 if limit is None else limit)) if n not in done]
-    for chunk in chunks:
-        assert 1 <= len(chunk) <= size
-        assert [item.number for item in chunk] == list(range(chunk[0].number, chunk[0].number + len(chunk)))
 
 
 async def test_a_connection_that_breaks_is_sent_again() -> None:
@@ -350,17 +333,9 @@ async def test_a_connection_that_breaks_is_sent_again() -> None:
         return httpx.Response(200, json={"results": ["A"], "details": [detail], "errors": []})
 
     http = HTTPClient("http://fake", transport=httpx.MockTransport(answer))
-    pass_ = Run(http, {}, backoff=NOW)
-    (rows,) = [rows async for rows in pass_.results(cut(numbered(iter([{"prompt": "a"}])), Prompter(), 5))]
+    dataset_run = Run(http, {}, backoff=NOW)
+    (rows,) = [
+        rows async for rows in dataset_run.results(cut(numbered(iter([{"prompt": "a"}])), Prompter(), 5))
+    ]
     assert rows[0]["result"] == "A"
     assert rows[0]["attempts"] == 4
-
-
-async def test_an_error_without_our_words_is_told_as_it_is() -> None:
-    http = HTTPClient(
-        "http://fake", transport=httpx.MockTransport(lambda request: httpx.Response(403, text="no"))
-    )
-    with pytest.raises(RequestError, match="403 Forbidden: no"):
-        await http.generate({"prompts": ["a"]})
-    with pytest.raises(DriverError, match="must begin with http"):
-        HTTPClient("localhost:8000")

@@ -1,4 +1,4 @@
-"""Every kind of input gives the same rows."""
+"""Sources: every kind of input gives the same rows."""
 
 import gzip
 import io
@@ -139,7 +139,7 @@ def test_bad_lines_of_csv_are_errors_of_their_rows(tmp_path: Path) -> None:
         ("s4://bucket/a.jsonl", "Unrecognized filesystem type"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, name: str, message: str) -> None:
+def test_an_input_that_can_not_be_read_is_an_error(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "bad.parquet").write_text("x")
     with pytest.raises(InputError, match=message):

@@ -1,3 +1,5 @@
+"""A set of row numbers."""
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +24,7 @@ def test_neighbours_are_one_span() -> None:
     assert spans.count == 1
 
 
-def test_a_copy_stays_as_it_is() -> None:
+def test_a_copy_is_independent() -> None:
     spans = Spans()
     spans.add(1)
     copy = spans.copy()

@@ -1,7 +1,7 @@
 """The answers of vLLM's application as an Engine relays them; the application and its engine are doubles."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -31,7 +31,9 @@ def made(app: Any, *, died: bool = False) -> Engine:
     parts: Any = engine
     parts._engine = FakeEngine(died)
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
+    parts._id = "demo"
     parts._app = app
+    parts._routes = {REQUEST.path}
     return engine
 
 
@@ -74,3 +76,13 @@ async def test_a_failure_of_a_dead_engine_is_a_503_that_can_be_tried_elsewhere(a
 async def test_a_refusal_of_the_batcher_goes_before() -> None:
     status, body = await answer(made(failing(refused=True)))
     assert (status, body["error"]["message"]) == (429, "full")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/transcriptions"])
+async def test_a_route_that_vllm_has_not_for_this_model_is_a_400(path: str) -> None:
+    engine = made(failing())
+    (message,) = [each async for each in engine.relay(replace(REQUEST, path=path))]
+    piece = unpack(message)
+    assert piece.head is not None
+    assert piece.head.status == 400
+    assert f"doesn't serve on {path}" in json.loads(piece.body)["error"]["message"]

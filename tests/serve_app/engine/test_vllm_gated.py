@@ -1,6 +1,7 @@
 """Admission in front of vLLM's engine client."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -210,3 +211,41 @@ async def test_a_resumed_stream_repeats_its_text_with_the_first_new_token(
     (call,) = script.calls
     assert call["prompt"]["prompt_token_ids"] == [*range(10), *sent]
     assert call["params"].max_tokens == 8 - len(sent)
+
+
+@pytest.mark.parametrize(("asked", "most", "given"), [(None, 5, 5), (9, 5, 5), (3, 5, 3), (9, None, 9)])
+async def test_an_answer_that_states_no_limit_gets_that_of_the_ingress(
+    monkeypatch: pytest.MonkeyPatch,
+    batcher: ContinuousBatcher,
+    asked: int | None,
+    most: int | None,
+    given: int,
+) -> None:
+    script = Script(output(1, finish="stop"))
+    set_current(AdmissionRequest(max_tokens=most), AdmissionResult())
+    await run(gated(monkeypatch, script, batcher), params=SamplingParams(max_tokens=asked))
+    assert script.calls[0]["params"].max_tokens == given
+
+
+async def test_a_list_longer_than_the_queue_waits_behind_its_first_prompt(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
+    set_current(AdmissionRequest(), AdmissionResult())
+    async with batcher.slot(1024):
+        # The queue has one place.
+        running = [asyncio.ensure_future(run(llm)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert not any(each.done() for each in running)
+    assert [len(results) for results in await asyncio.gather(*running)] == [1, 1, 1]
+
+
+async def test_a_request_that_was_admitted_has_met_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
+    set_current(AdmissionRequest(deadline=time.monotonic() + 0.05), AdmissionResult())
+    await run(llm)
+    # A beam search takes a slot for each of its tokens.
+    await asyncio.sleep(0.06)
+    assert len(await run(llm)) == 1

@@ -8,7 +8,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from serve_app.engine import vllm_metrics
 from serve_app.engine.vllm_metrics import EngineMetrics
-from tests.serve_app.telemetry.recording import Instruments
+from tests.serve_app.telemetry.instruments import Instruments
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def test_an_error_ends_the_metrics_and_not_the_engine(
 def test_only_the_histograms_of_the_dashboard_are_kept(
     reported: list[tuple[Any, Any, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = Instruments()
-    monkeypatch.setattr(vllm_metrics, "_gauge", told.make)
+    instruments = Instruments()
+    monkeypatch.setattr(vllm_metrics, "_gauge", instruments.make)
     metrics = EngineMetrics(None, [0, 1])
     first_token = metrics.histogram_time_to_first_token
     observed: list[list[float]] = [[0.5, 2, 2.5, 9], [3]]
@@ -134,7 +134,7 @@ def test_only_the_histograms_of_the_dashboard_are_kept(
             metrics.histogram_queue_time_request[index].observe(value)
     metrics.flush()
     name = "vllm:histogram_time_to_first_token"
-    assert {(series, *labels): values for (series, labels), values in told.told.items()} == {
+    assert {(series, *labels): values for (series, labels), values in instruments.values.items()} == {
         (f"{name}_bucket", "m", "0", "1.0"): [1],
         (f"{name}_bucket", "m", "0", "2.5"): [3],
         (f"{name}_bucket", "m", "0", "+Inf"): [4],

@@ -1,228 +1,39 @@
 """The Ingress' own application, in front of engines that the test plays."""
 
 import asyncio
+import gzip
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import httpx
 import pytest
-from ray import serve
 from ray.serve.exceptions import BackPressureError
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-from starlette.applications import Starlette
-from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
-from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import Health, ModelHealth, Report
 from serve_app.ingress.routing import OPENAI
-from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import parse
 from tests.serve_app.answers import END, complete
+from tests.serve_app.ingress.engine_doubles import (
+    CHAT,
+    LIMIT_S,
+    PLAIN,
+    STREAM,
+    Answering,
+    Call,
+    Client,
+    Engine,
+    answer,
+    application,
+    check_error,
+    echo,
+    health,
+)
 
-LIMIT_S = 20.0
-PLAIN = Head(200, [(b"content-type", b"application/json"), (b"x-mine", b"1")])
-STREAM = Head(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
-CHAT = "/v1/chat/completions"
-
-Answering = Callable[[RelayRequest], AsyncIterator[bytes]]
-
-
-class Answer(DeploymentResponseGenerator[bytes]):
-    """What a handle returns for a call that streams.
-
-    Attributes:
-        stopped: Set once the call was cancelled.
-    """
-
-    def __init__(self, messages: AsyncIterator[bytes]) -> None:
-        self.stopped = asyncio.Event()
-        self._messages = messages
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._messages
-
-    async def __anext__(self) -> bytes:
-        return await anext(self._messages)
-
-    def cancel(self) -> None:
-        self.stopped.set()
-
-
-@dataclass
-class Engine:
-    """The handle of an Engine.
-
-    Attributes:
-        answering: What it answers with.
-        requests: What it was asked over the relay.
-        answers: What it gave back.
-        stats: What its replicas report; an exception is raised.
-        options_given: The options that its callers set.
-        broadcasts: Methods that were called on every replica.
-        asked: Set once it was asked over the relay.
-    """
-
-    answering: Answering
-    requests: list[RelayRequest] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
-    stats: list[Any] | Exception = field(default_factory=list)
-    options_given: list[dict[str, Any]] = field(default_factory=list)
-    broadcasts: list[str] = field(default_factory=list)
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def options(self, **options: Any) -> "Engine":
-        self.options_given.append(options)
-        return self
-
-    def remote(self, request: RelayRequest) -> Answer:
-        assert self.options_given[0]["method_name"] == "relay"
-        assert self.options_given[0]["stream"] is True
-        self.requests.append(request)
-        self.answers.append(Answer(self.answering(request)))
-        self.asked.set()
-        return self.answers[-1]
-
-    def broadcast(self, method: str) -> "Engine":
-        self.broadcasts.append(method)
-        return self
-
-    async def results_async(self, *, timeout_s: float) -> list[Any]:
-        assert timeout_s > 0
-        if isinstance(self.stats, Exception):
-            raise self.stats
-        return self.stats
-
-
-def answer(*messages: bytes | Exception) -> Answering:
-    """Return how an engine answers with fixed messages; an exception is raised."""
-
-    async def answering(request: RelayRequest) -> AsyncGenerator[bytes, None]:
-        for message in messages:
-            if isinstance(message, Exception):
-                raise message
-            yield message
-
-    return answering
-
-
-async def echo(request: RelayRequest) -> AsyncGenerator[bytes, None]:
-    """Answer with what arrived."""
-    content = {"path": request.path, "body": request.body.decode("latin-1")}
-    yield complete(PLAIN, json.dumps(content).encode())
-
-
-@pytest.fixture(autouse=True)
-def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelHealth]:
-    """The health of each model, as the test wants it."""
-    models: dict[str, ModelHealth] = {}
-
-    async def read(self: Health) -> Report:
-        return Report(models)
-
-    context = SimpleNamespace(app_name="llm", replica_tag="one")
-    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
-    monkeypatch.setattr(Health, "read", read)
-    # This process has tests to run yet.
-    monkeypatch.setattr("serve_app.ingress.deployment.use_batch_scheduling", lambda: None)
-    monkeypatch.setattr("serve_app.auth.bind_check.serve_host", lambda: "127.0.0.1")
-    return models
-
-
-FUNCTIONS = {"rank", "embed"}
-"""The names that stand for a function; all others are language models."""
-
-
-def application(engines: dict[str, Engine], **limits: float) -> Starlette:
-    function = {"kind": "function", "target": "a:B"}
-    models = [
-        {"id": model}
-        | (function | {"embeddings": model == "embed"} if model in FUNCTIONS else {"source": "x"})
-        for model in engines
-    ]
-    settings = parse({"models": models, "ingress": limits})
-    handles = cast(dict[str, DeploymentHandle[Any]], engines)
-    return Ingress(settings, handles).__serve_build_asgi_app__()
-
-
-class Client(httpx.AsyncClient):
-    """A client of an Ingress in front of `engines`."""
-
-    def __init__(self, engines: Engine | dict[str, Engine] | None = None, **limits: float) -> None:
-        if not isinstance(engines, dict):
-            engines = {"demo": engines or Engine(echo)}
-        self.engines = engines
-        transport = httpx.ASGITransport(application(engines, **limits))
-        super().__init__(transport=transport, base_url="http://saturate:8000", timeout=LIMIT_S)
-
-    async def request(self, *args: Any, **options: Any) -> httpx.Response:
-        async with asyncio.timeout(LIMIT_S):
-            return await super().request(*args, **options)
-
-    @property
-    def engine(self) -> Engine:
-        (engine,) = self.engines.values()
-        return engine
-
-
-class Call:
-    """One request, of which the test sees each ASGI message and decides when the client leaves.
-
-    Attributes:
-        sent: What the application sends, as it sends it.
-        task: Ends when the application has.
-    """
-
-    def __init__(self, app: Starlette, path: str, body: bytes = b"{}") -> None:
-        self.sent: asyncio.Queue[Message] = asyncio.Queue()
-        self._received = [{"type": "http.request", "body": body, "more_body": False}]
-        self._left = asyncio.Event()
-        scope: Message = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"host", b"saturate"), (b"content-type", b"application/json")],
-        }
-        self.task = asyncio.ensure_future(app(scope, self._receive, self.sent.put))
-
-    async def _receive(self) -> Message:
-        if self._received:
-            return self._received.pop()
-        await self._left.wait()
-        return {"type": "http.disconnect"}
-
-    async def leave(self) -> None:
-        """Leave as a client does: Serve tells the application and cancels it."""
-        self._left.set()
-        self.task.cancel()
-        async with asyncio.timeout(LIMIT_S):
-            await asyncio.wait({self.task})
-
-    async def next(self) -> Message:
-        async with asyncio.timeout(LIMIT_S):
-            return await self.sent.get()
-
-
-def check_error(response: httpx.Response, status: int, type: str, param: str | None = None) -> str:
-    """Check an error's status and its shape, which is OpenAI's, and return its message."""
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    error = response.json()["error"]
-    assert sorted(error) == ["code", "message", "param", "type"]
-    assert (error["type"], error["param"], error["code"]) == (type, param, status)
-    message: str = error["message"]
-    return message
+__all__ = ["health"]
 
 
 # Routing
@@ -757,3 +568,101 @@ async def test_the_page_names_the_models_and_the_address_it_was_asked_at() -> No
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert "http://saturate:8000/generate" in response.text
     assert "<code>demo</code>" in response.text
+
+
+# Clients of every kind
+
+
+async def test_a_complete_answer_has_its_length() -> None:
+    async with Client() as client:
+        response = await client.post("/generate", json={"prompts": ["x"]})
+        assert int(response.headers["content-length"]) == len(response.content)
+
+
+async def test_an_encoded_body_is_refused_with_the_name_of_the_header() -> None:
+    async with Client() as client:
+        body = gzip.compress(b'{"prompts": ["x"]}')
+        response = await client.post("/generate", content=body, headers={"content-encoding": "gzip"})
+        message = check_error(response, 415, "invalid_request_error", "content-encoding")
+        assert "gzip" in message
+        assert client.engine.requests == []
+
+
+@pytest.mark.parametrize("value", [True, "false", 1, "yes"])
+async def test_background_is_refused_by_name(value: object) -> None:
+    async with Client() as client:
+        response = await client.post("/v1/responses", json={"background": value, "store": "false"})
+        check_error(response, 400, "invalid_request_error", "background")
+        assert (await client.post("/v1/responses", json={"background": False})).status_code == 200
+        assert len(client.engine.requests) == 1
+
+
+async def test_metrics_say_where_they_are() -> None:
+    async with Client() as client:
+        message = check_error(await client.get("/metrics"), 404, "not_found_error")
+        assert "Prometheus" in message
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_errors_of_anthropic_s_routes_have_its_shape(path: str) -> None:
+    async with Client(max_n=2) as client:
+        response = await client.post(path, json={"model": "c"})
+        assert response.status_code == 404
+        assert response.json()["type"] == "error"
+        assert response.json()["error"]["type"] == "not_found_error"
+        assert (await client.get(path)).json()["type"] == "error"
+
+
+async def test_a_service_tier_of_anthropic_is_the_default() -> None:
+    async with Client() as client:
+        assert (await client.post("/v1/messages", json={"service_tier": "standard_only"})).status_code == 200
+        check_error(
+            await client.post(CHAT, json={"service_tier": "standard_only"}),
+            400,
+            "invalid_request_error",
+            "service_tier",
+        )
+
+
+async def test_pages_of_allowed_origins_may_call_and_no_others() -> None:
+    origin = "https://chat.example.com"
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    engines = {"demo": Engine(echo)}
+    for allowed in ([], [origin]):
+        transport = httpx.ASGITransport(application(engines, allow_origins=allowed))
+        async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+            for asked in (origin, "https://other.example.com"):
+                expected = asked if asked in allowed else None
+                response = await client.options(CHAT, headers={"origin": asked} | preflight)
+                assert response.headers.get("access-control-allow-origin") == expected
+                response = await client.post(CHAT, json={}, headers={"origin": asked})
+                assert response.headers.get("access-control-allow-origin") == expected
+
+
+async def test_a_model_has_its_context_once_a_replica_has_told_it(health: dict[str, ModelHealth]) -> None:
+    health["demo"] = ModelHealth(0, asleep=True, awaits="")
+    async with Client(Engine(echo, stats=[{"max_model_len": 2048}])) as client:
+        assert (await client.get("/v1/models/demo")).json()["max_model_len"] is None
+        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert model["max_model_len"] == 2048
+        await client.get("/v1/models")
+        assert client.engine.broadcasts == ["stats"]
+
+
+async def test_routes_are_found_below_a_prefix() -> None:
+    engine = Engine(echo)
+    app = application({"demo": engine})
+
+    async def mounted(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope | {"root_path": "/llm"}, receive, send)
+
+    transport = httpx.ASGITransport(mounted)
+    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+        assert (await client.post(f"/llm{CHAT}", json={})).json()["path"] == CHAT
+
+
+async def test_a_limit_on_output_goes_along_for_requests_that_state_none() -> None:
+    async with Client(max_tokens=10) as client:
+        await client.post(CHAT, json={})
+        assert client.engine.requests[0].max_tokens == 10

@@ -11,7 +11,7 @@ import pytest
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.settings.schema import parse
-from tests.serve_app.ingress.test_deployment import (
+from tests.serve_app.ingress.engine_doubles import (
     CHAT,
     LIMIT_S,
     Client,
@@ -37,10 +37,13 @@ PROMPT = {"prompt": "x"}
         (CHAT, {"max_tokens": 11}, "max_tokens"),
         (CHAT, {"max_completion_tokens": 11}, "max_completion_tokens"),
         ("/v1/responses", {"max_output_tokens": 11}, "max_output_tokens"),
-        ("/v1/messages", {"max_tokens": 11}, "max_tokens"),
         ("/v1/completions", {"prompt": ["x"] * 4}, "prompt"),
         ("/v1/completions", {"prompt": [[1]] * 4}, "prompt"),
         ("/v1/embeddings", {"input": ["x"] * 4}, "input"),
+        ("/v1/rerank", {"documents": ["x"] * 4}, "documents"),
+        ("/v1/score", {"text_2": ["x"] * 4}, "text_2"),
+        ("/v1/completions", {"prompt_embeds": ["x"] * 4}, "prompt_embeds"),
+        ("/v1/chat/completions/batch", {"messages": [[]] * 4}, "messages"),
         ("/generate", {"prompts": ["x"], "max_tokens": 11}, "max_tokens"),
         ("/generate", {"prompts": ["x"] * 4}, "prompts"),
     ],
@@ -68,6 +71,8 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
         ("/v1/completions", {"prompt": list(range(100))}),
         ("/v1/completions", {"prompt": ["x"] * 3}),
         ("/generate", {"prompts": ["x"] * 3, "max_tokens": 10}),
+        # One chat of many messages.
+        (CHAT, {"messages": [{}] * 9}),
     ],
 )
 async def test_what_is_within_the_limit_goes_through(path: str, body: object) -> None:
@@ -116,7 +121,9 @@ async def test_no_route_but_health_answers_without_a_key(guarded: tuple[httpx.As
     assert {"/", "/stats", "/generate", "/process", "/v1/models", CHAT, "/tokenize"} < paths
     for path in paths - {"/health"}:
         for method in ("GET", "POST"):
-            check_error(await client.request(method, path, json={}), 401, "authentication_error")
+            response = await client.request(method, path, json={})
+            assert response.status_code == 401
+            assert response.json()["error"]["type"] == "authentication_error"
     assert engine.requests == []
 
 

@@ -92,10 +92,19 @@ def test_a_model_that_is_not_there() -> None:
     assert error.message == "The model 'x' does not exist; served here: llm, rank"
 
 
-def test_cards_tell_the_kind() -> None:
-    cards = routing(LLM, FUNCTION).cards(7)
-    assert [(one["id"], one["kind"], one["created"]) for one in cards] == [
-        ("llm", "llm", 7),
-        ("rank", "function", 7),
-    ]
-    assert cards[0] == card(routing(LLM).find("llm"), 7)
+def test_a_card_has_the_fields_by_which_clients_size_their_context() -> None:
+    models = routing(LLM, FUNCTION)
+    assert card(models.find("llm"), 7, 2048) == {
+        "id": "llm",
+        "object": "model",
+        "created": 7,
+        "owned_by": "saturate",
+        "root": LLM["source"],
+        "parent": None,
+        "max_model_len": 2048,
+        "permission": [],
+        "kind": "llm",
+    }
+    function = card(models.find("rank"), 7, None)
+    assert (function["kind"], function["root"]) == ("function", FUNCTION["target"])
+    assert function["max_model_len"] is None

@@ -201,3 +201,22 @@ def test_what_is_kept_is_bounded() -> None:
         sent.add(b"", b"x" * (MAX_KEPT_BYTES // 2))
     with pytest.raises(UnresumableError, match="long"):
         sent.request(request())
+
+
+def test_comments_between_events_are_passed_over() -> None:
+    splice = Splice(b": keep-alive\n\n" + text("a") + b": keep-alive\n\n")
+    assert answer(splice.rest(b": keep-alive\n\n" + text("ab"))) == "b"
+
+
+@pytest.mark.parametrize("value", [None, False, [], {}])
+def test_a_field_that_asks_for_nothing_does_not_keep_a_stream_from_going_on(value: object) -> None:
+    sent = Sent("tokens")
+    sent.add(b"", text("a"))
+    assert sent.request(request(logprobs=value, tools=value)).resumes
+
+
+def test_no_logprobs_beside_the_token_itself_are_logprobs_too() -> None:
+    sent = Sent("tokens")
+    sent.add(b"", text("a"))
+    with pytest.raises(UnresumableError, match="logprobs"):
+        sent.request(request(logprobs=0))

@@ -526,3 +526,43 @@ async def test_the_last_piece_does_not_wait_however_large() -> None:
 
 def test_the_buffer_is_bounded() -> None:
     assert 0 < asgi.MAX_BUFFERED_BYTES <= 16 << 20
+
+
+# A stream whose engine has not begun
+
+
+async def test_the_head_of_a_stream_waits_until_the_engine_has_begun() -> None:
+    begun = asyncio.Event()
+    app = App(START, piece(b"event: created\n\n"))
+    messages = run_app(app, REQUEST, started=begun.is_set)
+    first = asyncio.ensure_future(next_piece(messages))
+    await settle()
+    assert not first.done()
+    begun.set()
+    app.give(piece(b"a"))
+    assert await soon(first) == Piece(Head(200, HEADERS), b"event: created\n\na")
+    await messages.aclose()
+
+
+async def test_a_refusal_after_the_first_event_is_the_status_still() -> None:
+    refused: list[RequestError] = []
+    app = App(START, piece(b"event: created\n\n"))
+    messages = run_app(
+        app,
+        REQUEST,
+        started=lambda: bool(refused),
+        refusal=lambda: refused[0] if refused else None,
+    )
+    first = asyncio.ensure_future(next_piece(messages))
+    await settle()
+    refused.append(FULL)
+    app.give(piece(b"event: failed\n\n"))
+    assert await soon(first) == unpack(pack_error(FULL))
+    await messages.aclose()
+
+
+async def test_a_stream_that_ends_without_the_engine_is_sent_as_it_is() -> None:
+    app = App(START, piece(b"a"), END, None)
+    assert await rest(run_app(app, REQUEST, started=lambda: False)) == [
+        Piece(Head(200, HEADERS), b"a", usage=USAGE)
+    ]

@@ -1,4 +1,4 @@
-"""A config's `args`: every mistake is found before anything starts, and named with its path."""
+"""The `args` of a config: every error is found before anything starts, and has its path."""
 
 import copy
 import inspect
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import PROFILES, DynamicBatcher, profile
-from serve_app.api.protocol import SamplingFields
+from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.settings.schema import (
     DEMO_MODEL,
     AccessSettings,
@@ -27,8 +27,6 @@ from serve_app.settings.schema import (
     SettingsError,
     parse,
 )
-
-JSON = dict[str, Any]
 
 FULL: JSON = {
     "models": [
@@ -78,7 +76,7 @@ def test_access_says_where_the_keys_are(access: JSON, words: str) -> None:
     assert line.startswith(words)
 
 
-def test_without_access_nobody_is_asked() -> None:
+def test_without_access_there_are_no_keys() -> None:
     assert parse(one()).access is None
 
 
@@ -98,7 +96,7 @@ def mistakes(args: Any) -> list[str]:
     return lines
 
 
-# What is taken
+# Valid settings
 
 
 def test_defaults() -> None:
@@ -112,7 +110,7 @@ def test_defaults() -> None:
     assert settings.ingress == IngressSettings(max_body_bytes=32 * 1024 * 1024, max_prompts=10_000)
 
 
-def test_everything_that_was_set_is_there() -> None:
+def test_all_settings_are_read() -> None:
     settings = parse(FULL)
     demo, other, rank = settings.models
     assert isinstance(demo, LLMSettings)
@@ -134,7 +132,7 @@ def test_the_demo_model_is_a_directory_of_this_package() -> None:
     assert path.parents[1].name == "serve_app"
 
 
-def test_any_other_source_is_given_to_vllm_as_it_is() -> None:
+def test_any_other_source_is_passed_to_vllm() -> None:
     assert only(one(source="Qwen/Qwen2.5-7B-Instruct")).path == "Qwen/Qwen2.5-7B-Instruct"
 
 
@@ -162,7 +160,7 @@ def test_a_model_is_a_language_model_unless_it_says_otherwise() -> None:
 
 
 @pytest.mark.parametrize("name", [None, *PROFILES])
-def test_a_function_is_batched_as_its_profile_says_but_for_what_is_set(name: str | None) -> None:
+def test_settings_override_the_profile_of_a_function(name: str | None) -> None:
     batcher = FunctionBatcherSettings(profile=name, max_batch_size=100, priority_aging_s=None)
     chosen = profile(name) if name else {}
     assert batcher.arguments() == chosen | {"max_batch_size": 100, "priority_aging_s": None}
@@ -183,7 +181,7 @@ def test_weights_and_ageing_of_both_kinds() -> None:
     assert BatcherSettings().priority_aging_s == 10.0
 
 
-def test_goals_switch_ageing_off_unless_it_is_asked_for() -> None:
+def test_goals_turn_ageing_off_unless_it_is_set() -> None:
     goals = {"ttft_p99_s": 0.3, "tpot_p99_s": 0.05}
     batcher = only(one(batcher={"goals": goals})).batcher
     assert batcher.goals is not None
@@ -193,7 +191,7 @@ def test_goals_switch_ageing_off_unless_it_is_asked_for() -> None:
     assert BatcherSettings().aging_s == 10.0
 
 
-# What is refused
+# Errors
 
 
 def test_settings_of_a_batcher_that_contradict_each_other() -> None:
@@ -208,11 +206,11 @@ def test_keys_of_one_kind_are_unknown_to_the_other() -> None:
     assert line.startswith("args.models[0].source: unknown key; allowed here: id, kind, target")
 
 
-def test_an_unknown_kind_is_told_with_those_there_are() -> None:
+def test_an_unknown_kind_is_an_error_with_the_known_ones() -> None:
     assert mistakes(one(kind="lm")) == ["args.models[0].kind: Input should be 'llm' or 'function', not 'lm'"]
 
 
-def test_an_unknown_key_is_named_with_those_that_are_allowed() -> None:
+def test_an_unknown_key_is_an_error_with_the_allowed_ones() -> None:
     (line,) = mistakes(one(engine={"max_model_length": 4096}))
     assert line.startswith("args.models[0].engine.max_model_length: unknown key; allowed here: ")
     assert line.split("allowed here: ")[1].split(", ") == list(EngineSettings.model_fields)
@@ -315,7 +313,7 @@ def test_a_bad_value_is_refused_with_its_path_and_itself(path: str, args: JSON) 
     assert line.endswith(f", not {value!r}")
 
 
-def test_a_value_out_of_range_says_the_range() -> None:
+def test_the_error_of_a_value_has_the_range() -> None:
     (line,) = mistakes(one(engine={"gpu_memory_utilization": 1.5}))
     assert "less than or equal to 1" in line
     (line,) = mistakes(one(batcher={"policy": "x"}))
@@ -323,7 +321,7 @@ def test_a_value_out_of_range_says_the_range() -> None:
 
 
 @pytest.mark.parametrize(("stop", "path"), [(5, "stop"), (["x"] * 65, "stop"), (["x", 5], "stop[1]")])
-def test_a_bad_stop_is_one_mistake_at_its_own_path(stop: object, path: str) -> None:
+def test_a_bad_stop_is_one_error_at_its_own_path(stop: object, path: str) -> None:
     (line,) = mistakes(one(sampling={"stop": stop}))
     assert line.startswith(f"args.models[0].sampling.{path}: ")
 
@@ -342,23 +340,23 @@ def test_a_boolean_is_no_number() -> None:
     ("args", "path"),
     [({}, "args.models"), ({"models": [{"source": "x"}]}, "args.models[0].id")],
 )
-def test_what_is_missing_is_named(args: JSON, path: str) -> None:
+def test_a_missing_key_is_an_error_with_its_path(args: JSON, path: str) -> None:
     assert mistakes(args) == [f"{path}: required, but missing"]
 
 
 @pytest.mark.parametrize("args", [None, [], "demo"])
-def test_args_that_are_no_mapping(args: object) -> None:
+def test_args_have_to_be_a_mapping(args: object) -> None:
     (line,) = mistakes(args)
     assert line.startswith("args: ")
 
 
-def test_a_key_that_is_no_string_is_named() -> None:
+def test_a_key_that_is_not_a_string_is_an_error() -> None:
     (line,) = mistakes(one() | {8000: "x"})
     assert line.startswith("args")
     assert "8000" in line
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     lines = mistakes({"models": [{"id": "demo", "engine": {"x": 1, "max_num_seqs": 0}}], "port": 1})
     assert [line.split(": ")[0] for line in lines] == [
         "args.models[0].source",
@@ -374,12 +372,12 @@ def test_two_models_of_one_name() -> None:
     assert "the id 'demo' is used twice" in line
 
 
-def test_extra_does_not_take_what_is_checked_elsewhere() -> None:
+def test_extra_refuses_options_that_are_settings() -> None:
     (line,) = mistakes(one(engine={"extra": {"max_num_seqs": 5}}))
     assert "extra.max_num_seqs: put max_num_seqs directly under engine" in line
 
 
 @pytest.mark.parametrize("key", ["model", "served_model_name", "host", "port", "uds", "api_key"])
-def test_extra_does_not_take_what_saturate_sets_itself(key: str) -> None:
+def test_extra_refuses_options_that_saturate_sets(key: str) -> None:
     (line,) = mistakes(one(engine={"extra": {key: "x"}}))
     assert f"extra.{key}: saturate sets this itself" in line

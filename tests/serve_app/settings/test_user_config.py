@@ -1,4 +1,4 @@
-"""The part of a config that running Engines take in."""
+"""The `user_config` of a running Engine."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from serve_app.settings.schema import SettingsError
 from serve_app.settings.user_config import BatcherUserConfig, UserConfig, parse_user_config
 
 
-def test_what_is_left_out_is_left_to_the_args() -> None:
+def test_fields_default_to_none() -> None:
     assert parse_user_config({}) == UserConfig(batcher=BatcherUserConfig())
 
 
@@ -33,7 +33,7 @@ def test_limits_and_weights() -> None:
         ),
     ],
 )
-def test_mistakes_are_named_with_their_place(given: dict[str, object], message: str) -> None:
+def test_an_error_has_its_path(given: dict[str, object], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_user_config(given)
     head, line = str(caught.value).split("\n  ")

@@ -1,3 +1,5 @@
+"""The scheduling policy of a process, in a process of its own."""
+
 import subprocess
 import sys
 
@@ -22,7 +24,7 @@ start.set()
 """
 
 
-def test_all_threads_of_this_process_and_no_other_give_way() -> None:
+def test_all_threads_of_this_process_and_no_other_have_the_policy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
     )

@@ -1,4 +1,4 @@
-"""vLLM's processes end with the Engine that started them, and only those."""
+"""vLLM's processes end with the Engine that started them; other processes of vLLM don't."""
 
 import os
 import select
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="th
 
 LIMIT_S = 10.0
 
-# The parent starts a child as vLLM starts its EngineCore. The child says when it has loaded the plugin,
-# then answers each line on its input, which ends when this test closes it.
+# The parent starts a child as vLLM starts its EngineCore. The child prints its id after the plugin, then
+# answers each line on its input, which ends when this test closes it.
 SCRIPT = """
 import multiprocessing, os, sys
 from serve_app.system.parent_death import tie_children, tie_to_parent
@@ -47,9 +47,9 @@ class Child:
         self._answers = answers
 
     def hear(self) -> str:
-        """Return its next line, or nothing when it has ended."""
+        """Return its next line; empty after its end."""
         readable, _, _ = select.select([self._answers], [], [], LIMIT_S)
-        assert readable, "neither a word nor an end"
+        assert readable, "no output and no end"
         return os.read(self._answers, 100).decode()
 
     def ask(self) -> str:
@@ -93,7 +93,7 @@ def test_other_uses_of_vllm_stay_as_they_are() -> None:
 
 
 def test_a_child_whose_parent_has_died_before_the_tie_ends_itself() -> None:
-    """A process in between, as with a fork server: the parent by name is not the parent by kernel."""
+    """A process in between, as with a fork server: multiprocessing's parent is not the kernel's."""
     script = f"""
 import multiprocessing, os
 from serve_app.system.parent_death import tie_children, tie_to_parent
@@ -114,7 +114,7 @@ print(process.exitcode)
     assert done.stdout == "1\n", done.stderr
 
 
-def test_a_process_that_nobody_started_through_multiprocessing_is_left_alone(
+def test_a_process_without_a_multiprocessing_parent_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(TIED, "1")

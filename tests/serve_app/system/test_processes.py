@@ -1,6 +1,6 @@
-"""What a process has started is known, wherever it went, and can be ended.
+"""Descendants of a process: finding and ending them, in any session.
 
-Each test's script runs in a process of its own: these functions act on all descendants.
+Each script runs in a process of its own, since the functions act on all descendants.
 """
 
 import subprocess
@@ -13,10 +13,11 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 HEAD = """
 import os, signal, subprocess, sys, time
-from serve_app.system.processes import adopt_orphans, descendants, end_descendants, reap
+from serve_app.system.processes import adopt_orphans, descendants, end_descendants
+from serve_app.system.processes import environment, reap, start_time
 
 def start(script):
-    # The child says when it is set up.
+    # The child prints a line when it is set up.
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     return child, child.stdout.readline().split()
 
@@ -50,7 +51,7 @@ def run(script: str) -> str:
     return done.stdout
 
 
-def test_who_has_started_nothing_has_no_descendants() -> None:
+def test_a_process_without_children_has_no_descendants() -> None:
     assert run("print(descendants(), end_descendants(5))") == "[] []\n"
 
 
@@ -62,7 +63,7 @@ def test_descendants_are_found_at_any_depth_and_in_any_session_parents_first() -
     """)
 
 
-def test_all_descendants_are_ended_by_sigterm_and_told() -> None:
+def test_all_descendants_are_ended_by_sigterm_and_returned() -> None:
     run("""
         adopt_orphans()
         child, (grandchild,) = start(STAYS)
@@ -74,7 +75,7 @@ def test_all_descendants_are_ended_by_sigterm_and_told() -> None:
     """)
 
 
-def test_what_does_not_hear_sigterm_is_killed() -> None:
+def test_a_process_that_ignores_sigterm_is_killed() -> None:
     run("""
         child, _ = start(DEAF)
         begun = time.monotonic()
@@ -84,7 +85,7 @@ def test_what_does_not_hear_sigterm_is_killed() -> None:
     """)
 
 
-def test_nothing_waits_once_all_have_ended() -> None:
+def test_the_grace_period_ends_with_the_last_process() -> None:
     run("""
         start(SLEEPER)
         begun = time.monotonic()
@@ -105,7 +106,7 @@ def test_orphans_are_adopted_and_ended() -> None:
 
 
 def test_without_adoption_orphans_are_lost() -> None:
-    """The counterpart that shows what `adopt_orphans` is for."""
+    """The counterpart of `adopt_orphans`."""
     run("""
         child, (orphan,) = start(LEAVES)
         child.wait(10)
@@ -114,13 +115,36 @@ def test_without_adoption_orphans_are_lost() -> None:
     """)
 
 
-def test_children_that_have_ended_are_collected() -> None:
+def test_children_that_have_ended_are_collected_with_their_exit_codes() -> None:
     run("""
         reap()
-        child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], stdout=subprocess.PIPE)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert descendants() == [child.pid]
-        reap()
+        assert reap() == {child.pid: 3}
         assert descendants() == []
-        reap()
+        assert reap() == {}
+    """)
+
+
+def test_a_process_is_named_by_its_id_and_start_time() -> None:
+    run("""
+        child, _ = start(SLEEPER)
+        begun = start_time(child.pid)
+        assert begun == start_time(child.pid) >= start_time(os.getpid())
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert start_time(child.pid) is None, "a zombie doesn't run"
+        child.wait(10)
+        assert start_time(child.pid) is None
+    """)
+
+
+def test_the_environment_of_a_process_is_that_of_its_start() -> None:
+    run("""
+        child = subprocess.Popen(["sleep", "60"], env={"A": "1=2", "B": ""})
+        assert environment(child.pid) == {"A": "1=2", "B": ""}
+        child.kill()
+        child.wait(10)
+        assert environment(child.pid) == {}
     """)

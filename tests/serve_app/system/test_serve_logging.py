@@ -1,4 +1,4 @@
-"""Ray Serve's log goes on after a library has set up logging for itself."""
+"""Ray Serve's log goes on after a library has configured logging, and warnings are written at once."""
 
 import logging
 import logging.config
@@ -8,7 +8,7 @@ from pathlib import Path
 from serve_app.system.serve_logging import flush_warnings, preserved_handlers
 
 
-def test_a_log_goes_on_after_another_has_been_set_up(tmp_path: Path) -> None:
+def test_a_log_goes_on_after_logging_was_configured_again(tmp_path: Path) -> None:
     path = tmp_path / "serve.log"
     target = logging.FileHandler(path)
     handler = MemoryHandler(1, target=target)
@@ -19,7 +19,7 @@ def test_a_log_goes_on_after_another_has_been_set_up(tmp_path: Path) -> None:
         with preserved_handlers("test_handlers"):
             logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
             lost = handler.target is None
-        assert lost, "this is what has to be mended"
+        assert lost, "without preserved_handlers the log would end"
         logger.warning("after")
         assert handler.target is target
         assert path.read_text() == "before\nafter\n"
@@ -29,7 +29,7 @@ def test_a_log_goes_on_after_another_has_been_set_up(tmp_path: Path) -> None:
         target.close()
 
 
-def test_a_warning_is_written_at_once_and_what_came_before_it(tmp_path: Path) -> None:
+def test_a_warning_is_written_at_once_with_the_records_before_it(tmp_path: Path) -> None:
     path = tmp_path / "serve.log"
     target = logging.FileHandler(path)
     handler = MemoryHandler(1000, target=target)

@@ -1,12 +1,11 @@
-"""A histogram as Prometheus has it, out of gauges."""
+"""The series of a Prometheus histogram, made of gauges."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.histogram import Histogram
-from serve_app.telemetry.meters import Meters
-from tests.serve_app.telemetry.recording import Instruments
+from tests.serve_app.telemetry.instruments import Instruments
 
 BOUNDS = (0.5, 1.0, 10.0)
 METRIC = Metric("seconds", "histogram", "Seconds", ("model", "tier"), BOUNDS)
@@ -27,8 +26,8 @@ def at_most(values: list[float], bound: float) -> int:
 def test_its_series_are_those_of_prometheus_whenever_it_reports(
     observed: list[tuple[str, float, bool]],
 ) -> None:
-    told = Instruments()
-    histogram = Histogram(METRIC, told.make)
+    instruments = Instruments()
+    histogram = Histogram(METRIC, instruments.make)
     values: dict[str, list[float]] = {}
     for model, value, reports in observed:
         histogram(value, {"model": model, "tier": "flex"})
@@ -39,32 +38,22 @@ def test_its_series_are_those_of_prometheus_whenever_it_reports(
     for model, all_values in values.items():
         labels = (model, "flex")
         for bound in BOUNDS:
-            assert told.told["seconds_bucket", (*labels, str(bound))][-1] == at_most(all_values, bound)
-        assert told.told["seconds_bucket", (*labels, "+Inf")][-1] == len(all_values)
-        assert told.told["seconds_count", labels][-1] == len(all_values)
-        assert abs(told.told["seconds_sum", labels][-1] - sum(all_values)) < 1e-9
-    assert len(told.told) == len(values) * (len(BOUNDS) + 3)
+            assert instruments.values["seconds_bucket", (*labels, str(bound))][-1] == at_most(
+                all_values, bound
+            )
+        assert instruments.values["seconds_bucket", (*labels, "+Inf")][-1] == len(all_values)
+        assert instruments.values["seconds_count", labels][-1] == len(all_values)
+        assert abs(instruments.values["seconds_sum", labels][-1] - sum(all_values)) < 1e-9
+    assert len(instruments.values) == len(values) * (len(BOUNDS) + 3)
 
 
-def test_what_has_not_changed_is_told_again() -> None:
-    told = Instruments()
-    histogram = Histogram(METRIC, told.make)
+def test_series_without_a_change_are_set_again() -> None:
+    instruments = Instruments()
+    histogram = Histogram(METRIC, instruments.make)
     histogram(1.0, {"model": "a", "tier": "flex"})
     histogram.report()
     histogram(1.0, {"model": "b", "tier": "flex"})
     histogram.report()
-    assert told.told["seconds_count", ("a", "flex")] == [1, 1]
-    assert told.told["seconds_bucket", ("a", "flex", "1.0")] == [1, 1]
-    assert told.told["seconds_count", ("b", "flex")] == [1]
-
-
-def test_meters_report_their_histograms() -> None:
-    told = Instruments()
-
-    meters = Meters(
-        [METRIC], lambda metric: Histogram(metric, told.make) if metric.buckets else told.make(metric)
-    )
-    meters.record(METRIC, 3.0, "m", "flex")
-    assert not told.told
-    meters.report()
-    assert told.told["seconds_sum", ("m", "flex")] == [3.0]
+    assert instruments.values["seconds_count", ("a", "flex")] == [1, 1]
+    assert instruments.values["seconds_bucket", ("a", "flex", "1.0")] == [1, 1]
+    assert instruments.values["seconds_count", ("b", "flex")] == [1]

@@ -1,4 +1,4 @@
-"""What reports must never end what it reports of."""
+"""Rounds of the reporter, and jobs that fail."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ def test_a_job_that_fails_is_logged_once_and_the_others_go_on(monkeypatch: pytes
     reporter.report()
     reporter.report()
     assert called == ["fails", "works"] * 2
-    assert logged == ["telemetry fails; it is tried again, and this is said once"]
+    assert logged == ["telemetry fails; it is tried again, and this is logged once"]
 
 
 async def test_it_reports_until_it_is_stopped_and_once_more() -> None:

@@ -1,4 +1,4 @@
-"""Spans: one for the request, under it the engine's, in that the wait and the run of each prompt."""
+"""Spans of a request: the request, the engine within it, and each prompt's wait and run within that."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from serve_app.api.scheduling import Scheduling
 from serve_app.relay.usage import PromptUsage, RequestUsage
 from serve_app.settings.schema import SettingsError, TraceSettings, parse
-from serve_app.telemetry.accounts import Account
+from serve_app.telemetry.request_tracker import TrackedRequest
 from serve_app.telemetry.tracing import Tracing, pass_on
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -18,8 +18,8 @@ SENDER = "b7ad6b7169203331"
 SETTINGS = TraceSettings(endpoint="file:///nowhere")
 
 
-def account(*headers: tuple[bytes, bytes], path: str = "/generate") -> Account:
-    return Account({"method": "POST", "path": path, "headers": list(headers)})
+def tracked(*headers: tuple[bytes, bytes], path: str = "/generate") -> TrackedRequest:
+    return TrackedRequest({"method": "POST", "path": path, "headers": list(headers)})
 
 
 def traceparent(sampled: bool) -> tuple[bytes, bytes]:
@@ -31,8 +31,8 @@ def finished(tracing: Tracing, exporter: InMemorySpanExporter) -> dict[str, Read
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-def serve(tracing: Tracing, request: Account) -> dict[bytes, bytes]:
-    """Play one request through both ends; return the headers that the engine got."""
+def serve(tracing: Tracing, request: TrackedRequest) -> dict[bytes, bytes]:
+    """Trace one request in the Ingress and in the engine; return the engine's headers."""
     tracing.begin(request)
     request.assign("m", Scheduling(tenant="a"))
     headers = pass_on(request, [*request.scope["headers"], (b"x", b"y")])
@@ -49,7 +49,7 @@ def serve(tracing: Tracing, request: Account) -> dict[bytes, bytes]:
 def test_the_spans_of_a_request_are_one_trace_of_its_sender() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(SETTINGS, exporter)
-    headers = serve(tracing, account(traceparent(True), (b"tracestate", b"vendor=1")))
+    headers = serve(tracing, tracked(traceparent(True), (b"tracestate", b"vendor=1")))
     spans = finished(tracing, exporter)
     assert set(spans) == {"POST /generate", "engine", "queue", "generate"}
     whole, engine, queue, run = (spans[name] for name in ("POST /generate", "engine", "queue", "generate"))
@@ -80,28 +80,28 @@ def lasts(span: ReadableSpan) -> float:
     return (span.end_time - span.start_time) / 1e9
 
 
-def test_a_sender_that_does_not_sample_is_heeded_and_its_trace_passed_on() -> None:
+def test_a_sender_that_does_not_sample_decides_and_its_trace_is_passed_on() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(SETTINGS, exporter)
-    headers = serve(tracing, account(traceparent(False)))
+    headers = serve(tracing, tracked(traceparent(False)))
     assert finished(tracing, exporter) == {}
     assert headers[b"traceparent"].startswith(b"00-" + TRACE.encode())
     assert headers[b"traceparent"].endswith(b"-00")
 
 
-def test_a_ratio_of_nothing_samples_nothing_but_what_a_sender_wants() -> None:
+def test_a_ratio_of_zero_samples_only_what_a_sender_samples() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(TraceSettings(endpoint="file:///nowhere", sample_ratio=0.0), exporter)
-    serve(tracing, account())
+    serve(tracing, tracked())
     assert finished(tracing, exporter) == {}
-    serve(tracing, account(traceparent(True)))
+    serve(tracing, tracked(traceparent(True)))
     assert len(finished(tracing, exporter)) == 4
 
 
 def test_a_probe_has_no_span() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(SETTINGS, exporter)
-    probe = account(path="/health")
+    probe = tracked(path="/health")
     tracing.begin(probe)
     tracing.end([probe])
     assert finished(tracing, exporter) == {}
@@ -109,7 +109,7 @@ def test_a_probe_has_no_span() -> None:
 
 def test_spans_go_to_a_file(tmp_path: Path) -> None:
     tracing = Tracing(TraceSettings(endpoint=f"file://{tmp_path}/spans"))
-    serve(tracing, account())
+    serve(tracing, tracked())
     tracing.stop()
     (file,) = (tmp_path / "spans").iterdir()
     names = [json.loads(line)["name"] for line in file.read_text().splitlines()]
@@ -123,7 +123,7 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("telemetry", "said"),
+    ("telemetry", "message"),
     [
         ({"traces": {"endpoint": "collector:4318"}}, "telemetry.traces.endpoint: must begin with http://"),
         ({"traces": {"endpoint": "http://c", "ratio": 1}}, "telemetry.traces.ratio: unknown key"),
@@ -133,6 +133,6 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
         ({"metric": True}, "telemetry.metric: unknown key; allowed here: metrics, engine_metrics"),
     ],
 )
-def test_a_wrong_setting_is_named(telemetry: object, said: str) -> None:
-    with pytest.raises(SettingsError, match=said.replace(".", r"\.")):
+def test_a_wrong_setting_is_named(telemetry: object, message: str) -> None:
+    with pytest.raises(SettingsError, match=message.replace(".", r"\.")):
         parse({"models": [{"id": "m", "source": "saturate://demo"}], "telemetry": telemetry})

@@ -16,7 +16,7 @@ from serve_app.demo.train import MAX_TOKENS, MODEL_FOLDER
 LOADED = AutoTokenizer.from_pretrained(MODEL_FOLDER)
 PLAINLY_LOADED = PreTrainedTokenizerFast.from_pretrained(MODEL_FOLDER)
 
-# Without characters that Unicode had not assigned yet: Python and the tokenizer may be of different editions.
+# Without unassigned characters: Python and the tokenizer may follow different versions of Unicode.
 ANY_TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn"))).filter(
     lambda text: not any(token in text for token in SPECIAL_TOKENS)
 )

@@ -1,4 +1,4 @@
-"""Ends or stops a process of a service under a steady load, and waits until all is as it was."""
+"""Kills or stops a process of a service under a steady load, and waits until it is replaced."""
 
 import asyncio
 import os
@@ -10,33 +10,34 @@ import httpx
 
 from tests.e2e.load import Load
 from tests.e2e.service import Service
+from tests.e2e.services import is_settled, wait_for_replicas, wait_until
 
 LIMIT_S = 240
-"""Until all is as it was; on an idle machine of two cores it takes a tenth."""
+"""Seconds until the service is whole again; on an idle machine of two cores it takes a tenth."""
 
 CORE = "EngineCore"
 """A word of the command line of vLLM's engine."""
 
 
 @dataclass
-class Struck:
-    """A fault, and what came of it.
+class Recovery:
+    """The recovery from a fault.
 
     Attributes:
         load: All that was asked meanwhile.
-        recovered_s: Seconds until all was as it was.
+        recovered_s: Seconds until the service was whole again.
     """
 
     load: Load
     recovered_s: float = 0.0
 
 
-async def strike(service: Service, victim: str, number: signal.Signals) -> Struck:
-    """Strike a process under load, and wait until another has taken its place and both Engines are ready.
+async def inject(service: Service, victim: str, number: signal.Signals) -> Recovery:
+    """Signal a process under load, and wait until another has taken its place and both Engines are ready.
 
     Args:
         service: A service with two Engines.
-        victim: A word of the command line of what is struck.
+        victim: A word of the command line of the process.
         number: The signal that it is sent.
     """
     load = Load(service.url)
@@ -45,12 +46,12 @@ async def strike(service: Service, victim: str, number: signal.Signals) -> Struc
     async with load.running():
         await load.wait_for(6)
         pid = min(others)
-        # In the middle of streams, of which some are its.
+        # In the middle of streams, some of which it carries.
         os.kill(pid, number)
         at = time.monotonic()
         await load.wait_for(12, LIMIT_S)
-    found = Struck(load)
-    # Fewer, so that what starts has something of the machine.
+    found = Recovery(load)
+    # Fewer clients, so that the new process has a share of the machine.
     async with load.running(streams=1, singles=1, lists=0):
         async with asyncio.timeout(LIMIT_S):
             while True:
@@ -62,10 +63,16 @@ async def strike(service: Service, victim: str, number: signal.Signals) -> Struc
     return found
 
 
-async def is_whole(service: Service, victim: str, struck: int, count: int) -> bool:
-    """Return whether there are as many as before of what was struck, without it, and of all else."""
+def wait_until_whole(service: Service) -> None:
+    """Wait until both Engines run; one may have been killed before."""
+    wait_until(lambda: len(service.pids(CORE)) == 2 and is_settled(service), LIMIT_S)
+    wait_for_replicas(service, 2)
+
+
+async def is_whole(service: Service, victim: str, gone: int, count: int) -> bool:
+    """Return whether as many processes as before run, without the one that was signalled."""
     now = service.pids(victim)
-    if struck in now or len(now) != count or len(service.pids(CORE)) != 2:
+    if gone in now or len(now) != count or len(service.pids(CORE)) != 2:
         return False
     async with httpx.AsyncClient(base_url=service.url, timeout=30) as client:
         try:

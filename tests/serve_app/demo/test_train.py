@@ -1,4 +1,4 @@
-"""Training text, the training script in a few steps, and the model in the repository."""
+"""The training script in a few steps, and the model in the repository."""
 
 import random
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from serve_app.demo import corpus, train
-from serve_app.demo.questions import Question, all_questions
+from serve_app.demo import train
+from serve_app.demo.questions import all_questions
 from serve_app.demo.tokenizer import END, TOKEN_ID
 
 MODEL_FILES = {
@@ -29,33 +29,6 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_training_chats_are_what_the_template_renders() -> None:
-    question = Question(47, "+", 28)
-    tokenizer = AutoTokenizer.from_pretrained(train.MODEL_FOLDER)
-    messages = [
-        {"role": "user", "content": question.prompt},
-        {"role": "assistant", "content": question.answer},
-    ]
-    document = corpus.plain_document(question, chat=True)
-    assert tokenizer.decode(document.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-@pytest.mark.parametrize("chat", [False, True])
-def test_only_the_answer_and_its_end_are_learnt(chat: bool) -> None:
-    document = corpus.plain_document(Question(12, "-", 40), chat)
-    assert [label for label in document.labels if label != corpus.IGNORED] == [*b"-28", TOKEN_ID[END]]
-
-
-@pytest.mark.parametrize("length", [32, 512])
-def test_rows_are_full_and_repeat_with_their_seed(length: int) -> None:
-    questions = all_questions()
-    tokens, labels = corpus.packed_rows(random.Random(7), questions, 5, length)
-    assert tokens.shape == labels.shape == (5, length)
-    learnt = labels != corpus.IGNORED
-    assert torch.equal(tokens[learnt], labels[learnt])
-    assert torch.equal(tokens, corpus.packed_rows(random.Random(7), questions, 5, length)[0])
-
-
 def test_a_few_steps_write_a_model_that_loads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +42,7 @@ def test_a_few_steps_write_a_model_that_loads(
     assert "step 2/2" in capsys.readouterr().out
 
 
-def test_help_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         train.main(["--help"])
     assert "minutes" in capsys.readouterr().out

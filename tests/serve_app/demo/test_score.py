@@ -1,3 +1,5 @@
+"""Comparison of answers with a question file."""
+
 import json
 from pathlib import Path
 

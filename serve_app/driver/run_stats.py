@@ -1,4 +1,4 @@
-"""What a run counts."""
+"""Statistics of a run."""
 
 import random
 import resource
@@ -6,19 +6,20 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from batcher.stats import percentiles
 from serve_app.api.protocol import JSON
 
 SAMPLE = 10_000
-"""Calls over which latency percentiles are taken; of more calls, as many drawn evenly."""
+"""Most latencies that are kept for percentiles, drawn uniformly from all calls."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """What rows add up to.
+    """Totals of output rows.
 
     Attributes:
-        rows: Rows.
-        failed: Those without a result, by the type of their error.
+        rows: Number of rows.
+        failed: Number of rows without a result, by type of error.
         prompt_tokens: Tokens of the prompts.
         completion_tokens: Tokens of the results.
     """
@@ -29,7 +30,7 @@ class Totals:
     completion_tokens: int = 0
 
     def add(self, row: JSON) -> None:
-        """Count a row of the output."""
+        """Add an output row."""
         self.rows += 1
         if error := row["error"]:
             self.failed[error["type"]] += 1
@@ -50,12 +51,12 @@ class Totals:
 
 @dataclass(slots=True)
 class Utilization:
-    """How busy the batchers were during the run, from what `/stats` says of each replica.
+    """Utilization of the model's batchers during a run, from the statistics of each replica.
 
     Attributes:
-        running: Records that run now, over all replicas.
-        waiting: Records that wait now.
-        replicas: Replicas that answer now.
+        running: Records that run, over all replicas, at the last update.
+        waiting: Records that wait, likewise.
+        replicas: Number of replicas, likewise.
     """
 
     running: int = 0
@@ -64,8 +65,8 @@ class Utilization:
     _first: dict[str, tuple[float, float]] = field(default_factory=dict)
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def see(self, replicas: list[JSON]) -> None:
-        """Take in a report of all replicas."""
+    def update(self, replicas: list[JSON]) -> None:
+        """Add the statistics of all replicas at one time."""
         self.replicas = len(replicas)
         self.running = sum(replica["batcher"].get("running", 0) for replica in replicas)
         self.waiting = sum(replica["batcher"].get("queue_depth", 0) for replica in replicas)
@@ -76,14 +77,14 @@ class Utilization:
 
     @property
     def share(self) -> float | None:
-        """Share of the replicas' time, 0 to 1, in which a record ran; None while it isn't known."""
+        """Share of the replicas' time, 0 to 1, in which a record ran; None: unknown yet."""
         busy = sum(self._last[name][0] - first[0] for name, first in self._first.items())
         idle = sum(self._last[name][1] - first[1] for name, first in self._first.items())
         return busy / (busy + idle) if busy + idle > 0 else None
 
 
 class Latencies:
-    """A sample of latencies that doesn't grow with the run."""
+    """A uniform sample of latencies, of bounded size."""
 
     def __init__(self) -> None:
         self._sample: list[float] = []
@@ -91,7 +92,7 @@ class Latencies:
         self._random = random.Random(0)
 
     def add(self, seconds: float) -> None:
-        """Take in a latency."""
+        """Add a latency."""
         self._seen += 1
         if len(self._sample) < SAMPLE:
             self._sample.append(seconds)
@@ -100,24 +101,24 @@ class Latencies:
 
     def percentiles(self) -> dict[str, float | None]:
         """Return the median, the 90th and the 99th percentile, in seconds."""
-        ordered = sorted(self._sample)
-        return {
-            name: round(ordered[int(share * (len(ordered) - 1))], 4) if ordered else None
-            for name, share in (("p50_s", 0.5), ("p90_s", 0.9), ("p99_s", 0.99))
-        }
+        names = ("p50_s", "p90_s", "p99_s")
+        if not self._sample:
+            return dict.fromkeys(names)
+        found = percentiles(self._sample, (0.5, 0.9, 0.99))
+        return {name: round(seconds, 4) for name, seconds in zip(names, found, strict=True)}
 
 
-class Tally:
-    """What one run counts, from its start.
+class RunStats:
+    """Statistics of one run, from its start.
 
     Attributes:
-        totals: The rows that this run has done.
-        utilization: How busy the service is.
-        latencies: Of the calls that were answered.
-        calls: Calls that were answered.
-        retries: Calls that were sent again.
-        in_flight: Calls under way.
-        trouble: Why the last retry was necessary.
+        totals: Totals of the rows that this run has finished.
+        utilization: Utilization of the service.
+        latencies: Latencies of answered calls.
+        calls: Number of answered calls.
+        retries: Number of calls that were sent again.
+        in_flight: Number of calls in flight.
+        trouble: Message of the last failed call; empty once a call was answered.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class Tally:
         self._cpu = time.process_time()
 
     def end(self) -> None:
-        """Stop the clock: the last result has come."""
+        """Stop the clock, after the last result."""
         self._ended = time.monotonic()
 
     @property
@@ -143,17 +144,17 @@ class Tally:
 
     @property
     def rows_per_s(self) -> float:
-        """Rows done per second since the start."""
+        """Finished rows per second since the start."""
         return self.totals.rows / max(self.elapsed_s, 1e-9)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens read and written per second since the start."""
+        """Prompt and output tokens per second since the start."""
         tokens = self.totals.prompt_tokens + self.totals.completion_tokens
         return tokens / max(self.elapsed_s, 1e-9)
 
     def body(self) -> JSON:
-        """Return all of it as JSON."""
+        """Return the statistics as JSON."""
         rows = self.totals.rows
         cpu = time.process_time() - self._cpu
         share = self.utilization.share

@@ -22,7 +22,7 @@ def test_there_are_20000_different_questions() -> None:
         (Question(0, "-", 0), "What is 0-0?", "0"),
     ],
 )
-def test_a_question_knows_its_words_and_its_answer(question: Question, prompt: str, answer: str) -> None:
+def test_the_prompt_and_the_answer_of_a_question(question: Question, prompt: str, answer: str) -> None:
     assert (question.prompt, question.answer) == (prompt, answer)
 
 
@@ -42,7 +42,7 @@ def test_the_file_holds_500_different_right_answers() -> None:
         assert line["answer"] == str(left + right if operator == "+" else left - right)
 
 
-def test_what_is_kept_aside_is_not_learnt_mirrored_either() -> None:
+def test_the_mirror_image_of_a_held_out_question_is_held_out() -> None:
     learn, keep = questions.split_questions(held_out=0.05, seed=0)
     assert len(learn) + len(keep) == 20_000
     assert 900 < len(keep) < 1100

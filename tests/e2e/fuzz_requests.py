@@ -1,4 +1,4 @@
-"""Requests as a fuzzer makes them: from nearly right to nonsense, for every route."""
+"""Hypothesis strategies for requests to every route, from nearly right to nonsense."""
 
 import json
 from dataclasses import dataclass
@@ -122,7 +122,7 @@ HEADERS: list[tuple[str, list[bytes]]] = [
 
 
 @dataclass(frozen=True)
-class Shot:
+class FuzzRequest:
     """One request."""
 
     path: str
@@ -132,7 +132,7 @@ class Shot:
 
 
 def dump(body: object) -> bytes:
-    """Return JSON, with what JSON can't say in the words that Python uses."""
+    """Return JSON, with NaN and infinity as Python writes them."""
     return json.dumps(body).encode()
 
 
@@ -181,7 +181,7 @@ def _broken(draw: st.DrawFn, path: str) -> bytes:
 
 
 @st.composite
-def shots(draw: st.DrawFn) -> Shot:
+def fuzz_requests(draw: st.DrawFn) -> FuzzRequest:
     """Requests to all routes."""
     path = draw(st.sampled_from(sorted(ROUTES)))
     kind = draw(st.integers(0, 9))
@@ -195,4 +195,4 @@ def shots(draw: st.DrawFn) -> Shot:
     if draw(st.integers(0, 3)) == 0:
         name, choices = draw(st.sampled_from(HEADERS))
         headers[name] = draw(st.sampled_from(choices))
-    return Shot(path, body, tuple(headers.items()))
+    return FuzzRequest(path, body, tuple(headers.items()))

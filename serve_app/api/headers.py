@@ -1,0 +1,14 @@
+"""HTTP headers in ASGI's form."""
+
+Headers = list[tuple[bytes, bytes]]
+"""Names, in lower case, and values."""
+
+
+def bearer_token(headers: Headers) -> bytes:
+    """Return the token of the `Authorization: Bearer` header; empty if there is none."""
+    for name, value in headers:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                return token.strip()
+    return b""

@@ -1,0 +1,55 @@
+"""Client for the Serve part of Ray's dashboard."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from serve_app.api.protocol import JSON
+
+DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
+"""Places of the dashboard: it takes the first free one of these ports."""
+
+TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
+"""File in which Ray keeps the token that its dashboard asks for."""
+
+
+class Dashboard:
+    """The dashboard of one service.
+
+    Args:
+        port: Port of the service; it tells its dashboard from those of other Rays on this machine.
+
+    Attributes:
+        url: Address of the dashboard; empty until it is found.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.url = ""
+
+    def applications(self) -> JSON:
+        """Return the state of each application; empty while the dashboard can't be reached."""
+        for url in [self.url] if self.url else DASHBOARDS:
+            details = self._ask(url, "GET")
+            if details.get("http_options", {}).get("port") == self._port:
+                self.url = url
+                applications: JSON = details["applications"]
+                return applications
+        return {}
+
+    def take_down(self) -> None:
+        """Stop all applications in order: each finishes its requests."""
+        self._ask(self.url, "PUT", {"applications": []})
+
+    @staticmethod
+    def _ask(url: str, method: str, body: JSON | None = None) -> JSON:
+        token = os.environ.get("RAY_AUTH_TOKEN", "")
+        with suppress(OSError):
+            token = token or TOKEN_FILE.read_text().strip()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        with suppress(httpx.HTTPError, ValueError):
+            answer: JSON = httpx.request(method, url, json=body, headers=headers, timeout=10).json()
+            return answer
+        return {}

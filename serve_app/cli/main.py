@@ -1,0 +1,37 @@
+"""The command `saturate`."""
+
+import click
+
+from serve_app.cli.lazy import LazyGroup
+from serve_app.system.command_line import run
+
+COMMANDS = {
+    "serve": ("serve_app.cli.serve:serve", "Serve the models of a config until Ctrl-C."),
+    "batch": ("serve_app.driver.command:batch", "Send a dataset through a service."),
+    "keys": ("serve_app.auth.keys:keys", "Make API keys."),
+    "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
+}
+"""Place of each subcommand, and its line in the help text."""
+
+
+def main() -> None:
+    """Run the command line."""
+    run(saturate)
+
+
+@click.group(cls=LazyGroup, places=COMMANDS)
+@click.version_option(package_name="saturate", prog_name="saturate", message="%(prog)s %(version)s")
+def saturate() -> None:
+    """LLM serving that keeps GPUs full, on Ray Serve and vLLM.
+
+    \b
+    A first service, without a GPU and without a download:
+      saturate serve
+    then in another terminal
+      curl http://127.0.0.1:8000/generate -d '{"prompts": ["What is 2+3?"]}' \\
+        -H 'content-type: application/json'
+
+    \b
+    Shell completion, for bash (zsh and fish alike):
+      eval "$(_SATURATE_COMPLETE=bash_source saturate)"
+    """

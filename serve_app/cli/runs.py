@@ -1,0 +1,95 @@
+"""Services that `saturate serve` has started on this machine, found by a mark in their environment."""
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from serve_app.system.processes import descendants, end_all, environment, start_time
+
+MARK = "SATURATE_RUN"
+"""Environment variable that all processes of a service inherit, down to HAProxy and the engines."""
+
+GRACE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One service.
+
+    Attributes:
+        port: Port that it listens on.
+        launcher: Process id of its `saturate serve`.
+        started: Start time of that process, in clock ticks since boot; the kernel reuses ids.
+        namespace: Namespace of the process id: another container's process 1 is another process.
+    """
+
+    port: int
+    launcher: int
+    started: int
+    namespace: int
+
+    @property
+    def mark(self) -> str:
+        """The value of `MARK`."""
+        return f"{self.port}.{self.launcher}.{self.started}.{self.namespace}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether its launcher runs."""
+        return start_time(self.launcher) == self.started
+
+    def processes(self) -> list[int]:
+        """Return the ids of its living processes, without the launcher."""
+        marked = [pid for pid, mark in _marks().items() if mark == self.mark]
+        # Some processes of Ray have written their title over their environment.
+        return [*dict.fromkeys([*marked, *descendants(*marked)])] if marked else []
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to its launcher, if it runs."""
+        if self.alive:
+            os.kill(self.launcher, number)
+
+    def end(self) -> list[int]:
+        """End its processes, of a launcher that is dead; return their ids."""
+        return end_all(self.processes, GRACE_S)
+
+
+def this_run(port: int) -> Run:
+    """Return the service that this process launches."""
+    return Run(port, os.getpid(), start_time(os.getpid()) or 0, _namespace())
+
+
+def find_runs() -> list[Run]:
+    """Return the services of this user and this process namespace that have a living process."""
+    runs = []
+    for mark in set(_marks().values()):
+        try:
+            run = Run(*map(int, mark.split(".")))
+        except (TypeError, ValueError):
+            continue
+        if run.namespace == _namespace():
+            runs.append(run)
+    return sorted(runs, key=lambda run: run.port)
+
+
+def _marks() -> dict[int, str]:
+    """Return the mark of each marked process of this user."""
+    marks = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            mine = folder.stat().st_uid == os.geteuid()
+        except OSError:
+            continue
+        if mine and (mark := environment(int(folder.name)).get(MARK)):
+            marks[int(folder.name)] = mark
+    # This process has a mark of its own if a service has started it.
+    marks.pop(os.getpid(), None)
+    return marks
+
+
+def _namespace() -> int:
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,77 @@
+"""The Serve config of a service: reading, checking, changing."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+
+from serve_app.auth.middleware import KeyStore
+from serve_app.cli.errors import LaunchError
+from serve_app.ingress.health import engine_name
+from serve_app.settings.schema import parse
+from serve_app.settings.user_config import parse_user_config
+
+IMPORT_PATH = "serve_app.app:build"
+
+
+def read_config(path: Path) -> ServeDeploySchema:
+    """Read a Serve config and check it, with the args of this project's applications in it.
+
+    Raises:
+        LaunchError: It can't be read, or a value in it is wrong.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+        config = ServeDeploySchema.model_validate(content)
+        # Serve itself ignores unknown keys, and with them typos.
+        if unknown := sorted(set(content) - set(ServeDeploySchema.model_fields)):
+            raise ValueError(
+                f"{unknown[0]}: unknown key; allowed: {', '.join(ServeDeploySchema.model_fields)}"
+            )
+        for app in config.applications:
+            if app.import_path != IMPORT_PATH:
+                continue
+            settings = parse(app.args)
+            if settings.access:
+                KeyStore(settings.access, environment=_environment(app))
+            languages = {engine_name(model.id) for model in settings.models if model.kind == "llm"}
+            for deployment in app.deployments:
+                if deployment.name in languages and isinstance(deployment.user_config, dict):
+                    parse_user_config(deployment.user_config)
+    except OSError as error:
+        raise LaunchError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise LaunchError(f"{path}: {error}") from None
+    return config
+
+
+def answer_s(config: ServeDeploySchema) -> float:
+    """Return the seconds that an answer may take while its replica stops."""
+    default = RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
+    limits = (
+        _environment(app).get("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", default) for app in config.applications
+    )
+    return max(map(float, limits), default=float(default))
+
+
+def asks_for_keys(config: ServeDeploySchema) -> bool:
+    """Return whether each application of a config has `access`, and so asks for API keys."""
+    return all(app.import_path == IMPORT_PATH and app.args.get("access") for app in config.applications)
+
+
+def with_request_log(text: str, log_format: str) -> str:
+    """Return a config with another `telemetry.request_log` in this project's applications."""
+    config = yaml.safe_load(text)
+    for app in config["applications"]:
+        if app["import_path"] == IMPORT_PATH:
+            app["args"]["telemetry"] = (app["args"].get("telemetry") or {}) | {"request_log": log_format}
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def _environment(app: ServeApplicationSchema) -> Mapping[str, str]:
+    """Return the environment of an application's replicas."""
+    own: dict[str, str] = (app.runtime_env or {}).get("env_vars", {})
+    return os.environ | own

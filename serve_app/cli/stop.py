@@ -1,0 +1,63 @@
+"""The command `saturate stop`."""
+
+import signal
+import time
+
+import click
+
+from serve_app.cli.progress import Progress
+from serve_app.cli.runs import Run, find_runs
+
+NOW_S = 15.0
+"""Seconds after which `--now` kills a launcher that doesn't end."""
+
+
+@click.command()
+@click.option("--port", type=int, metavar="N", help="Stop the service on this port only.")
+@click.option("--all", "every", is_flag=True, help="Stop all services, if several run.")
+@click.option("--now", is_flag=True, help="Cut off the requests in flight instead of finishing them first.")
+def stop(port: int | None, every: bool, now: bool) -> int:
+    """Stop the services that `saturate serve` runs on this machine.
+
+    Each one finishes its requests in flight first. The command returns when all processes of the service are
+    gone, those that a killed launcher has left behind too. It finds the services of this user by a mark in
+    the environment of their processes.
+
+    Exit code: 0 if nothing runs any more, also if nothing ran before.
+
+    \b
+    Examples:
+      saturate stop
+      saturate stop --port 8000
+      saturate stop --all --now
+    """
+    runs = [run for run in find_runs() if port in (None, run.port)]
+    living = [run for run in runs if run.alive]
+    if len(living) > 1 and not every and port is None:
+        places = ", ".join(f"port {run.port} (pid {run.launcher})" for run in living)
+        raise click.UsageError(f"several services run: {places}; take --port or --all")
+    if not runs:
+        print(f"No service runs on port {port}" if port is not None else "No service runs")
+    progress = Progress()
+    for run in living:
+        run.signal(signal.SIGINT if now else signal.SIGTERM)
+    for run in runs:
+        _finish(run, progress, now=now)
+    return 0
+
+
+def _finish(run: Run, progress: Progress, *, now: bool) -> None:
+    """Wait for the end of a service, and end the processes that its launcher leaves behind."""
+    deadline = time.monotonic() + NOW_S
+    launched = run.alive
+    while run.alive:
+        progress.show(f"stopping the service on port {run.port} (pid {run.launcher})")
+        time.sleep(0.2)
+        if now:
+            # The second Ctrl-C is the one that cuts off.
+            run.signal(signal.SIGINT if time.monotonic() < deadline else signal.SIGKILL)
+    ended = run.end()
+    if launched:
+        progress.end(f"Stopped the service on port {run.port}")
+    elif ended:
+        progress.end(f"Ended {len(ended)} processes of a killed service on port {run.port}")

@@ -1,0 +1,43 @@
+"""Runs a click command; each error of its user is one line, without a stack trace."""
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+USAGE, INTERRUPTED = 2, 130
+"""Exit codes, beside 0 and the 1 of other errors."""
+
+
+def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit with the code that it returns.
+
+    Args:
+        command: Its callback returns an exit code; None is 0.
+        arguments: By default those of this process.
+    """
+    try:
+        code = command.main(arguments, standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        code = USAGE
+    except click.UsageError as error:
+        help = f" (see `{error.ctx.command_path} --help`)" if error.ctx else ""
+        print(f"error: {_message(error)}{help}", file=sys.stderr)
+        code = USAGE
+    except click.ClickException as error:
+        print(f"error: {error.format_message()}", file=sys.stderr)
+        code = error.exit_code
+    except click.Abort:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _message(error: click.UsageError) -> str:
+    if type(error) is click.BadParameter and error.param:
+        option = isinstance(error.param, click.Option)
+        name = error.param.opts[0] if option else error.param.human_readable_name
+        return f"{name}: {error.message.removesuffix('.')}"
+    message = error.format_message().removesuffix(".")
+    return message[:1].lower() + message[1:]

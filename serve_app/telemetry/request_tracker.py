@@ -1,0 +1,216 @@
+"""Requests in the Ingress, from arrival to end: the source of metrics, request log and spans."""
+
+import time
+import uuid
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Literal
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.api.scheduling import Scheduling
+from serve_app.relay.usage import SCOPE_KEY, RequestUsage
+
+RequestOutcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
+
+KEY = "saturate.request"
+"""Key of the tracked request in the scope of a request."""
+
+MAX_PENDING = 2_000
+"""Ended requests that are reported at once, without waiting for the next round of the reporter."""
+
+MAX_ID = 128
+"""Longest request id, in bytes; the rest of a longer one is cut off."""
+
+QUIET = {"/", "/health", "/stats", "/stats.html", "/v1/models"}
+"""Routes about the service itself: probes request some of them every few seconds."""
+
+
+class TrackedRequest:
+    """One request and its answer, as the Ingress sees them.
+
+    Attributes:
+        scope: The request's ASGI scope.
+        started_at: Time of arrival, on the clock of `time.monotonic`.
+        first_at: When the first piece of the answer was sent; 0: none was.
+        ended_at: When the request ended.
+        model: Id of the model; empty until it is known, and if there is none.
+        tenant: The tenant.
+        status: HTTP status of the answer; 0: there was no answer.
+        streams: Whether the answer is a stream of events.
+        complete: Whether the last piece of the answer was sent.
+        left: Whether the client has disconnected, or the server stops.
+        usage: Tokens and times from the engine.
+        trace: The request's span; None without tracing.
+    """
+
+    __slots__ = (
+        "complete",
+        "ended_at",
+        "first_at",
+        "left",
+        "model",
+        "scope",
+        "started_at",
+        "status",
+        "streams",
+        "tenant",
+        "trace",
+        "usage",
+    )
+
+    def __init__(self, scope: MutableMapping[str, Any]) -> None:
+        self.scope = scope
+        self.started_at = time.monotonic()
+        self.first_at = 0.0
+        self.ended_at = 0.0
+        self.model = ""
+        self.tenant = ""
+        self.status = 0
+        self.streams = False
+        self.complete = False
+        self.left = False
+        self.usage: RequestUsage | None = None
+        self.trace: Any = None
+
+    def assign(self, model: str, scheduling: Scheduling) -> None:
+        """Note the request's model and tenant."""
+        self.model = model
+        self.tenant = scheduling.tenant
+
+    @property
+    def request_id(self) -> str:
+        """Id from the client or from HAProxy, or a new one."""
+        for name, value in self.scope["headers"]:
+            if name == b"x-request-id":
+                text: str = value[:MAX_ID].decode("latin-1")
+                return text
+        return uuid.uuid4().hex
+
+    @property
+    def reportable(self) -> bool:
+        """True if the request belongs in metrics and log: probes that succeed don't."""
+        return bool(self.model) or self.scope["path"] not in QUIET or 400 <= self.status < 500
+
+    @property
+    def outcome(self) -> RequestOutcome:
+        """RequestOutcome of the request."""
+        # The usage comes with the last bytes, and a client that has these may not wait for the stream's end.
+        if not self.complete and self.usage is None:
+            return "cancelled" if self.left else "failed"
+        match self.status:
+            case 429:
+                return "rejected"
+            case 408:
+                return "expired"
+            case status if status >= 500:
+                return "failed"
+            case status if status >= 400:
+                return "refused"
+        # An engine that fails during a stream can't change the status that was sent.
+        return "failed" if self.streams and self.usage is None else "ok"
+
+    @property
+    def trace_id(self) -> str:
+        """Id of the request's trace; there has to be one."""
+        return f"{self.trace.get_span_context().trace_id:032x}"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from arrival to end."""
+        return self.ended_at - self.started_at
+
+
+def tracked_request(scope: MutableMapping[str, Any]) -> TrackedRequest:
+    """Return the tracked request of a scope."""
+    request: TrackedRequest = scope[KEY]
+    return request
+
+
+class RequestTracker:
+    """Tracks the requests of an Ingress replica, and reports those that have ended.
+
+    Args:
+        reports: Called with all requests that have ended since the last call.
+        begin: Called with each new request.
+
+    Attributes:
+        under_way: Number of requests in progress.
+    """
+
+    def __init__(
+        self,
+        reports: Sequence[Callable[[list[TrackedRequest]], None]],
+        begin: Callable[[TrackedRequest], None] | None = None,
+    ) -> None:
+        self.under_way = 0
+        self._reports = reports
+        self._begin = begin
+        self._ended: list[TrackedRequest] = []
+
+    def open(self, scope: MutableMapping[str, Any]) -> TrackedRequest:
+        """Begin to track a request."""
+        request = scope[KEY] = TrackedRequest(scope)
+        self.under_way += 1
+        if self._begin is not None:
+            self._begin(request)
+        return request
+
+    def close(self, request: TrackedRequest) -> None:
+        """End a request; it is reported later."""
+        request.ended_at = time.monotonic()
+        request.usage = request.scope.get(SCOPE_KEY)
+        # The two refer to each other; this spares the garbage collector a cycle per request.
+        del request.scope[KEY]
+        self.under_way -= 1
+        if self._reports:
+            self._ended.append(request)
+            if len(self._ended) >= MAX_PENDING:
+                self()
+
+    def __call__(self) -> None:
+        """Report the requests that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        for report in self._reports:
+            report(ended)
+
+
+class TrackingMiddleware:
+    """ASGI middleware that tracks each request.
+
+    Args:
+        app: The application behind it.
+        tracker: Tracks the requests.
+    """
+
+    def __init__(self, app: ASGIApp, tracker: RequestTracker) -> None:
+        self._app = app
+        self._tracker = tracker
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = self._tracker.open(scope)
+
+        async def observe(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request.status = message["status"]
+                request.streams = _is_event_stream(message.get("headers", ()))
+            else:
+                if not request.first_at:
+                    request.first_at = time.monotonic()
+                if not message.get("more_body", False):
+                    request.complete = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, observe)
+        except BaseException as error:
+            request.left = not isinstance(error, Exception)
+            raise
+        finally:
+            self._tracker.close(request)
+
+
+def _is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

@@ -1,0 +1,132 @@
+"""The services that tests share, each a variation of configs/local.yaml."""
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.e2e.service import ROOT, Service
+
+JSON = dict[str, Any]
+
+LIMIT_S = 180.0
+"""Seconds for a change of a service, at most."""
+
+MINILM: JSON = {
+    "id": "minilm",
+    "kind": "function",
+    "target": "serve_app.demo.minilm:MiniLM",
+    "embeddings": True,
+    "batcher": {"profile": "variable_length", "target_batch_cost": 4096, "max_batch_size": 64},
+}
+
+QUEUE = 60
+"""Requests that each Engine of the pair lets wait: a few seconds' worth of eight sequences at once."""
+
+
+def local() -> tuple[JSON, JSON, JSON]:
+    """Return configs/local.yaml, its application and its model."""
+    config: JSON = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    (app,) = config["applications"]
+    (model,) = app["args"]["models"]
+    return config, app, model
+
+
+def engine(config: JSON) -> JSON:
+    """Return the part of a config that says how the Engine is deployed."""
+    deployments: list[JSON] = config["applications"][0]["deployments"]
+    return next(one for one in deployments if one["name"] == "Engine:demo")
+
+
+def start_shared(folder: Path) -> Service:
+    """Start the demo model and a model that is a function, one replica of each."""
+    config, app, model = local()
+    # The order of the tiers doesn't depend on the speed of the machine.
+    model["batcher"]["priority_aging_s"] = None
+    app["args"]["models"].append(MINILM)
+    # The demo model and the ingress have reserved what two cores have.
+    app["deployments"].append({"name": "Engine:minilm", "ray_actor_options": {"num_cpus": 0}})
+    # Only requests that ask for it leave spans.
+    app["args"]["telemetry"] = {"traces": {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}}
+    # OpenTelemetry's own period is 5 s.
+    app["runtime_env"]["env_vars"]["OTEL_BSP_SCHEDULE_DELAY"] = "500"
+    # A slow client is sent away in seconds; longer than httpx keeps an idle connection (5 s).
+    config["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"] = (
+        "leastconn\n    timeout http-request 8s"
+    )
+    # Ray's own period, 10 s, is long for a test that waits for metrics.
+    return Service(config, folder, metrics_ms=1000)
+
+
+def start_pair(folder: Path) -> Service:
+    """Start two replicas of the Ingress and two of the demo model, for tests that do them harm."""
+    config, app, model = local()
+    # A step takes milliseconds on any machine.
+    model["engine_hang_timeout_s"] = 5.0
+    model["batcher"] |= {"max_queue_size": QUEUE, "goals": {"ttft_p99_s": 1.0}}
+    use_exact_arithmetic(config)
+    for deployment in app["deployments"]:
+        # Two engines fit on any machine where Ray doesn't count cores.
+        deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}
+    service = Service(config, folder)
+    try:
+        wait_for_replicas(service, 2)
+    except BaseException:
+        service.stop()
+        raise
+    return service
+
+
+def use_exact_arithmetic(config: JSON) -> None:
+    """Have the demo model compute in 32 bits: its greedy text is then the same in batches of any size."""
+    config["applications"][0]["args"]["models"][0]["engine"]["dtype"] = "float32"
+
+
+def wait_for_replicas(service: Service, count: int) -> None:
+    """Wait until the service counts so many replicas of the demo model."""
+
+    def counted() -> bool:
+        replicas: int = httpx.get(f"{service.url}/health", timeout=30).json()["models"]["demo"]["replicas"]
+        return replicas == count
+
+    wait_until(counted)
+
+
+def redeploy(service: Service, count: int, **changes: Any) -> None:
+    """Deploy the config that a service was started with, changed; return once all of it runs.
+
+    Args:
+        service: The service.
+        count: Replicas of its Engine.
+        changes: Options of the Engine's deployment; `user_config` sets `max_running`.
+    """
+    config = copy.deepcopy(service.config)
+    engine(config).update(changes, num_replicas=count)
+    service.deploy(config)
+    limit = changes["user_config"]["batcher"]["max_running"]
+    wait_until(lambda: running_limits(service) == [limit] * count and is_settled(service))
+
+
+def running_limits(service: Service) -> list[int]:
+    """Return the `max_running` of each Engine replica."""
+    replicas = httpx.get(f"{service.url}/stats", timeout=30).json()["models"]["demo"]["replicas"]
+    return [one["batcher"]["max_running"] for one in replicas]
+
+
+def is_settled(service: Service) -> bool:
+    """Return whether Ray Serve has nothing left to change."""
+    status = service.status()
+    states = {one["status"] for one in status["deployments"].values()}
+    return status["status"] == "RUNNING" and states == {"HEALTHY"}
+
+
+def wait_until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.2)

@@ -1,0 +1,25 @@
+"""Configs of services, for tests of the command line."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def config(port: int = 8000, **args: Any) -> dict[str, Any]:
+    models = [{"id": "demo", "source": "saturate://demo"}]
+    app = {"name": "llm", "import_path": "serve_app.app:build", "args": {"models": models} | args}
+    return {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [app]}
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port

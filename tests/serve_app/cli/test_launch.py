@@ -1,0 +1,221 @@
+"""A service from start to stop, and its processes after every kind of end.
+
+`serve run` is a stand-in with processes of the same shape: in sessions of their own, orphaned, and deaf.
+"""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.cli.errors import LaunchError
+from serve_app.cli.launch import launch
+from serve_app.cli.progress import Progress
+from serve_app.cli.runs import find_runs
+from tests.serve_app.cli.launching import Command, Service
+from tests.serve_app.cli.services import config, write
+
+Start = Callable[..., Service]
+
+
+def test_wrong_args_end_the_command_at_once(tmp_path: Path) -> None:
+    command = Command(tmp_path, str(write(tmp_path, config(ingress={"x": 1}))))
+    assert command.wait() == 1
+    assert "args.ingress.x: unknown key; allowed here: max_body_bytes, body_timeout_s, max_" in command.said
+    assert "Traceback" not in command.said
+
+
+def test_a_taken_port_ends_the_command_at_once(tmp_path: Path, taken: int) -> None:
+    command = Command(tmp_path, str(write(tmp_path, config(taken))))
+    assert command.wait() == 1
+    assert command.said.startswith(f"error: port {taken} on 127.0.0.1 can't be used (Address already in use)")
+    assert "Traceback" not in command.said
+
+
+def test_no_process_is_started_if_the_port_is_taken(
+    tmp_path: Path, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*args: Any, **options: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    path = write(tmp_path, config(taken))
+    with pytest.raises(LaunchError, match=rf"port {taken} on 127\.0\.0\.1 .*in use.*http_options\.port"):
+        launch(path, verbose=False)
+
+
+def test_a_service_that_is_open_to_the_network_gets_a_warning(tmp_path: Path, taken: int) -> None:
+    content = config(taken)
+    content["http_options"]["host"] = "0.0.0.0"
+    command = Command(tmp_path, str(write(tmp_path, content)))
+    assert command.wait() == 1
+    assert command.said.startswith("WARNING: this service listens on 0.0.0.0 and asks for no API key.")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_the_service_in_order_and_leaves_nothing(start: Start, number: signal.Signals) -> None:
+    service = start()
+    service.hear_ready()
+    assert "demo: starting" in service.said
+    assert "serve's own log" not in service.said
+    # The supervisor, `serve`, and two shells with a `sleep` each in sessions of their own.
+    assert len(service.processes()) == 6
+    service.signal(number)
+    # A second one doesn't break off the stop.
+    service.hear("Stopping")
+    service.signal(number)
+    assert service.wait() == 0
+    assert service.stopped_in_order
+    assert service.processes() == []
+    assert "Traceback" not in service.said
+    assert service.logs() == []
+
+
+def test_a_second_interrupt_cuts_off_requests_in_flight(start: Start) -> None:
+    service = start(busy=True)
+    service.hear_ready()
+    service.signal(signal.SIGINT)
+    service.hear("Stopping; requests in flight are finished first (Ctrl-C cuts them off)")
+    service.signal(signal.SIGINT)
+    # Without it the stop takes minutes.
+    assert service.wait() == 0
+    assert service.stopped_in_order
+    assert service.processes() == []
+
+
+def _close_terminal() -> None:
+    """Close the read end of standard error with the first message of the stop."""
+    end = Progress.end
+
+    def closed(self: Progress, message: str) -> None:
+        end(self, message)
+        if message.startswith("Ready"):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+
+    Progress.end = closed  # type: ignore[method-assign]
+
+
+def test_a_closed_terminal_stops_the_service_in_order(start: Start) -> None:
+    service = start(before=_close_terminal)
+    service.hear_ready()
+    service.signal(signal.SIGHUP)
+    service.wait_gone()
+    assert service.stopped_in_order
+
+
+KILLS: dict[str, Callable[[Service], None]] = {
+    "the launcher": lambda service: service.signal(signal.SIGKILL),
+    "serve run": lambda service: service.kill(service.serve_run),
+    "the supervisor": lambda service: service.kill(service.supervisor),
+}
+
+
+@pytest.mark.parametrize("killed", KILLS)
+def test_sigkill_leaves_nothing(start: Start, killed: str) -> None:
+    service = start()
+    service.hear_ready()
+    KILLS[killed](service)
+    service.wait_gone()
+    assert "Traceback" not in service.said
+
+
+def test_the_leftovers_of_a_killed_launcher_and_supervisor_can_be_found(start: Start) -> None:
+    """The one case in which processes stay, until the next `saturate serve` or `saturate stop`."""
+    service = start()
+    service.hear_ready()
+    service.kill(service.pid, service.supervisor)
+    service.wait()
+    (run,) = (run for run in find_runs() if run.port == service.port)
+    assert not run.alive
+    assert set(run.processes()) <= set(service.processes())
+    assert service.processes("sleep")
+    run.end()
+    service.wait_gone()
+    assert service.stopped_in_order, "the kernel has told `serve run`"
+
+
+def test_a_service_ends_the_leftovers_of_a_killed_one(start: Start) -> None:
+    killed = start()
+    killed.hear_ready()
+    killed.kill(killed.pid, killed.supervisor)
+    killed.wait()
+    assert killed.processes("sleep")
+    service = start()
+    service.hear_ready()
+    assert f"processes of a killed service on port {killed.port}" in service.said
+    killed.wait_gone()
+
+
+def test_a_second_service_on_one_port_names_the_first(start: Start, tmp_path: Path) -> None:
+    service = start()
+    service.hear_ready()
+    second = Command(tmp_path, str(service.config))
+    assert second.wait() == 1
+    assert second.said == (
+        f"error: a saturate serves on port {service.port} already (pid {service.pid}); "
+        f"`saturate stop --port {service.port}` stops it\n"
+    )
+
+
+def test_a_failed_start_shows_the_end_of_the_log_and_keeps_it(start: Start) -> None:
+    service = start(fails=True)
+    assert service.wait() == 1
+    assert "error: `serve run` failed, with exit code 3" in service.said
+    assert "serve's own log" in service.said
+    (log,) = service.logs()
+    assert f"the whole log: {log}" in service.said
+    assert "Traceback" not in service.said
+
+
+def test_a_service_that_ends_by_itself_is_an_error_and_leaves_nothing(start: Start) -> None:
+    service = start()
+    service.hear_ready()
+    service.kill(service.serve_run)
+    assert service.wait() == 1
+    assert "error: `serve run` ended by itself, with exit code 137" in service.said
+    assert service.processes() == []
+
+
+def _signal_while_serve_is_started() -> None:
+    popen = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        process = popen(*args, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    subprocess.Popen = start  # type: ignore[assignment, misc]
+
+
+def test_a_signal_while_serve_is_being_started_leaves_nothing(start: Start) -> None:
+    service = start(before=_signal_while_serve_is_started)
+    code = service.wait()
+    assert service.processes() == []
+    assert "Traceback" not in service.said
+    assert code == 0
+
+
+def _signal_while_another_is_handled() -> None:
+    say = Progress.end
+
+    def end(self: Progress, message: str) -> None:
+        if message.startswith("Stopping"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        say(self, message)
+
+    Progress.end = end  # type: ignore[method-assign]
+
+
+def test_a_signal_while_another_is_handled_does_not_break_off_the_stop(start: Start) -> None:
+    service = start(before=_signal_while_another_is_handled)
+    service.hear_ready()
+    service.signal(signal.SIGINT)
+    code = service.wait()
+    assert service.stopped_in_order
+    assert service.processes() == []
+    assert "Traceback" not in service.said
+    assert code == 0

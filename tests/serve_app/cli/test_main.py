@@ -1,0 +1,77 @@
+"""The command `saturate` and its subcommands."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from serve_app.cli.main import COMMANDS, saturate
+
+SCRIPT = """
+import sys
+from serve_app.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code, end.code
+print([name for name in ("ray", "vllm", "torch") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["serve", "--help"],
+        ["stop", "--help"],
+        ["batch", "--help"],
+        ["keys", "new", "--name", "ada", "--tenant", "research"],
+    ],
+    ids=" ".join,
+)
+def test_ray_is_not_loaded_for(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert CliRunner().invoke(saturate, ["--version"]).stdout.startswith("saturate 0.")
+
+
+def test_help_lists_every_command_with_its_line() -> None:
+    text = CliRunner().invoke(saturate, ["--help"]).stdout
+    for name, (_, line) in COMMANDS.items():
+        assert f"  {name}  " in text
+        assert line in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str) -> None:
+    result = CliRunner().invoke(saturate, [name, "--help"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"Usage: saturate {name} ")
+
+
+def completions(*arguments: str) -> list[str]:
+    *before, incomplete = arguments
+    shell = ShellComplete(saturate, {}, "saturate", "_SATURATE_COMPLETE")
+    return [item.value for item in shell.get_completions(before, incomplete)]
+
+
+def test_shells_complete_commands_and_options() -> None:
+    assert completions("") == list(COMMANDS)
+    assert completions("s") == ["serve", "stop"]
+    assert completions("batch", "--max-") == ["--max-tokens", "--max-concurrency"]
+    assert completions("keys", "") == ["new"]
+
+
+def test_an_unknown_command_is_an_error_of_usage() -> None:
+    with pytest.raises(click.UsageError, match="No such command 'tune'"):
+        saturate.main(["tune"], standalone_mode=False)

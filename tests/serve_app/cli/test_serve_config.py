@@ -1,0 +1,114 @@
+"""Serve configs: reading, checks, and the change for the request log."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serve_app.cli.errors import LaunchError
+from serve_app.cli.serve_config import answer_s, read_config, with_request_log
+from tests.serve_app.cli.services import config, write
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_config_in_this_repository_is_read() -> None:
+    schema = read_config(ROOT / "configs/local.yaml")
+    assert schema.http_options.port == 8000
+    assert [app.name for app in schema.applications] == ["llm"]
+
+
+def problem(path: Path) -> str:
+    with pytest.raises(LaunchError) as caught:
+        read_config(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    return message
+
+
+def test_answers_get_the_time_to_end_that_the_config_gives_them(tmp_path: Path) -> None:
+    content = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+    assert answer_s(read_config(write(tmp_path, content))) == 120
+    content["applications"][0]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "900"
+    assert answer_s(read_config(write(tmp_path, content))) == 900
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert problem(tmp_path / "none.yaml").endswith("No such file or directory")
+    assert problem(tmp_path).endswith("Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [1", "line 1"),
+        ("", "valid dictionary"),
+        ("- 1", "valid dictionary"),
+        ("applications:\n- import_path: 5", "import_path"),
+        ("http_options: {port: x}\napplications: []", "port"),
+    ],
+)
+def test_a_file_that_is_no_serve_config(tmp_path: Path, text: str, reason: str) -> None:
+    assert reason in problem(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"a: 2026-99-99"], ids=["binary", "impossible date"])
+def test_a_file_that_yaml_can_not_decode(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    problem(path)
+
+
+def test_every_mistake_in_our_args_is_named_with_its_path(tmp_path: Path) -> None:
+    message = problem(write(tmp_path, config(ingress={"max_prompts": 0}, modles=[])))
+    assert "args.ingress.max_prompts: " in message
+    assert "args.modles: unknown key; allowed here: models, ingress" in message
+
+
+def test_keys_that_can_not_be_read_are_a_mistake_of_the_config(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    content = config(access={"keys_file": str(keys)})
+    assert f"access.keys_file ({keys}): No such file or directory" in problem(write(tmp_path, content))
+    keys.write_text("- {name: ada}")
+    assert "[0].sha256: Field required" in problem(write(tmp_path, content))
+    keys.write_text("[]")
+    read_config(write(tmp_path, content))
+
+
+def test_keys_may_be_in_the_environment_that_the_config_gives(tmp_path: Path) -> None:
+    content = config(access={"keys_env": "SATURATE_TEST_KEYS"})
+    assert "no variable SATURATE_TEST_KEYS" in problem(write(tmp_path, content))
+    content["applications"][0]["runtime_env"] = {"env_vars": {"SATURATE_TEST_KEYS": "[]"}}
+    read_config(write(tmp_path, content))
+
+
+def test_the_part_of_the_config_that_running_engines_take_in_is_checked_too(tmp_path: Path) -> None:
+    content = config()
+    content["applications"][0]["deployments"] = [
+        {"name": "Engine:demo", "user_config": {"batcher": {"x": 1}}}
+    ]
+    assert "user_config.batcher.x: unknown key; allowed here: capacity_tokens" in problem(
+        write(tmp_path, content)
+    )
+    # What a function does with its own is its own affair.
+    content["applications"][0]["deployments"][0]["name"] = "Engine:other"
+    read_config(write(tmp_path, content))
+
+
+def test_another_application_s_args_are_not_ours_to_check(tmp_path: Path) -> None:
+    content = config()
+    other = {"name": "o", "route_prefix": "/o", "import_path": "o:build", "args": {"x": 1}}
+    content["applications"].append(other)
+    assert len(read_config(write(tmp_path, content)).applications) == 2
+
+
+def test_the_format_goes_into_the_config_and_leaves_the_rest() -> None:
+    ours = {"import_path": "serve_app.app:build", "args": {"models": [], "telemetry": {"tenants": 3}}}
+    theirs = {"import_path": "other:app", "args": {}}
+    changed = yaml.safe_load(with_request_log(yaml.safe_dump({"applications": [ours, theirs]}), "text"))
+    assert changed["applications"] == [
+        ours | {"args": {"models": [], "telemetry": {"tenants": 3, "request_log": "text"}}},
+        theirs,
+    ]

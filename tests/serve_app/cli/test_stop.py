@@ -1,0 +1,95 @@
+"""The command `saturate stop`."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner, Result
+
+from serve_app.cli.runs import MARK, Run, find_runs, this_run
+from serve_app.cli.stop import stop
+from tests.serve_app.cli.launching import Service
+from tests.serve_app.cli.services import free_port
+
+Start = Callable[..., Service]
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(stop, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def test_nothing_to_stop_is_no_error() -> None:
+    port = free_port()
+    result = run("--port", str(port))
+    assert (result.exit_code, result.stdout) == (0, f"No service runs on port {port}\n")
+
+
+def test_a_service_is_stopped_in_order(start: Start) -> None:
+    service = start()
+    service.hear_ready()
+    result = run("--port", str(service.port))
+    assert result.exit_code == 0
+    assert f"stopping the service on port {service.port} (pid {service.pid})" in result.stderr
+    assert result.stderr.endswith(f"Stopped the service on port {service.port}\n")
+    service.wait_gone()
+    assert service.stopped_in_order
+    assert service.wait() == 0
+
+
+def test_now_cuts_off_requests_in_flight(start: Start) -> None:
+    service = start(busy=True)
+    service.hear_ready()
+    # Without --now the stop takes minutes.
+    assert run("--port", str(service.port), "--now").exit_code == 0
+    service.wait_gone()
+    assert service.wait() == 0
+
+
+def test_one_of_several_services_is_stopped_by_its_port(start: Start) -> None:
+    first, second = start(), start()
+    first.hear_ready()
+    second.hear_ready()
+    result = run()
+    assert result.exit_code == 2
+    assert "several services run: " in result.stderr
+    assert f"port {first.port} (pid {first.pid})" in result.stderr
+    run("--port", str(first.port))
+    first.wait_gone()
+    assert second.serve_run
+    assert [each.port for each in find_runs() if each.port in (first.port, second.port)] == [second.port]
+
+
+def test_leftovers_of_a_killed_service_are_ended(start: Start) -> None:
+    service = start()
+    service.hear_ready()
+    service.kill(service.pid, service.supervisor)
+    service.wait()
+    result = run("--port", str(service.port))
+    assert result.exit_code == 0
+    assert f"processes of a killed service on port {service.port}" in result.stderr
+    service.wait_gone()
+
+
+def test_a_launcher_is_alive_while_its_id_and_start_time_are_those_of_a_process() -> None:
+    mine = this_run(8000)
+    assert mine.alive
+    assert not Run(8000, os.getpid(), mine.started - 1, mine.namespace).alive
+    assert not Run(8000, 2**22 + 1, mine.started, mine.namespace).alive
+
+
+def test_a_launcher_that_is_gone_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid))
+    Run(8000, os.getpid(), 0, 0).signal(signal.SIGTERM)
+    assert sent == []
+
+
+@pytest.mark.parametrize("mark", ["", "8000", "a.b.c.d", "8000.1.1.1"])
+def test_a_mark_of_another_form_or_namespace_is_passed_over(mark: str) -> None:
+    with subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: mark}) as other:
+        assert all(other.pid not in each.processes() for each in find_runs())
+        other.kill()

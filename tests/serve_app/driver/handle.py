@@ -1,0 +1,45 @@
+"""A fake deployment handle; the test decides how its calls end."""
+
+import asyncio
+from typing import Any
+
+
+class Response:
+    """A handle's response to a call.
+
+    Attributes:
+        future: The answer.
+        cancelled: Whether the caller has cancelled the call.
+    """
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.cancelled = False
+
+    def __await__(self) -> Any:
+        return self.future.__await__()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """The handle.
+
+    Attributes:
+        bodies: Bodies of its calls.
+        responses: Responses to its calls.
+    """
+
+    def __init__(self) -> None:
+        self.bodies: list[Any] = []
+        self.responses: list[Response] = []
+        self.generate = self
+
+    def options(self, **_: Any) -> "Handle":
+        return self
+
+    def remote(self, body: Any) -> Response:
+        self.bodies.append(body)
+        self.responses.append(Response())
+        return self.responses[-1]

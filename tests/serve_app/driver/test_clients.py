@@ -1,0 +1,159 @@
+"""Both clients: answers, and errors as they come from HTTP, a handle and Ray Serve."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve.exceptions import BackPressureError
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.driver.clients import HandleClient, HTTPClient
+from serve_app.driver.errors import DriverError
+from tests.serve_app.driver.handle import Handle
+
+LIMIT_S = 5.0
+BODY = {"prompts": ["a"]}
+
+
+def http_client(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> HTTPClient:
+    return HTTPClient("http://fake/", transport=httpx.MockTransport(answer), **options)
+
+
+# HTTP
+
+
+async def test_a_call_has_the_key_and_a_retry_its_count() -> None:
+    requests: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(200, json={"results": ["A"]})
+
+    async with http_client(answer, api_key="sk-ada") as client:
+        assert await client.generate(BODY) == {"results": ["A"]}
+        await client.generate(BODY, tries=2)
+    first, second = requests
+    assert str(first.url) == "http://fake/generate"
+    assert json.loads(first.content) == BODY
+    assert first.headers["authorization"] == "Bearer sk-ada"
+    assert "x-stainless-retry-count" not in first.headers
+    assert second.headers["x-stainless-retry-count"] == "2"
+
+
+async def test_an_error_of_the_service_keeps_its_fields() -> None:
+    error = {"type": "rate_limit_error", "message": "full", "param": "prompts", "code": 429}
+    client = http_client(lambda _: httpx.Response(429, json={"error": error}, headers={"retry-after": "7"}))
+    with pytest.raises(RequestError, match="full") as caught:
+        await client.generate(BODY)
+    found = caught.value
+    assert (found.status, found.type, found.param, found.retry_after_s) == (429, error["type"], "prompts", 7)
+
+
+@pytest.mark.parametrize(
+    ("response", "status", "message"),
+    [
+        (httpx.Response(403, text="no"), 403, "403 Forbidden: no"),
+        # Ray Serve's proxy, while the application isn't deployed.
+        (httpx.Response(404, text="Path '/generate' not found."), 503, "404 Not Found"),
+        (httpx.Response(200, text="no json"), 502, "not JSON"),
+    ],
+)
+async def test_an_answer_in_another_form_is_an_error_with_its_text(
+    response: httpx.Response, status: int, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        await http_client(lambda _: response).generate(BODY)
+    assert caught.value.status == status
+
+
+async def test_a_broken_connection_can_be_retried() -> None:
+    def broken(request: httpx.Request) -> httpx.Response:
+        raise httpx.RemoteProtocolError("")
+
+    with pytest.raises(RequestError, match="RemoteProtocolError") as caught:
+        await http_client(broken).generate(BODY)
+    assert caught.value.status == 503
+
+
+@pytest.mark.parametrize(
+    ("stats", "model", "replicas"),
+    [
+        ({"models": {"a": {"replicas": [1]}, "b": {"replicas": [2]}}}, None, [1]),
+        ({"models": {"a": {"replicas": [1]}, "b": {"replicas": [2]}}}, "b", [2]),
+        ({"models": {"a": {"replicas": [], "error": "no answer"}}}, "a", None),
+        ({"models": {"a": {"replicas": [1]}}}, "other", None),
+        ([], "a", None),
+    ],
+)
+async def test_statistics_are_those_of_the_model_or_none(
+    stats: JSON, model: str | None, replicas: list[Any] | None
+) -> None:
+    options = {} if model is None else {"model": model}
+    assert await http_client(lambda _: httpx.Response(200, json=stats), **options).replicas() == replicas
+
+
+def test_a_url_without_a_scheme_is_an_error() -> None:
+    with pytest.raises(DriverError, match="must begin with http"):
+        HTTPClient("localhost:8000")
+
+
+# Handle
+
+
+async def test_a_call_over_the_handle(handle: Handle) -> None:
+    call = asyncio.ensure_future(HandleClient("llm", "demo").generate(BODY, 3))
+    await asyncio.sleep(0)
+    handle.responses[0].future.set_result({"results": ["A"]})
+    assert await asyncio.wait_for(call, LIMIT_S) == {"results": ["A"]}
+    assert handle.bodies == [BODY]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError(400, "invalid_request_error", "prompts: no"), 400),
+        (BackPressureError(num_queued_requests=1, max_queued_requests=1), 429),
+        (ConnectionError("gone"), 503),
+    ],
+)
+async def test_an_error_of_the_handle_has_a_status(handle: Handle, error: Exception, status: int) -> None:
+    call = asyncio.ensure_future(HandleClient("llm", "demo").generate(BODY))
+    await asyncio.sleep(0)
+    handle.responses[0].future.set_exception(error)
+    with pytest.raises(RequestError) as caught:
+        await asyncio.wait_for(call, LIMIT_S)
+    assert caught.value.status == status
+
+
+async def test_a_call_without_an_answer_times_out_and_is_cancelled(handle: Handle) -> None:
+    with pytest.raises(RequestError, match=r"no answer in 0\.01 s") as caught:
+        await asyncio.wait_for(HandleClient("llm", "demo", read_s=0.01).generate(BODY), LIMIT_S)
+    assert caught.value.status == 503
+    assert handle.responses[0].cancelled
+
+
+async def test_a_call_that_serve_cancels_can_be_retried(handle: Handle) -> None:
+    call = asyncio.ensure_future(HandleClient("llm", "demo").generate(BODY))
+    await asyncio.sleep(0)
+    handle.responses[0].future.cancel()
+    with pytest.raises(RequestError, match="was removed") as caught:
+        await asyncio.wait_for(call, LIMIT_S)
+    assert caught.value.status == 503
+
+
+async def test_a_driver_that_is_stopped_cancels_its_call(handle: Handle) -> None:
+    call = asyncio.ensure_future(HandleClient("llm", "demo").generate(BODY))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(call, LIMIT_S)
+    assert handle.responses[0].cancelled
+
+
+def test_an_unknown_engine_is_an_error_with_the_known_ones(handle: Handle) -> None:
+    with pytest.raises(DriverError, match="this cluster has: --app llm --model demo"):
+        HandleClient("llm", "other")

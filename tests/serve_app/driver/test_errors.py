@@ -1,0 +1,18 @@
+"""Errors of runs and rows."""
+
+import pickle
+
+import pytest
+
+from serve_app.driver.errors import CommandError, DriverError, InputError, OutputError, RowError
+
+
+@pytest.mark.parametrize("kind", [CommandError, InputError, OutputError])
+def test_all_errors_that_end_a_run_are_driver_errors(kind: type[DriverError]) -> None:
+    assert issubclass(kind, DriverError)
+
+
+def test_the_error_of_a_row_is_its_message_and_survives_pickling() -> None:
+    error = pickle.loads(pickle.dumps(RowError("invalid_row", "prompt: must be text")))
+    assert (error.type, str(error)) == ("invalid_row", "prompt: must be text")
+    assert not isinstance(error, DriverError)

@@ -1,0 +1,98 @@
+"""An application whose requests are tracked, and answers of every kind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from serve_app.api.scheduling import Scheduling
+from serve_app.relay.usage import SCOPE_KEY, PromptUsage, RequestUsage
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.meters import Meters
+from serve_app.telemetry.request_tracker import (
+    RequestTracker,
+    TrackedRequest,
+    TrackingMiddleware,
+    tracked_request,
+)
+from serve_app.telemetry.requests import RequestMetrics
+from tests.serve_app.telemetry.instruments import Instruments
+
+USAGE = RequestUsage()
+USAGE.add(PromptUsage(submitted_at=1.0, started_at=1.5, ended_at=2.0, prompt_tokens=12, output_tokens=5))
+SECRET = "the prompt"
+
+
+async def answer(request: Request) -> Response:
+    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
+    status = int(request.query_params.get("status", 200))
+    if status == 200:
+        request.scope[SCOPE_KEY] = USAGE
+    return Response(b"answer", status)
+
+
+async def stream(request: Request) -> Response:
+    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
+    broken = "broken" in request.query_params
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        if not broken:
+            request.scope[SCOPE_KEY] = USAGE
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(pieces(), media_type="text/event-stream")
+
+
+async def fail(request: Request) -> Response:
+    raise RuntimeError(SECRET)
+
+
+async def hang(request: Request) -> Response:
+    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
+    await asyncio.Event().wait()
+    return Response()
+
+
+async def plain(request: Request) -> Response:
+    return PlainTextResponse("ok")
+
+
+ROUTES = [
+    Route("/answer", answer, methods=["GET", "POST"]),
+    Route("/stream", stream, methods=["POST"]),
+    Route("/fail", fail),
+    Route("/hang", hang),
+    Route("/health", plain),
+]
+
+
+class Front:
+    """The application.
+
+    Attributes:
+        ended: Requests that have ended.
+        metrics: Their metrics.
+        begun: Set once a request has arrived.
+    """
+
+    def __init__(self) -> None:
+        self.ended: list[TrackedRequest] = []
+        self.metrics = Instruments()
+        self.begun = asyncio.Event()
+        record = RequestMetrics(Meters(catalogue.INGRESS, self.metrics.make))
+        self.tracker = RequestTracker([self.ended.extend, record], lambda request: self.begun.set())
+        self.app = TrackingMiddleware(Starlette(routes=ROUTES), self.tracker)
+
+    async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Send a request, and report it."""
+        transport = httpx.ASGITransport(cast(Any, self.app), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            response = await client.request(method, path, **options)
+        self.tracker()
+        return response

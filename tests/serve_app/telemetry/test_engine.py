@@ -1,0 +1,60 @@
+"""Spans and jobs of an Engine replica."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from batcher import ContinuousBatcher
+from serve_app.relay.usage import PromptUsage, RequestUsage
+from serve_app.settings.schema import SILENT, TelemetrySettings, TraceSettings
+from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.telemetry.meters import Meters
+
+USAGE = RequestUsage()
+USAGE.add(PromptUsage(submitted_at=1.0, started_at=1.5, ended_at=2.0, prompt_tokens=12, output_tokens=5))
+
+
+def span_names(folder: Path) -> list[str]:
+    (file,) = folder.iterdir()
+    return sorted(json.loads(line)["name"] for line in file.read_text().splitlines())
+
+
+async def test_an_answered_request_has_spans(tmp_path: Path) -> None:
+    traces = TraceSettings(endpoint=f"file://{tmp_path}")
+    settings = TelemetrySettings(metrics=False, engine_metrics=False, traces=traces)
+    async with ContinuousBatcher(capacity=10) as batcher:
+        telemetry = EngineTelemetry(settings, "m", batcher)
+        telemetry.answered([], 1.0, USAGE)
+        telemetry.stop()
+    assert span_names(tmp_path) == ["engine", "generate", "queue"]
+
+
+async def test_without_telemetry_there_are_no_jobs_and_no_spans() -> None:
+    def job(meters: Meters) -> Callable[[], None]:
+        raise AssertionError("there are no instruments")
+
+    async with ContinuousBatcher(capacity=10) as batcher:
+        telemetry = EngineTelemetry(SILENT, "m", batcher, job)
+        telemetry.answered([], 1.0, USAGE)
+        telemetry.stop()
+
+
+async def test_further_jobs_are_called_until_the_end() -> None:
+    called = asyncio.Event()
+    calls = 0
+
+    def job(meters: Meters) -> Callable[[], None]:
+        def count() -> None:
+            nonlocal calls
+            calls += 1
+            called.set()
+
+        return count
+
+    async with ContinuousBatcher(capacity=10) as batcher:
+        telemetry = EngineTelemetry(TelemetrySettings(), "m", batcher, job)
+        await asyncio.wait_for(called.wait(), 10)
+        before = calls
+        telemetry.stop()
+        assert calls == before + 1

@@ -1,0 +1,60 @@
+"""Log and spans of an Ingress replica."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from serve_app.api.headers import Headers
+from serve_app.api.scheduling import Scheduling
+from serve_app.settings.schema import SILENT, TelemetrySettings, TraceSettings
+from serve_app.telemetry import ingress
+from serve_app.telemetry.ingress import IngressTelemetry
+
+
+async def headers_for_the_engine(telemetry: IngressTelemetry) -> Headers:
+    """Send one request through an application with this telemetry, until it has ended."""
+    found: Headers = []
+
+    async def answer(request: Request) -> Response:
+        found.extend(telemetry.assign(request.scope, "m", Scheduling(tenant="a"), [(b"x", b"y")]))
+        return PlainTextResponse("ok")
+
+    app = Starlette(routes=[Route("/answer", answer)], middleware=[telemetry.middleware])
+    async with telemetry.lifespan(app):
+        transport = httpx.ASGITransport(cast(Any, app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            assert (await client.get("/answer")).text == "ok"
+    return found
+
+
+async def test_a_request_has_a_line_and_a_span_and_its_context_goes_to_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingress, "serve_logs", lambda: tmp_path / "logs")
+    traces = TraceSettings(endpoint=f"file://{tmp_path}/spans")
+    headers = dict(await headers_for_the_engine(IngressTelemetry(TelemetrySettings(traces=traces), "r1")))
+    (line,) = map(json.loads, (tmp_path / "logs" / "requests_r1.log").read_text().splitlines())
+    assert (line["path"], line["model"], line["tenant"], line["status"]) == ("/answer", "m", "a", 200)
+    (file,) = (tmp_path / "spans").iterdir()
+    (span,) = map(json.loads, file.read_text().splitlines())
+    assert span["name"] == "GET /answer"
+    assert headers[b"x"] == b"y"
+    assert headers[b"traceparent"].decode().split("-")[1] == line["trace_id"]
+
+
+async def test_without_telemetry_headers_pass_unchanged() -> None:
+    assert await headers_for_the_engine(IngressTelemetry(SILENT, "r1")) == [(b"x", b"y")]
+
+
+async def test_there_is_no_log_where_ray_serve_writes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [])
+    settings = TelemetrySettings(metrics=False, request_log="text")
+    assert await headers_for_the_engine(IngressTelemetry(settings, "r1")) == [(b"x", b"y")]

@@ -1,0 +1,132 @@
+"""The import graph of the packages: no cycles, and imports between folders only downward."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+ORDER = [
+    {"app", "cli"},
+    {"driver", "batches"},
+    {"ingress"},
+    {"engine", "auth"},
+    {"telemetry", "usage"},
+    {"relay", "settings"},
+    {"api", "system", "batcher", "demo"},
+]
+"""The folders of `serve_app` from top to bottom, with `app.py` and the package `batcher`.
+
+A module imports its own folder and those of lower levels, never another folder of its own level.
+"""
+
+COMPATIBILITY = {f"serve_app.{name}" for name in ("doorway", "embedding", "keys", "lifeline", "scaling")}
+"""Old paths that a config of a user may name; see their docstrings."""
+
+Edges = set[tuple[str, str]]
+
+
+def modules() -> dict[str, Path]:
+    """Return the files of both packages by the names of their modules."""
+    found = {}
+    for package in ("serve_app", "batcher"):
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(module: str) -> Iterator[str]:
+    """Yield the dotted names that a module imports, those inside functions and for type checkers included."""
+    path = MODULES[module]
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = package[: len(package) - node.level + 1] if node.level else []
+            parts += node.module.split(".") if node.module else []
+            yield from (".".join([*parts, alias.name]) for alias in node.names)
+
+
+def own(name: str) -> str:
+    """Return the module of this repository that holds a name, or nothing if none does."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def edges() -> Edges:
+    """Return the pairs of modules of which the first imports the second."""
+    found = {(module, own(name)) for module in MODULES for name in imported(module)}
+    return {(module, target) for module, target in found if target}
+
+
+def folder(module: str) -> str:
+    """Return the name under which `ORDER` has a module; nothing for the package `serve_app` itself."""
+    package, _, rest = module.partition(".")
+    return package if package == "batcher" else rest.partition(".")[0]
+
+
+def level(name: str) -> int:
+    """Return the level of a folder, 0 at the top."""
+    return next(number for number, names in enumerate(ORDER) if name in names)
+
+
+def test_every_folder_has_a_level() -> None:
+    found = {folder(module) for module in MODULES if module not in COMPATIBILITY} - {""}
+    assert found <= set().union(*ORDER), "a new folder needs a place in ORDER"
+    assert len(found) > 10
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph: dict[str, set[str]] = {module: set() for module in MODULES}
+    for module, target in edges():
+        graph[module].add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def test_folders_import_only_lower_levels() -> None:
+    wrong = [
+        f"{module} imports {target}"
+        for module, target in sorted(edges())
+        if module not in COMPATIBILITY
+        and folder(module) != folder(target)
+        and level(folder(module)) >= level(folder(target))
+    ]
+    assert wrong == []
+
+
+def test_only_modules_named_vllm_import_vllm() -> None:
+    importing = {
+        module
+        for module in MODULES
+        for name in imported(module)
+        if name.partition(".")[0] == "vllm" and not module.rpartition(".")[2].startswith("vllm_")
+    }
+    assert importing == set()
+
+
+def test_the_batcher_imports_only_the_standard_library() -> None:
+    allowed = sys.stdlib_module_names | {"batcher"}
+    foreign = {
+        f"{module} imports {name}"
+        for module in MODULES
+        if folder(module) == "batcher"
+        for name in imported(module)
+        if name.partition(".")[0] not in allowed
+    }
+    assert foreign == set()
+
+
+def test_compatibility_modules_are_imported_by_nothing() -> None:
+    assert set(MODULES) >= COMPATIBILITY
+    assert {module for module, target in edges() if target in COMPATIBILITY} == set()

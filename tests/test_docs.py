@@ -1,0 +1,249 @@
+"""The pages: every code block is run, checked or skipped with a reason, and every link has a target."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from ray.serve.schema import DeploymentSchema
+
+from serve_app.auth.keys import read_keys
+from serve_app.settings import schema
+from serve_app.settings.schema import parse
+from serve_app.settings.user_config import parse_user_config
+from tests import commands
+from tests.commands import CommandError, command
+from tests.pages import (
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    inline_commands,
+    links,
+    pages,
+    parse_blocks,
+    read,
+    select,
+)
+
+SHELL = {"bash", "console"}
+KINDS = {
+    ("run", "service"): {"bash", "python"},
+    ("run", "script"): {"bash", "python"},
+    ("check", "commands"): SHELL,
+    ("check", "models"): {"yaml"},
+    ("check", "args"): {"yaml"},
+    ("check", "deployments"): {"yaml"},
+    ("check", "keys"): {"yaml"},
+    ("output", ""): {"json", "text"},
+}
+"""What the comment above a block may say, beside `skip: REASON`, and the languages that it is for."""
+
+
+every_page = pytest.mark.parametrize("page", pages())
+
+
+def each(*chosen: Block) -> pytest.MarkDecorator:
+    """Return the mark of a test that takes each of some blocks."""
+    return pytest.mark.parametrize("block", chosen, ids=str)
+
+
+def test_there_are_pages() -> None:
+    assert {"README.md", "serve_app/README.md", "k8s/README.md"} <= set(pages())
+
+
+def test_the_landing_page_is_short() -> None:
+    assert len(read("README.md").splitlines()) <= 140
+
+
+@each(*blocks())
+def test_every_block_is_run_or_checked_or_skipped_with_a_reason(block: Block) -> None:
+    if block.kind == "skip":
+        assert len(block.detail.split()) >= 2, f"{block}: say why, as in <!-- skip: needs a cluster -->"
+        return
+    kind = block.kind, block.detail
+    assert kind in KINDS, f"{block}: {kind}: put a comment above it, one of {list(KINDS)} or skip"
+    assert block.language in KINDS[kind], f"{block}: nothing does that with {block.language or 'no language'}"
+
+
+def test_a_block_without_a_comment_is_found() -> None:
+    text = "# Page\n\n```bash\nls\n```\n\n```python\nprint(1)\n```\n<!-- output -->\n```text\n1\n```\n"
+    bash, python, output = parse_blocks("page.md", text)
+    assert (bash.kind, bash.line) == ("", 3)
+    assert (python.kind, python.detail, python.output) == ("run", "script", "1\n")
+    assert output.kind == "output"
+
+
+# Links
+
+LATER = {"batcher/README.md", "../batcher/README.md"}
+"""Pages that another change brings."""
+
+
+def broken(page: str, text: str) -> list[str]:
+    """Return the links of a page whose file or heading doesn't exist."""
+    found = []
+    for target in links(text):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists():
+            found.append(target)
+            continue
+        there = anchors(text if not path else file.read_text()) if file.suffix == ".md" else set()
+        if anchor and anchor not in there:
+            found.append(target)
+    return found
+
+
+@every_page
+def test_links_have_targets(page: str) -> None:
+    assert set(broken(page, read(page))) <= LATER
+
+
+def test_a_broken_link_is_found() -> None:
+    text = "# One: `two`\n[a](#one-two) [b](#three) [c](configs) [d](nowhere.md) [e](https://example.org)"
+    assert broken("README.md", text) == ["#three", "nowhere.md"]
+
+
+# Scripts
+
+
+@each(*(block for block in select("run", "script") if block.language == "python"))
+def test_python_examples_print_what_the_page_says(block: Block, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", block.text],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block}\n{done.stderr}"
+    if block.output:
+        assert done.stdout.strip() == block.output.strip(), str(block)
+    elif said := re.findall(r"^ *print\(.*\)  # (.+)$", block.text, re.M):
+        assert done.stdout.splitlines()[-1] == said[-1], str(block)
+
+
+# Commands
+
+
+@each(*(block for block in blocks() if block.language in SHELL and block.kind != "skip"))
+def test_commands_exist(block: Block) -> None:
+    for line in commands.lines(block.text):
+        commands.check(line)
+
+
+@every_page
+def test_commands_in_the_prose_exist(page: str) -> None:
+    for line in inline_commands(read(page)):
+        commands.check(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make nothing",
+        "python -m serve_app.nothing",
+        "kubectl apply -k k8s/overlays",
+        "pip install -e '.[nothing]'",
+        "serve run configs/nothing.yaml",
+        "docker build -f k8s/Dockerfile --target nothing .",
+        "A=1 nothing | true",
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+    with pytest.raises(CommandError):
+        commands.check(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "saturate nothing",
+        "saturate serve --nothing",
+        "saturate keys new --nothing 1",
+        "saturate-batch in.jsonl out.jsonl --nothing 1",
+        "saturate batch in.jsonl",
+    ],
+)
+def test_a_mistake_in_a_saturate_command_is_found(line: str) -> None:
+    with pytest.raises(CommandError):
+        commands.check(line)
+
+
+# YAML
+
+MODEL = {"id": "demo", "source": "saturate://demo"}
+
+
+@each(*(block for block in blocks() if block.language == "yaml" and block.kind != "skip"))
+def test_yaml_is_what_the_service_takes(block: Block) -> None:
+    content: Any = yaml.safe_load(block.text)
+    match block.detail:
+        case "models":
+            assert len(parse({"models": content}).models) == len(content)
+        case "args":
+            parse({"models": [MODEL], **content})
+        case "keys":
+            assert len(read_keys(block.text, str(block))) == len(content)
+        case "deployments":
+            for deployment in content:
+                taken = DeploymentSchema.model_validate(deployment)
+                assert set(deployment) <= set(DeploymentSchema.model_fields), str(block)
+                if isinstance(taken.user_config, dict):
+                    parse_user_config(taken.user_config)
+        case _:
+            pytest.fail(f"{block}: say what it is: <!-- check: models, args, deployments or keys -->")
+
+
+# Completeness
+
+
+def settings_of(section: type[BaseModel]) -> set[str]:
+    """Return the names of a section's settings."""
+    return set(section.model_fields)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        schema.EngineSettings,
+        schema.GoalSettings,
+        schema.BatcherSettings,
+        schema.LLMSettings,
+        schema.FunctionBatcherSettings,
+        schema.FunctionSettings,
+        schema.IngressSettings,
+        schema.AccessSettings,
+        schema.TraceSettings,
+        schema.TelemetrySettings,
+        schema.Settings,
+    ],
+    ids=lambda section: section.__name__,
+)
+def test_every_setting_is_documented(section: type[BaseModel]) -> None:
+    page = read("configs/README.md")
+    assert {name for name in settings_of(section) if not re.search(rf"\b{name}\b", page)} == set()
+
+
+def test_every_option_of_the_driver_is_documented() -> None:
+    page = read("serve_app/driver/README.md")
+    options = {option for parameter in command("batch").params for option in parameter.opts if "--" in option}
+    assert {option for option in options if not re.search(rf"{option}\b", page)} == set()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page))
+    assert named <= options | {"--help"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_config_is_in_the_tables(path: Path) -> None:
+    assert f"configs/{path.name}" in read("README.md")
+    assert f"({path.name})" in read("configs/README.md")
