@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 LIMIT_S = 20.0
 
 COMMAND = """
-import subprocess, sys, time
+import os, signal, subprocess, sys, time
+{first}
 deaf = "trap '' INT HUP TERM; echo $$; sleep 60 & wait"
 child = subprocess.Popen(["setsid", "--fork", "sh", "-c", deaf], stdout=subprocess.PIPE, text=True)
 try:
@@ -57,9 +58,17 @@ class Supervised:
 
 
 @contextmanager
-def supervised(then: str = "time.sleep(60)", interrupt_s: float = LIMIT_S) -> Iterator[Supervised]:
-    """Run a command that starts an orphan which ignores signals."""
-    command = [sys.executable, "-c", COMMAND.format(then=then)]
+def supervised(
+    then: str = "time.sleep(60)", *, first: str = "", interrupt_s: float = LIMIT_S
+) -> Iterator[Supervised]:
+    """Run a command that starts an orphan which ignores signals.
+
+    Args:
+        then: Statement of the command after that.
+        first: Statement before.
+        interrupt_s: Seconds that the command has to end after SIGINT.
+    """
+    command = [sys.executable, "-c", COMMAND.format(first=first, then=then)]
     with subprocess.Popen(
         [sys.executable, "-m", "serve_app.system.supervisor", str(interrupt_s), *command],
         stdin=subprocess.PIPE,
@@ -83,7 +92,7 @@ def test_the_exit_code_is_that_of_the_command_and_nothing_is_left() -> None:
 
 
 def test_a_killed_command_has_the_exit_code_of_a_shell() -> None:
-    with supervised("import os; os.kill(os.getpid(), 9)") as run:
+    with supervised("os.kill(os.getpid(), 9)") as run:
         assert run.process.wait(LIMIT_S) == 128 + signal.SIGKILL
         assert not run.orphan_lives
 
@@ -116,7 +125,7 @@ def test_signals_of_a_terminal_are_for_the_caller() -> None:
 
 def test_a_command_that_ignores_the_interrupt_is_ended_after_its_time() -> None:
     begun = time.monotonic()
-    with supervised("import signal; signal.signal(2, lambda *_: None); time.sleep(60)", 0.1) as run:
+    with supervised(first="signal.signal(2, lambda *_: None)", interrupt_s=0.1) as run:
         assert run.process.stdin
         run.process.stdin.close()
         assert run.process.wait(LIMIT_S) == 128 + signal.SIGTERM
