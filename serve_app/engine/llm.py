@@ -21,6 +21,8 @@ from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_cu
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.batch_call import BatchCall
 from serve_app.engine.error_mapping import blame_request
+from serve_app.engine.grammar_check import GrammarCheck
+from serve_app.engine.grammars import grammars_of
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
@@ -73,6 +75,8 @@ class Engine:
 
             self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
             self._app, self._routes = await self._engine.start()
+        self._grammars = GrammarCheck(settings.grammar_cpu_s)
+        self._starting = asyncio.create_task(self._grammars.start())
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
         # The engine's own processes are started by now, and keep the scheduling that they have.
@@ -162,6 +166,8 @@ class Engine:
     async def __del__(self) -> None:
         if watching := getattr(self, "_watching", None):
             watching.cancel()
+            self._starting.cancel()
+            await self._grammars.stop()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
         if telemetry := getattr(self, "_telemetry", None):
@@ -183,7 +189,12 @@ class Engine:
         """Answer a request through vLLM's own application."""
         if request.path not in self._routes:
             reason = f"model: {self._id!r} is a model that vLLM doesn't serve on {request.path}"
-            error = RequestError(400, "invalid_request_error", reason, param="model")
+            unserved = RequestError(400, "invalid_request_error", reason, param="model")
+            yield pack_error(unserved, request.path)
+            return
+        try:
+            await self._grammars.check(grammars_of(request.body))
+        except RequestError as error:
             yield pack_error(error, request.path)
             return
         scheduling = request.scheduling_now()

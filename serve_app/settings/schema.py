@@ -151,6 +151,8 @@ class LLMSettings(Strict):
             replaced. It has to exceed the longest step, a kernel's first compilation included. With
             `disable_log_stats` only a step that yields a token is seen: then it has to exceed the longest
             prompt's time to first token.
+        grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
+            may take to parse; one that takes longer is answered 400.
     """
 
     id: ModelId
@@ -160,6 +162,7 @@ class LLMSettings(Strict):
     batcher: BatcherSettings = BatcherSettings()
     sampling: SamplingFields = SamplingFields()
     engine_hang_timeout_s: Seconds = 60.0
+    grammar_cpu_s: Seconds = 0.1
 
     @property
     def path(self) -> str:

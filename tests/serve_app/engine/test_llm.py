@@ -9,6 +9,7 @@ import pytest
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.engine.admission import current
+from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.llm import Engine
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
@@ -32,6 +33,7 @@ def made(app: Any, *, died: bool = False) -> Engine:
     parts._engine = FakeEngine(died)
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
+    parts._grammars = GrammarCheck(0.1)
     parts._app = app
     parts._routes = {REQUEST.path}
     return engine
@@ -86,3 +88,15 @@ async def test_a_route_that_vllm_has_not_for_this_model_is_a_400(path: str) -> N
     assert piece.head is not None
     assert piece.head.status == 400
     assert f"doesn't serve on {path}" in json.loads(piece.body)["error"]["message"]
+
+
+async def test_a_hostile_grammar_never_reaches_vllm() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    body = json.dumps({"structured_outputs": {"regex": "a" * (MAX_CHARS + 1)}}).encode()
+    (message,) = [each async for each in made(app).relay(replace(REQUEST, body=body))]
+    piece = unpack(message)
+    assert piece.head is not None
+    assert piece.head.status == 400
+    assert json.loads(piece.body)["error"]["param"] == "structured_outputs.regex"

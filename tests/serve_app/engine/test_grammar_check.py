@@ -1,0 +1,88 @@
+"""Hostile grammars are refused within their limit, and harmless ones pass."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from serve_app.api.errors import RequestError
+from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
+from serve_app.engine.grammars import Grammar
+
+LIMIT_S = 60.0
+CPU_S = 0.25
+PATTERN = "^" + "(a|b|c|d|e){1,1000}" * 12 + "$"
+HOSTILE = Grammar("json", json.dumps({"type": "string", "pattern": PATTERN}), "response_format")
+HARMLESS = [
+    Grammar("json", json.dumps({"type": "object", "properties": {"a": {"type": "string"}}}), "tools[0]"),
+    Grammar("regex", "[a-z]+", "structured_outputs.regex"),
+    Grammar("grammar", 'root ::= "a" | "b"', "structured_outputs.grammar"),
+    Grammar("choice", '["a", "b"]', "structured_outputs.choice"),
+    # Wrong ones too: vLLM says what is wrong with them.
+    Grammar("json", "5", "response_format"),
+    Grammar("regex", "(", "structured_outputs.regex"),
+]
+
+
+@pytest.fixture
+async def grammars() -> AsyncIterator[GrammarCheck]:
+    check = GrammarCheck(CPU_S)
+    yield check
+    await check.stop()
+
+
+async def test_a_harmless_grammar_passes(grammars: GrammarCheck) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await grammars.check(HARMLESS)
+
+
+async def test_a_hostile_one_is_refused_with_its_field_and_the_next_one_passes(
+    grammars: GrammarCheck,
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await grammars.start()
+        with pytest.raises(RequestError) as caught:
+            await grammars.check([HOSTILE])
+        assert (caught.value.status, caught.value.param) == (400, "response_format")
+        assert "grammar_cpu_s" in caught.value.message
+        await grammars.check(HARMLESS)
+
+
+async def test_the_event_loop_goes_on_meanwhile(grammars: GrammarCheck) -> None:
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    await grammars.start()
+    ticking = asyncio.ensure_future(tick())
+    with pytest.raises(RequestError):
+        await grammars.check([HOSTILE])
+    ticking.cancel()
+    # The parse itself takes seconds.
+    assert max(gaps) < 1.0
+
+
+async def test_a_grammar_that_is_known_is_not_parsed_again(grammars: GrammarCheck) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(RequestError):
+            await grammars.check([HOSTILE])
+        await grammars.stop()
+        began = time.monotonic()
+        for _ in range(10):
+            with pytest.raises(RequestError):
+                await grammars.check([HOSTILE])
+        # A process would take seconds to start.
+        assert time.monotonic() - began < 0.5
+
+
+async def test_a_grammar_that_is_too_long_is_refused_unseen(grammars: GrammarCheck) -> None:
+    long = Grammar("regex", "a" * (MAX_CHARS + 1), "structured_outputs.regex")
+    with pytest.raises(RequestError, match=f"at most {MAX_CHARS}"):
+        await grammars.check([long])

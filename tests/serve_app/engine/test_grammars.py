@@ -1,0 +1,59 @@
+"""Grammars are found wherever a request can hold them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_app.engine.grammars import Grammar, grammars_of
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+TEXT = json.dumps(SCHEMA)
+TAG = {"type": "structural_tag", "structures": [], "triggers": []}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            Grammar("json", TEXT, "response_format"),
+        ),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            Grammar("json", TEXT, "text.format"),
+        ),
+        ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG), "response_format")),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", TEXT, "structured_outputs.json")),
+        ({"structured_outputs": {"json": TEXT}}, Grammar("json", TEXT, "structured_outputs.json")),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+", "structured_outputs.regex")),
+        (
+            {"structured_outputs": {"choice": ["a", "b"]}},
+            Grammar("choice", '["a", "b"]', "structured_outputs.choice"),
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"parameters": SCHEMA}}]},
+            Grammar("json", TEXT, "tools[0]"),
+        ),
+        ({"tools": [{"type": "function", "parameters": SCHEMA}]}, Grammar("json", TEXT, "tools[0]")),
+        ({"tools": [{"name": "a", "input_schema": SCHEMA}]}, Grammar("json", TEXT, "tools[0]")),
+    ],
+)
+def test_a_grammar_is_found_with_its_field(body: dict[str, Any], expected: Grammar) -> None:
+    assert grammars_of(json.dumps(body).encode()) == [expected]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{}",
+        b"[]",
+        b"{",
+        b'{"prompt": "tools"}',
+        b'{"tools": 5, "response_format": [], "structured_outputs": "x", "text": {"format": 5}}',
+        b'{"tools": [5, null, {}], "response_format": {"type": "json_object"}}',
+        b'{"response_format": {"type": "json_schema", "json_schema": 5}}',
+    ],
+)
+def test_other_bodies_have_none(body: bytes) -> None:
+    assert grammars_of(body) == []
