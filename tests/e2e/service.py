@@ -153,8 +153,8 @@ class Service:
             text: Its standard input.
         """
         # Another service may run on this machine too.
-        (raylet,) = self.pids("/raylet/raylet")
-        (address,) = re.findall(r"--gcs-address=(\S+)", self.commands()[raylet])
+        lines = " ".join(self.processes())
+        (address,) = set(re.findall(r"--gcs-address=([\w.]+:\d+)", lines))
         done = subprocess.run(
             command,
             input=text,
