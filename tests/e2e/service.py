@@ -158,7 +158,7 @@ class Service:
         done = subprocess.run(
             command,
             input=text,
-            env=self.env | {"RAY_ADDRESS": address},
+            env=self.env | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,
             timeout=120,
