@@ -153,12 +153,12 @@ class Service:
             text: Its standard input.
         """
         # Another service may run on this machine too.
-        (raylet,) = self.pids("/raylet/raylet")
-        (address,) = re.findall(r"--gcs-address=(\S+)", self.commands()[raylet])
+        lines = " ".join(self.processes())
+        (address,) = set(re.findall(r"--gcs-address=([\w.]+:\d+)", lines))
         done = subprocess.run(
             command,
             input=text,
-            env=self.env | {"RAY_ADDRESS": address},
+            env=self.env | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
             capture_output=True,
             text=True,
             timeout=120,
