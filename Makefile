@@ -44,7 +44,7 @@ test-all: install ## The same with the long tests.
 pytest: install
 	$(BIN)/python -m pytest $(ARGS)
 
-# What the benchmarks compare with, and what they draw with; they run without it too.
+# The peers of the benchmarks, and matplotlib; the benchmarks run without them too.
 .venv/bench: .venv/installed
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python $(TORCH) --editable '.[bench]' && touch $@ \
 		|| echo "Some of what is compared can't be had from here; the benchmarks run without it."

@@ -42,7 +42,7 @@ KINDS = {
     ("check", "keys"): {"yaml"},
     ("output", ""): {"json", "text"},
 }
-"""What the comment above a block may say, beside `skip: REASON`, and the languages that it is for."""
+"""Comments above a block, beside `skip: REASON`, and the languages that each is for."""
 
 
 every_page = pytest.mark.parametrize("page", pages())

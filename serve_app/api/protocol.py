@@ -1,4 +1,4 @@
-"""What crosses HTTP and the handle: the requests and responses of `/generate` and `/process`."""
+"""Requests and responses of `/generate` and `/process`, over HTTP and over the handle."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -21,7 +21,7 @@ def _as_list(value: object) -> object:
 
 
 class SamplingFields(BaseModel):
-    """How tokens are drawn; a field left out falls back to the config, then to vLLM's default."""
+    """Sampling parameters; a field left out has the config's value, or else vLLM's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -67,7 +67,7 @@ class GenerateRequest(SamplingFields, SchedulingFields):
 
 
 class Detail(BaseModel):
-    """How one prompt ended."""
+    """Finish reason and token counts of one prompt."""
 
     finish_reason: str | None
     prompt_tokens: int
@@ -75,7 +75,7 @@ class Detail(BaseModel):
 
 
 class PromptError(BaseModel):
-    """Why one prompt or record of a `partial` call has no result."""
+    """The error of one prompt or record of a `partial` call."""
 
     index: int
     type: str
@@ -197,7 +197,7 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         return RequestError(
             400, "invalid_request_error", f"The body is not valid JSON: {item['ctx']['error']}"
         )
-    # pydantic puts the branch of a union behind the field; it means nothing to a client.
+    # pydantic puts the branch of a union behind the field; which means nothing to a client.
     param = field_path(
         part for at, part in enumerate(item["loc"]) if isinstance(part, int) or part in fields or not at
     )

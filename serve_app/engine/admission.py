@@ -1,4 +1,4 @@
-"""Admission of a request: what it asks of the batcher, and what became of it.
+"""Admission of a request: its demand on the batcher, and the outcome.
 
 The request's task carries both in a context variable, since they pass through vLLM's own application.
 """
@@ -15,7 +15,7 @@ from serve_app.relay.usage import RequestUsage
 
 
 class AdmissionRequest(NamedTuple):
-    """What a request asks of the batcher.
+    """The demand of a request on the batcher.
 
     Attributes:
         scheduling: Its tier, tenant and times.
@@ -34,7 +34,7 @@ class AdmissionRequest(NamedTuple):
 
 @dataclass(slots=True)
 class AdmissionResult:
-    """What became of a request.
+    """The outcome of a request's admission.
 
     Attributes:
         admitted: The batcher has let it into the engine.

@@ -17,7 +17,7 @@ works, for one that is busy or far away."""
 
 
 class Messages(Protocol):
-    """What a handle returns for a method that streams."""
+    """The result of a handle for a method that streams."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
 

@@ -29,7 +29,7 @@ class UnresumableError(Exception):
 
 
 class Sent:
-    """What a client has been sent of a stream, unparsed: it is read only if the stream breaks.
+    """The part of a stream that a client has been sent, unparsed: it is read only if the stream breaks.
 
     Args:
         resume: How the stream could go on; nothing is kept of one that can't.

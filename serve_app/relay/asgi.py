@@ -23,7 +23,7 @@ LEAVE_S = 2.0
 
 @dataclass(slots=True)
 class _Outbox:
-    """What the application has sent and the handle has not taken yet."""
+    """Output of the application that the handle has not taken yet."""
 
     pieces: list[bytes] = field(default_factory=list)
     size: int = 0
@@ -56,7 +56,7 @@ class _Outbox:
         return bool(self.pieces) and not self.pieces[-1].endswith(DONE)
 
     def take(self) -> bytes:
-        """Return what may leave. DONE stays until the end: a client that has it leaves at once."""
+        """Return the bytes that may leave. DONE stays until the end: a client that has it leaves at once."""
         body = b"".join(self.pieces)
         self.pieces.clear()
         if not self.ended and body.endswith(DONE):

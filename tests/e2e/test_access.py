@@ -135,7 +135,7 @@ def test_a_request_is_bounded(guarded: str) -> None:
             assert "is more than the limit of" in response.json()["error"]["message"]
 
 
-def test_a_client_that_waits_as_long_as_told_gets_in(guarded: str) -> None:
+def test_a_client_that_waits_for_the_retry_after_gets_in(guarded: str) -> None:
     with caller(guarded, "few") as client:
         statuses = []
         while (response := client.get("/v1/models")).status_code == 200:

@@ -66,7 +66,7 @@ def test_as_a_ray_job(service: Service, tmp_path: Path) -> None:
     assert right(rows(out)) >= 0.99
 
 
-def test_a_handle_that_is_not_there_is_told_with_those_that_are(service: Service, tmp_path: Path) -> None:
+def test_the_error_of_a_missing_handle_names_those_that_exist(service: Service, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""What can be reached of vLLM's own application: its routes, with everything switched on, one by one."""
+"""Routes of vLLM's own application that clients can reach, with everything in it switched on."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ REACHED = {
     "/tokenize",
     "/detokenize",
 }
-"""What we mean to serve, all by POST; whoever adds to it has looked at what it does."""
+"""Routes that are served on purpose, all by POST; a new one is added here after a look at what it does."""
 
 ADMINISTRATIVE = {
     "/sleep",

@@ -1,4 +1,4 @@
-"""What crosses HTTP and the handle: any bad request is refused with a 400 that names what is wrong."""
+"""Requests over HTTP and the handle: a bad one is refused with a 400 that names the field."""
 
 import json
 import math
@@ -46,7 +46,7 @@ def outcome(body: bytes | JSON) -> RequestError | None:
     return None
 
 
-# What is taken
+# Valid requests
 
 
 def test_the_smallest_request() -> None:
@@ -110,7 +110,7 @@ def test_a_request_can_not_be_changed_after_it_was_checked() -> None:
         request.max_tokens = -1
 
 
-# What is refused
+# Invalid requests
 
 
 def test_no_prompts() -> None:

@@ -35,7 +35,7 @@ def refusal(name: bytes, value: bytes) -> RequestError:
 # Fields
 
 
-def test_who_states_nothing_has_the_usual_terms() -> None:
+def test_a_request_that_states_nothing_has_the_defaults() -> None:
     assert (
         NOTHING.scheduling()
         == scheduling_of([], NOTHING)
@@ -53,7 +53,7 @@ def test_a_service_tier_is_a_class(tier: ServiceTier, priority: int) -> None:
     assert tier in TIER_PRIORITY
 
 
-def test_fields_are_terms() -> None:
+def test_fields_become_scheduling() -> None:
     fields = SchedulingFields(service_tier="flex", tenant="Jo Smith", queue_timeout_s=1.5)
     assert fields.scheduling() == Scheduling(1, "Jo Smith", 1.5)
 
@@ -107,7 +107,7 @@ def test_a_header_goes_before_the_body() -> None:
     assert scheduling_of(headers[1:], fields) == Scheduling(1, "body", 2.5)
 
 
-def test_a_key_is_the_tenant_of_who_states_none() -> None:
+def test_the_key_is_the_tenant_of_a_request_without_one() -> None:
     key: Headers = [(b"authorization", b"Bearer sk-secret")]
     tenant = scheduling_of(key, NOTHING).tenant
     # sha256 of "sk-secret", as `sha256sum` prints it.
@@ -119,7 +119,7 @@ def test_a_key_is_the_tenant_of_who_states_none() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"Bearer", b"Bearer ", b"Basic dTpw", b"sk-secret"])
-def test_who_shows_no_key_is_the_default_tenant(value: bytes) -> None:
+def test_a_request_without_a_key_has_the_default_tenant(value: bytes) -> None:
     assert scheduling_of([(b"authorization", value)], NOTHING).tenant == "default"
 
 
@@ -157,7 +157,7 @@ def test_arbitrary_headers_raise_nothing_but_a_request_error(name: bytes, value:
 # Deadlines
 
 
-def test_a_deadline_is_on_the_clock_of_who_asks() -> None:
+def test_a_deadline_is_on_the_clock_of_the_caller() -> None:
     assert Scheduling(queue_timeout_s=2.5).deadline(100.0) == 102.5
     assert DEFAULT_SCHEDULING.deadline(100.0) is None
 

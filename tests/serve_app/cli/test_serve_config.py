@@ -92,7 +92,7 @@ def test_the_part_of_the_config_that_running_engines_take_in_is_checked_too(tmp_
     assert "user_config.batcher.x: unknown key; allowed here: capacity_tokens" in problem(
         write(tmp_path, content)
     )
-    # What a function does with its own is its own affair.
+    # The user_config of a function is for the function.
     content["applications"][0]["deployments"][0]["name"] = "Engine:other"
     read_config(write(tmp_path, content))
 

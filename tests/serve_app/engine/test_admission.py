@@ -30,7 +30,7 @@ def test_a_request_whose_deadline_has_passed() -> None:
     assert error.headers() == {"x-should-retry": "false"}
 
 
-def test_a_request_that_can_never_fit_is_told_the_limit() -> None:
+def test_the_error_of_a_request_that_can_never_fit_has_the_limit() -> None:
     error = refusal_of(Oversize(900, 800))
     assert (error.status, error.type) == (400, "invalid_request_error")
     assert "900" in error.message

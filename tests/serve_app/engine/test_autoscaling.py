@@ -82,7 +82,7 @@ def test_none_is_needed_when_nothing_runs_and_one_while_a_request_is_there() -> 
     assert wanted([holding(1, 1)], requests=0.0) == 1
 
 
-def test_what_nobody_has_reported_changes_nothing() -> None:
+def test_without_a_report_nothing_changes() -> None:
     assert wanted([], target=0.8) == 0
     fresh = context([], requests=0.0, target=3)
     assert ByTokens()(fresh)[0] == 3

@@ -126,7 +126,7 @@ async def test_a_record_that_fails_is_named_with_its_error(batcher: DynamicBatch
     assert error.message == "records[2]: KeyError: 'bad'"
 
 
-async def test_what_is_left_of_a_call_that_failed_is_not_run(
+async def test_the_rest_of_a_call_that_failed_is_not_run(
     model: Model, batcher: DynamicBatcher[Any, Any]
 ) -> None:
     with pytest.raises(RequestError):
@@ -141,7 +141,7 @@ async def test_with_partial_a_record_fails_alone(batcher: DynamicBatcher[Any, An
     assert outcomes == [failed, "<a>", failed, "<b>"]
 
 
-async def test_a_record_whose_cost_can_not_be_told_fails_alone_too(model: Model) -> None:
+async def test_a_record_without_a_cost_fails_alone_too(model: Model) -> None:
     def cost(record: Any) -> int:
         if not isinstance(record, str):
             raise TypeError("no text")
@@ -163,7 +163,9 @@ async def test_nothing_but_bad_records_is_no_hang(model: Model) -> None:
         assert len(await run(batcher, [1, 2], partial=True)) == 2
 
 
-async def test_what_can_not_start_in_time_is_not_run(model: Model, batcher: DynamicBatcher[Any, Any]) -> None:
+async def test_a_record_that_can_not_start_in_time_is_not_run(
+    model: Model, batcher: DynamicBatcher[Any, Any]
+) -> None:
     busy = await hold_up(model, batcher, 0)
     scheduling = Scheduling(queue_timeout_s=0.01)
     with pytest.raises(RequestError) as caught:
@@ -237,7 +239,14 @@ async def test_no_error_is_left_to_the_event_loop_to_report(batcher: DynamicBatc
     assert told == []
 
 
-def test_an_error_is_told_by_its_type_and_its_message() -> None:
-    assert (
-        record_error(ZeroDivisionError("division by zero")).message == "ZeroDivisionError: division by zero"
-    )
+def test_an_error_of_the_function_is_named_by_its_type_and_message() -> None:
+    error = record_error(ZeroDivisionError("division by zero"))
+    assert error.message == "ZeroDivisionError: division by zero"
+
+
+def test_a_record_that_fails_before_it_is_queued_leaves_its_turn_to_the_next() -> None:
+    call = BatchCall("records", partial=True)
+    assert not call.wait(0)
+    call.fail(0, RequestError(422, "processing_error", "no cost"))
+    assert not call.wait(1)
+    assert call.wait(2)

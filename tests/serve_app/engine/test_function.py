@@ -123,7 +123,7 @@ async def test_the_class_is_built_once_with_its_options(upper: FunctionEngine) -
         ("Useless", {}, r"has no method process\(batch\)"),
     ],
 )
-async def test_a_class_that_can_not_be_used_is_told(target: str, fields: Any, message: str) -> None:
+async def test_a_class_that_can_not_be_used_is_an_error(target: str, fields: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         await build(target, **fields)
 
@@ -189,7 +189,7 @@ async def test_process_over_the_relay(upper: FunctionEngine) -> None:
     assert headers[b"content-type"] == b"application/json"
 
 
-async def test_the_terms_are_those_of_the_relay_request(
+async def test_the_scheduling_is_that_of_the_relay_request(
     upper: FunctionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []

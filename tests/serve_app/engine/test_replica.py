@@ -1,4 +1,4 @@
-"""What a replica answers as a whole: JSON, or an error in OpenAI's shape."""
+"""Complete answers of a replica: JSON, or an error in OpenAI's shape."""
 
 import json
 

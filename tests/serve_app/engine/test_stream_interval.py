@@ -57,7 +57,7 @@ def test_it_follows_the_engine_within_seconds(clock: Clock) -> None:
     assert pace.tokens_per_piece() == 1
 
 
-def test_what_was_before_a_pause_is_forgotten(clock: Clock) -> None:
+def test_counts_from_before_a_pause_are_forgotten(clock: Clock) -> None:
     pace = StreamInterval(pieces_per_s=100, most=100, clock=clock)
     pace.streams = 64
     run(pace, clock, 1_000, seconds=10)

@@ -13,7 +13,7 @@ from tests.serve_app.telemetry.instruments import Instruments
 
 @pytest.fixture
 def reported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any, int]]:
-    """What would have gone to Ray."""
+    """Values that would have gone to Ray."""
     told: list[tuple[Any, Any, int]] = []
 
     def record(
@@ -66,7 +66,7 @@ def test_steps_are_added_up_and_reported_together(reported: list[tuple[Any, Any,
     assert steps[0][0].prefix_cache_stats.queries == 10
 
 
-def test_what_is_now_is_reported_again_and_what_was_counted_is_not(
+def test_gauges_are_reported_again_and_counts_once(
     reported: list[tuple[Any, Any, int]],
 ) -> None:
     metrics = EngineMetrics(None, [0])
@@ -79,14 +79,16 @@ def test_what_is_now_is_reported_again_and_what_was_counted_is_not(
     assert iteration is None
 
 
-def test_each_engine_is_told_apart(reported: list[tuple[Any, Any, int]]) -> None:
+def test_each_engine_has_series_of_its_own(reported: list[tuple[Any, Any, int]]) -> None:
     metrics = EngineMetrics(None, [0, 1])
     metrics.record(*step(3, 2), engine_idx=1)
     metrics.flush()
     assert [(scheduler.num_running_reqs, engine) for scheduler, _, engine in reported] == [(0, 0), (3, 1)]
 
 
-def test_what_can_not_be_added_up_is_reported_at_once(reported: list[tuple[Any, Any, int]]) -> None:
+def test_statistics_that_can_not_be_added_up_are_reported_at_once(
+    reported: list[tuple[Any, Any, int]],
+) -> None:
     metrics = EngineMetrics(None, [0])
     scheduler, iteration = step(3, 2)
     scheduler.kv_connector_stats = {"some": "thing"}
@@ -95,7 +97,7 @@ def test_what_can_not_be_added_up_is_reported_at_once(reported: list[tuple[Any, 
     assert [told.kv_connector_stats for told, _, _ in reported] == [{"some": "thing"}, None]
 
 
-def test_what_nobody_flushes_is_bounded(
+def test_values_that_are_never_flushed_are_bounded(
     reported: list[tuple[Any, Any, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_metrics, "MAX_PENDING", 3)

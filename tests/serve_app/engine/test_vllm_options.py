@@ -41,7 +41,7 @@ def test_an_option_that_vllm_has_not_is_refused_with_its_path() -> None:
         ({"batcher": GOALS, "engine": {"scheduling_policy": "fcfs"}}, "fcfs"),
     ],
 )
-def test_with_goals_vllm_schedules_by_priority_unless_told_otherwise(fields: Any, policy: str) -> None:
+def test_with_goals_vllm_schedules_by_priority_unless_configured(fields: Any, policy: str) -> None:
     assert vllm_args(settings(**fields)).scheduling_policy == policy
 
 

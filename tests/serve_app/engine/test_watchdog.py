@@ -67,7 +67,7 @@ def test_a_step_starts_the_time_anew(engine: Watched) -> None:
     assert engine.hangs(1)
 
 
-def test_what_was_over_is_forgotten_when_work_comes_again(engine: Watched) -> None:
+def test_silence_before_a_pause_is_forgotten_when_work_comes_again(engine: Watched) -> None:
     engine.hangs(9)
     engine.hangs(1, busy=False)
     assert not engine.hangs(9)

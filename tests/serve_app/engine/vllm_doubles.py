@@ -70,7 +70,7 @@ def gated(
     llm.model_config = SimpleNamespace(max_model_len=CONTEXT)
     llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
-    # What its destructor looks for.
+    # The destructor calls it.
     llm.shutdown = lambda *_: None
     result: GatedLLM = llm
     return result

@@ -30,7 +30,7 @@ Answering = Callable[[RelayRequest], AsyncIterator[bytes]]
 
 
 class Answer(DeploymentResponseGenerator[bytes]):
-    """What a handle returns for a call that streams.
+    """The result of a handle for a call that streams.
 
     Attributes:
         stopped: Set once the call was cancelled.

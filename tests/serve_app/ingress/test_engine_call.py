@@ -19,7 +19,7 @@ A, B = pack(body=b"a"), pack(body=b"b")
 
 
 class Answer:
-    """What a handle returns: what the test says, and nothing else until it is cancelled."""
+    """The result of a handle: messages from the test, and nothing else until it is cancelled."""
 
     def __init__(self) -> None:
         self.said: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()

@@ -41,7 +41,7 @@ async def test_there_is_one_id() -> None:
     assert await through([(b"x-request-id", b"a"), (b"x-request-id", b"b")]) == [(b"x-request-id", b"a")]
 
 
-async def test_nobody_can_have_work_go_on_without_a_client() -> None:
+async def test_no_header_keeps_work_going_without_a_client() -> None:
     assert await through([(b"x-request-disconnect-disabled", b"?1")]) == []
 
 
@@ -62,7 +62,7 @@ async def test_nobody_can_have_work_go_on_without_a_client() -> None:
         )
     )
 )
-async def test_what_serve_decodes_can_be_decoded_and_the_rest_is_untouched(headers: Headers) -> None:
+async def test_headers_that_serve_decodes_can_be_decoded_and_the_rest_is_untouched(headers: Headers) -> None:
     kept = await through(headers)
     for name, value in kept:
         if name != b"x-tenant":

@@ -91,7 +91,7 @@ async def test_a_replica_that_starts_is_awaited(controller: Controller) -> None:
     }
 
 
-async def test_what_is_awaited_is_said_even_where_serve_says_nothing(controller: Controller) -> None:
+async def test_the_missing_part_is_named_even_without_a_message_of_serve(controller: Controller) -> None:
     controller.deployments["Engine:demo"] = deployment(DeploymentStatus.UPDATING)
     body = (await read()).body()
     assert body["models"]["demo"]["awaits"] == "an Engine replica (deployment updating)"

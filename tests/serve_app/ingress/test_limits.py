@@ -1,4 +1,4 @@
-"""What one request may ask for, and how long its body may take."""
+"""Limits on one request, and on the time that its body may take."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
         (CHAT, {"messages": [{}] * 9}),
     ],
 )
-async def test_what_is_within_the_limit_goes_through(path: str, body: object) -> None:
+async def test_a_request_within_the_limits_goes_through(path: str, body: object) -> None:
     async with Client(max_n=2, max_tokens=10, max_prompts=3) as client:
         assert (await client.post(path, json=body)).status_code == 200
 

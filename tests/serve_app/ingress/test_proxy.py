@@ -34,7 +34,7 @@ FULL = pack_error(RequestError(429, "rate_limit_error", "full", retry_after_s=2)
 STOPS = pack_error(engine_failed())
 DEAD = ActorDiedError()
 GONE = asyncio.CancelledError()
-"""What Serve leaves of a call when it takes its replica away."""
+"""The error of a call whose replica Serve takes away."""
 
 AWAY = ActorUnavailableError("Actor is unavailable.", ActorID.nil().binary())
 CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
@@ -44,7 +44,7 @@ Script = list[bytes | BaseException]
 
 
 class Answer(DeploymentResponseGenerator[bytes]):
-    """What a handle returns: the messages of a script, of which an exception is raised."""
+    """The result of a handle: the messages of a script; an exception in it is raised."""
 
     def __init__(self, script: Script) -> None:
         self.left = False
@@ -85,7 +85,7 @@ class Engines:
 
 @dataclass
 class Reply:
-    """What the client got."""
+    """The answer that the client got."""
 
     status: int = 0
     body: bytes = b""
@@ -171,7 +171,7 @@ async def test_the_last_refusal_is_the_answer() -> None:
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("a bug"), WRONG], ids=["raised", "over gRPC"])
-async def test_what_the_request_itself_causes_is_not_tried_again(failure: Exception) -> None:
+async def test_an_error_of_the_request_itself_is_not_tried_again(failure: Exception) -> None:
     engines = Engines([[failure], [ANSWER]])
     assert (await reply(engines)).status == 503
     assert len(engines.asked) == 1
@@ -248,7 +248,7 @@ async def test_a_stream_goes_on_as_often_as_there_are_tries() -> None:
     assert [to_ids(request.token_ids) for request in engines.asked] == [[], [1], [1], [1, 2]]
 
 
-async def test_what_is_drawn_with_a_seed_starts_again_and_the_client_sees_no_seam() -> None:
+async def test_a_stream_with_a_seed_starts_again_and_the_client_sees_no_seam() -> None:
     again = stream(([], event("abc", "length", id="b") + DONE), resume="again")
     engines = Engines([stream(([], event("a")), resume="again", then=DEAD), again])
     received = await reply(engines, seed=1, temperature=1)

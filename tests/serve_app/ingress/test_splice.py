@@ -62,7 +62,7 @@ def test_the_rest_follows_and_nothing_comes_twice() -> None:
     assert {(each["id"], each["created"]) for each in (first, second, third)} == {("a", 1)}
 
 
-def test_reasoning_is_told_on_like_content() -> None:
+def test_reasoning_goes_on_like_content() -> None:
     splice = Splice(chunk({"reasoning": "so"}))
     rest = splice.rest(chunk({"reasoning": "so it"}) + chunk({"content": "4"}, "stop"))
     assert [each["choices"][0]["delta"] for each in told(rest)] == [{"reasoning": " it"}, {"content": "4"}]
@@ -114,7 +114,7 @@ def test_some_streams_have_no_rest(sent: bytes) -> None:
 
 @settings(deadline=None)
 @given(st.text(max_size=40), st.data())
-def test_wherever_it_broke_and_however_it_is_cut_the_client_gets_the_text(
+def test_the_client_gets_the_text_wherever_it_broke_and_however_it_is_cut(
     whole: str, data: st.DataObject
 ) -> None:
     def cut(value: str) -> list[bytes]:
@@ -129,7 +129,7 @@ def test_wherever_it_broke_and_however_it_is_cut_the_client_gets_the_text(
     assert [each.get("choices", [{}])[0].get("finish_reason") for each in told(rest)[-2:]] == ["length", None]
 
 
-# What is kept
+# Pieces that are kept
 
 
 def request(**body: Any) -> RelayRequest:
@@ -150,7 +150,7 @@ def test_tokens_travel_beside_the_text() -> None:
     assert answer(sent.splice().rest(text("abcd"))) == "d"
 
 
-def test_what_was_drawn_with_a_seed_is_drawn_again_from_the_start() -> None:
+def test_a_text_drawn_with_a_seed_is_drawn_again_from_the_start() -> None:
     sent = Sent("again")
     sent.add(b"", text("a"))
     assert sent.request(request(seed=1)).token_ids == b""
@@ -195,7 +195,7 @@ def test_parameters_may_forbid_it() -> None:
         Sent("").request(request())
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_the_kept_pieces_are_bounded() -> None:
     sent = Sent("tokens")
     for _ in range(3):
         sent.add(b"", b"x" * (MAX_KEPT_BYTES // 2))

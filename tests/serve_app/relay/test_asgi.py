@@ -115,7 +115,7 @@ async def test_the_reader_gets_head_and_first_piece_and_then_the_rest() -> None:
     assert await rest(messages) == [Piece(usage=USAGE)]
 
 
-# What the application sees
+# The request in the application
 
 
 async def test_the_application_gets_the_request() -> None:
@@ -160,7 +160,7 @@ async def test_two_requests_do_not_share_their_state() -> None:
     reader_yields=st.lists(st.integers(0, 6), min_size=1, max_size=5),
     buffer=st.sampled_from([0, 3, 1 << 20]),
 )
-def test_the_same_bytes_arrive_in_order_whatever_the_reader_does(
+def test_the_same_bytes_arrive_in_order_at_any_pace_of_the_reader(
     bodies: list[bytes],
     last: bytes,
     app_yields: list[int],
@@ -263,7 +263,7 @@ async def test_an_answer_without_a_body() -> None:
     assert await rest(run_app(app, REQUEST)) == [Piece(Head(204, []), usage=USAGE)]
 
 
-async def test_what_the_application_does_after_its_answer_is_left_to_finish(
+async def test_an_application_may_work_on_after_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(asgi, "LEAVE_S", 0.0)
@@ -388,7 +388,7 @@ async def test_an_application_that_listens_ends_by_itself(monkeypatch: pytest.Mo
         await send(piece(b"a"))
         listening.set()
         heard.append(await receive())
-        # What it has started can still be ended in order: nothing cancels it meanwhile.
+        # Its own work can still end in order: nothing cancels it meanwhile.
         await settle()
         ended.set()
 
@@ -419,7 +419,7 @@ async def test_starlette_stops_a_stream_whose_client_has_left(monkeypatch: pytes
     await soon(ended.wait())
 
 
-async def test_an_application_that_fails_after_its_client_has_left_troubles_nobody(
+async def test_a_failure_after_the_client_has_left_is_not_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def app(scope: Message, receive: Receive, send: Send) -> None:

@@ -34,7 +34,7 @@ def test_a_keep_alive_is_an_empty_piece() -> None:
     assert unpack(KEEP_ALIVE) == Piece()
 
 
-def test_a_lost_engine_is_told_from_an_empty_piece() -> None:
+def test_a_lost_engine_differs_from_an_empty_piece() -> None:
     assert unpack(LOST) == Piece(lost=True)
 
 
