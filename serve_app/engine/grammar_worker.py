@@ -34,7 +34,7 @@ def main() -> None:
     for line in sys.stdin:
         kind, text = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        # What is wrong with it is said by vLLM.
+        # vLLM reports its errors.
         with suppress(Exception):
             _parse(xgrammar.Grammar, kind, text)
         signal.setitimer(signal.ITIMER_PROF, 0)

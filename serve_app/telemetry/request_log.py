@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -30,7 +30,7 @@ def log_fields(request: TrackedRequest, offset_s: float) -> dict[str, Any]:
         "time": datetime.fromtimestamp(request.ended_at + offset_s, UTC).isoformat(timespec="milliseconds"),
         "request_id": request.request_id,
         "method": request.scope["method"],
-        "path": _route(request.scope),
+        "path": request.route,
         "model": request.model or None,
         "tenant": request.tenant or None,
         "status": request.status,
@@ -45,12 +45,6 @@ def log_fields(request: TrackedRequest, offset_s: float) -> dict[str, Any]:
     if request.trace is not None:
         fields["trace_id"] = request.trace_id
     return fields
-
-
-def _route(scope: Mapping[str, Any]) -> str | None:
-    """Return the path of a request if it has a route; any other path may hold anything, a prompt too."""
-    path: str = scope["path"]
-    return path if "endpoint" in scope and not scope.get("path_params") else None
 
 
 def as_json(fields: dict[str, Any]) -> str:

@@ -87,6 +87,12 @@ class TrackedRequest:
         return uuid.uuid4().hex
 
     @property
+    def route(self) -> str | None:
+        """Path, if it is a route's; any other path may hold anything, a prompt too."""
+        path: str = self.scope["path"]
+        return path if "endpoint" in self.scope and not self.scope.get("path_params") else None
+
+    @property
     def reportable(self) -> bool:
         """True if the request belongs in metrics and log: probes that succeed don't."""
         return bool(self.model) or self.scope["path"] not in QUIET or 400 <= self.status < 500

@@ -47,10 +47,10 @@ class Tracing:
         if scope["path"] in QUIET:
             return
         request.trace = self._tracer.start_span(
-            f"{scope['method']} {scope['path'][:200]}",
+            scope["method"],
             context=W3C.extract(_text(scope["headers"])),
             kind=SpanKind.SERVER,
-            attributes={"http.request.method": scope["method"], "url.path": scope["path"][:200]},
+            attributes={"http.request.method": scope["method"]},
         )
 
     def end(self, ended: list[TrackedRequest]) -> None:
@@ -61,6 +61,9 @@ class Tracing:
             if span is None:
                 continue
             if span.is_recording():
+                if request.route is not None:
+                    span.update_name(f"{request.scope['method']} {request.route}")
+                    span.set_attribute("url.path", request.route)
                 span.set_attribute("http.response.status_code", request.status)
                 span.set_attribute("saturate.outcome", request.outcome)
                 if request.model:

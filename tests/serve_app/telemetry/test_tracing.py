@@ -18,8 +18,13 @@ SENDER = "b7ad6b7169203331"
 SETTINGS = TraceSettings(endpoint="file:///nowhere")
 
 
+ROUTES = {"/generate", "/health"}
+
+
 def tracked(*headers: tuple[bytes, bytes], path: str = "/generate") -> TrackedRequest:
-    return TrackedRequest({"method": "POST", "path": path, "headers": list(headers)})
+    # The router puts the endpoint into the scope of a path that is a route.
+    scope = {"method": "POST", "path": path, "headers": list(headers)}
+    return TrackedRequest(scope | ({"endpoint": None} if path in ROUTES else {}))
 
 
 def traceparent(sampled: bool) -> tuple[bytes, bytes]:
@@ -105,6 +110,15 @@ def test_a_probe_has_no_span() -> None:
     tracing.begin(probe)
     tracing.end([probe])
     assert finished(tracing, exporter) == {}
+
+
+def test_a_path_that_is_no_route_is_not_in_the_span() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(SETTINGS, exporter)
+    serve(tracing, tracked(path="/the prompt"))
+    spans = finished(tracing, exporter)
+    assert "POST" in spans
+    assert "the prompt" not in str([(name, span.attributes) for name, span in spans.items()])
 
 
 def test_spans_go_to_a_file(tmp_path: Path) -> None:
