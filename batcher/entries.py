@@ -1,37 +1,127 @@
-"""The future of one record, which is its place in the queue as well."""
+"""Entries: what waits in a queue. For a queue alone, as the future of a record, or as a slot of a window."""
 
 import asyncio
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
-from batcher.fair_share import Queued
+from batcher import checks
+from batcher.errors import BatcherError
 
 ResultT = TypeVar("ResultT")
-TicketT_contra = TypeVar("TicketT_contra", contravariant=True)
 
 
-class Issuer(Protocol[TicketT_contra]):
-    """The batcher that issues tickets, as far as a ticket needs it."""
+class Queued:
+    """An entry, as far as a queue knows it; the base of `Entry`, `Ticket` and `Slot`.
 
-    def _cancelled(self, ticket: TicketT_contra) -> None:
-        """Give back the place of a ticket that was cancelled."""
-
-
-class Ticket(asyncio.Future[ResultT], Queued):
-    """The future of one record; cancelling it gives its place in the queue back at once.
-
-    Future and queue entry are one object: it is half the work of two that have to know each other, and
-    there is no cycle between them to collect.
+    It has no fields of its own, since a future can't have a base that has some.
 
     Attributes:
-        record: The record, until it has ended.
-        submitted_at: When it was submitted, on the batcher's clock.
+        cost: Cost of the record, in whole units (tokens).
+        priority: Its tier; lower goes first.
+        tenant: The name of its tenant.
+        deadline: Time on the queue's clock by which it must have been taken; None: any time.
+        admitted: Whether it counts against the bounds of the queue, or has been taken.
     """
 
-    __slots__ = ("_issuer", "_lane", "cost", "deadline", "priority", "record", "submitted_at", "tenant")
+    __slots__ = ()
+
+    cost: int
+    priority: int
+    tenant: str
+    deadline: float | None
+    admitted: bool
+    _place: Any  # the `Backlog` in which it waits
+
+    @property
+    def waiting(self) -> bool:
+        """Whether it is in the queue: not yet taken, removed or expired."""
+        return self._place is not None
+
+
+class Entry(Queued):
+    """A record in a `RequestQueue` that is used by itself.
+
+    Args:
+        record: Anything; the queue never looks at it.
+        cost: Cost of the record, in whole units (tokens).
+        priority: Its tier; lower goes first.
+        tenant: The name of its tenant.
+        deadline: Time on the queue's clock by which it must have been taken.
+
+    Raises:
+        ValueError: A number is out of range.
+        TypeError: The tenant is not a string.
+    """
+
+    __slots__ = ("_place", "admitted", "cost", "deadline", "priority", "record", "tenant")
 
     def __init__(
         self,
-        issuer: "Issuer[Ticket[ResultT]]",
+        record: Any,
+        cost: int,
+        priority: int = 0,
+        tenant: str = "default",
+        deadline: float | None = None,
+    ) -> None:
+        checks.whole("cost", cost, 0)
+        checks.priority(priority)
+        checks.tenant(tenant)
+        if deadline is not None:
+            checks.instant("deadline", deadline)
+        self.record = record
+        self.cost = cost
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
+        self.admitted = False
+        self._place = None
+
+
+class Submitted(Queued):
+    """An entry of a batcher; the base of `Ticket` and `Slot`.
+
+    Attributes:
+        submitted_at: Time of its submission, on the batcher's clock.
+        refusal: The error that it was refused with.
+        room: Future of a caller that waits for it to be admitted.
+    """
+
+    __slots__ = ()
+
+    submitted_at: float
+    refusal: BatcherError | None
+    room: asyncio.Future[None] | None
+
+
+class Ticket(asyncio.Future[ResultT], Submitted):
+    """The future of one record; cancelling it gives its place in the queue back at once.
+
+    Future and entry are one object: it is half the work of two that have to know each other, and there is
+    no cycle between them to collect.
+
+    Attributes:
+        record: The record, until it has ended.
+    """
+
+    __slots__ = (
+        "_place",
+        "_withdraw",
+        "admitted",
+        "cost",
+        "deadline",
+        "priority",
+        "record",
+        "refusal",
+        "room",
+        "submitted_at",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        withdraw: "Callable[[Ticket[ResultT]], None]",
         loop: asyncio.AbstractEventLoop,
         record: Any,
         cost: int,
@@ -41,24 +131,157 @@ class Ticket(asyncio.Future[ResultT], Queued):
         submitted_at: float,
     ) -> None:
         super().__init__(loop=loop)
-        self._issuer = issuer
-        self._lane = None
+        self._withdraw = withdraw
+        self._place = None
+        self.admitted = False
         self.record = record
         self.cost = cost
         self.priority = priority
         self.tenant = tenant
         self.deadline = deadline
         self.submitted_at = submitted_at
+        self.refusal = None
+        self.room = None
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the record: it won't run, unless it runs already. Return whether it had not ended."""
         if not super().cancel(msg):
             return False
         self.record = None
-        self._issuer._cancelled(self)
+        self._withdraw(self)
         return True
 
     def fail(self, error: BaseException) -> None:
         """End the record with an error."""
         self.record = None
         self.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCalls:
+    """The functions of a batcher that a slot calls.
+
+    Attributes:
+        enter: Puts a slot into the queue and waits until it starts.
+        leave: Takes a slot out of the window, or of the queue; the error is what ended its block.
+        first_token: Takes in that the record of a slot has its first token.
+        outgrown: Reserves more for a slot that has produced more than was reserved for it.
+    """
+
+    enter: "Callable[[Slot], Coroutine[Any, Any, None]]"
+    leave: "Callable[[Slot, BaseException | None], None]"
+    first_token: "Callable[[Slot], None]"
+    outgrown: "Callable[[Slot], None]"
+
+
+class Slot(Submitted):
+    """The place of one record in the window; `async with` waits for it and gives it back.
+
+    Attributes:
+        cost: What the record holds of the capacity now.
+        charged: What its tenant was charged for it.
+        running: Whether it is in the window.
+        owner: The task that holds it.
+        started_at: Time at which it started.
+        first_at: Time of its first token; 0 before.
+        waited_s: Seconds from submission to start.
+        output_tokens: Tokens reported so far.
+        turn: Future of the caller that waits for it to start.
+    """
+
+    __slots__ = (
+        "_calls",
+        "_place",
+        "admitted",
+        "charged",
+        "cost",
+        "deadline",
+        "first_at",
+        "max_tokens",
+        "output_tokens",
+        "owner",
+        "priority",
+        "prompt_tokens",
+        "refusal",
+        "room",
+        "running",
+        "started_at",
+        "submitted_at",
+        "tenant",
+        "turn",
+        "used",
+        "wait",
+        "waited_s",
+    )
+
+    def __init__(
+        self,
+        calls: SlotCalls,
+        cost: int,
+        priority: int,
+        tenant: str,
+        deadline: float | None,
+        wait: bool,
+        prompt_tokens: int | None,
+        max_tokens: int | None,
+    ) -> None:
+        self._calls = calls
+        self._place = None
+        self.admitted = False
+        self.cost = cost
+        self.priority = priority
+        self.tenant = tenant
+        self.deadline = deadline
+        self.wait = wait
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+        self.output_tokens = 0
+        self.submitted_at = 0.0
+        self.started_at = 0.0
+        self.first_at = 0.0
+        self.waited_s = 0.0
+        self.charged = 0
+        self.used = False
+        self.running = False
+        self.owner: asyncio.Task[Any] | None = None
+        self.refusal = None
+        self.room = None
+        self.turn: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._calls.enter(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._calls.leave(self, error)
+
+    def release(self) -> None:
+        """Give the place back before the block ends; more than once does no harm.
+
+        A caller that waits to enter the slot gets `Aborted`.
+        """
+        self._calls.leave(self, None)
+
+    def first_token(self) -> None:
+        """Tell that the first token is there, for goals to be held against."""
+        self._calls.first_token(self)
+
+    def report(self, output_tokens: int) -> None:
+        """Tell how many tokens the record has produced so far.
+
+        With `max_utilization` a record that outgrows what was reserved for it reserves more, even beyond
+        the capacity: nothing new starts until the window has room again.
+
+        Args:
+            output_tokens: Tokens in all, not since the last report.
+
+        Raises:
+            ValueError: It is not a whole number of at least 0.
+        """
+        if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
+            checks.whole("output_tokens", output_tokens, 0)
+        self.output_tokens = output_tokens
+        if self.prompt_tokens is not None and self.running and self.prompt_tokens + output_tokens > self.cost:
+            self._calls.outgrown(self)

@@ -27,14 +27,12 @@ class Scheduling(NamedTuple):
         tenant: Who shares the engine fairly with the other tenants.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
         weight: The tenant's share in relation to the others; None: what the model's batcher says.
-        returning: It says that it was refused before.
     """
 
     priority: int = 0
     tenant: str = "default"
     queue_timeout_s: float | None = None
     weight: float | None = None
-    returning: bool = False
 
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""
@@ -102,8 +100,6 @@ def scheduling_of(
         scheduling = scheduling._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
         scheduling = scheduling._replace(queue_timeout_s=_seconds(seconds))
-    if given.get(RETRY_COUNT, b"0") != b"0":
-        scheduling = scheduling._replace(returning=True)
     return scheduling
 
 

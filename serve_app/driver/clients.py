@@ -85,7 +85,6 @@ class HTTPClient:
         """Send one `/generate` call and return its answer."""
         headers = {"content-type": "application/json"}
         if tries:
-            # Whoever comes back finds room kept.
             headers[RETRY_COUNT.decode()] = str(tries)
         try:
             response = await self._http.post(

@@ -43,8 +43,7 @@ async def run_records(
         RequestError: The call was refused, or a record of one that isn't partial.
     """
     deadline = scheduling.deadline(time.monotonic())
-    if scheduling.weight is not None:
-        batcher.weigh(scheduling.tenant, scheduling.weight)
+    batcher.weigh(scheduling.tenant, scheduling.weight)
     outcomes: list[Outcome] = []
     tickets: list[Ticket[Any]] = []
     spoilt = False

@@ -203,8 +203,7 @@ class _Gate:
     def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int) -> None:
         self._length = length
         self._admission = request = admission.current.get() or Admission()
-        if request.scheduling.weight is not None:
-            batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
+        batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
         self._slot = batcher.slot(
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
@@ -212,7 +211,6 @@ class _Gate:
             tenant=request.scheduling.tenant,
             deadline=request.deadline,
             wait=request.wait,
-            returning=request.scheduling.returning,
         )
 
     async def __aenter__(self) -> Slot:

@@ -147,7 +147,7 @@ async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
         with pytest.raises(QueueFull) as caught:
             await batcher.slot(10).__aenter__()
         assert (caught.value.what, caught.value.limit) == ("max_queue_size", 1)
-        assert caught.value.retry_after_s == pytest.approx(4.0, rel=0.01)
+        assert 3.99 <= caught.value.retry_after_s <= 1.25 * 4.01
         assert batcher.stats.total_rejected == 1
         await holders.leave("a", "b")
 
@@ -235,9 +235,11 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
             with pytest.raises(QueueFull) as caught:
                 await batcher.slot(10).__aenter__()
             waits.append(caught.value.retry_after_s)
-        assert waits[:3] == pytest.approx([4.0, 8.0, 12.0], rel=0.01)
+        # A place each 2 s, of which a third is for those that come back; and up to a quarter at random.
+        for wait, least in zip(waits, (4.0, 10.0, 16.0), strict=False):
+            assert 0.99 * least <= wait <= 1.26 * least
         # Not for ever: the others may have given up.
-        assert waits[-1] == pytest.approx(60.0)
+        assert 60.0 <= waits[-1] <= 75.0
         with pytest.raises(QueueFull) as caught:
             await batcher.slot(10, priority=-1).__aenter__()
         assert caught.value.retry_after_s < 5.0

@@ -440,9 +440,9 @@ async def test_submit_nowait_says_when_to_come_back() -> None:
         await (await batcher.submit("warm-up"))
         futures = [batcher.submit_nowait(i) for i in range(3)]
         await asyncio.sleep(1)
-        with pytest.raises(QueueFull, match=r"max_queue_size=2; retry in 11\.00 s") as caught:
+        with pytest.raises(QueueFull, match=r"max_queue_size=2; retry in 1\d\.\d\d s") as caught:
             batcher.submit_nowait("x")
-        assert caught.value.retry_after_s == pytest.approx(11.0)
+        assert 11.0 <= caught.value.retry_after_s <= 13.75
         assert batcher.stats.total_rejected == 1
         await results_of(futures)
 
@@ -1377,7 +1377,7 @@ async def test_a_record_is_let_go_when_it_has_ended() -> None:
         ({"forming": "random"}, "forming must be one of 'arrival', 'static', 'sorted', 'bucketed'"),
         ({"lookahead": 0}, "lookahead must be a whole number >= 1, not 0"),
         ({"oversize": "split"}, "oversize must be one of 'alone', 'reject', not 'split'"),
-        ({"on_error": "retry"}, "on_error must be one of 'split', 'fail', not 'retry'"),
+        ({"on_error": "retry"}, "on_error must be one of 'split', 'fail', 'single', not 'retry'"),
         ({"priority_aging_s": 0}, "priority_aging_s must be a finite number > 0, not 0"),
         ({"tenant_weights": {"a": 0}}, r"tenant_weights\['a'\] must be a finite number > 0, not 0"),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import ContinuousBatcher
-from batcher.lead import Lead
+from batcher.rates import Standby
 from tests.batcher.test_continuous import Holders, batcher_of, check_empty
 from tests.batcher.virtual import virtual
 
@@ -121,7 +121,7 @@ def test_a_number_of_places_is_checked() -> None:
 
 
 def leads(outputs: list[int]) -> Iterator[int]:
-    lead = Lead(PLACES)
+    lead = Standby(PLACES)
     for tokens in outputs:
         lead.learn(tokens)
         yield lead.records

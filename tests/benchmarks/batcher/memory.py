@@ -41,7 +41,7 @@ class Traced:
         return held / QUEUED
 
 
-class AuthMiddleware:
+class Held:
     """A function of a batch that takes until it is opened."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ async def queue_entry() -> float:
 
 async def ticket() -> float:
     """A record in a `DynamicBatcher`, future included."""
-    gate = AuthMiddleware()
+    gate = Held()
     async with DynamicBatcher(gate, max_queue_size=2 * QUEUED) as batcher:
         traced = Traced()
         for number in range(QUEUED):
@@ -121,7 +121,7 @@ async def slot() -> float:
 
 async def serve_caller() -> float:
     """A caller that waits for `@serve.batch`, its task included: there is no other way to wait."""
-    gate = AuthMiddleware()
+    gate = Held()
     call = serve_batch(gate, max_batch_size=256)
     traced = Traced()
     tasks = [asyncio.ensure_future(call(0)) for _ in range(QUEUED)]
@@ -136,7 +136,7 @@ def flyte_record(batcher_class: Any) -> Hold:
     """A record in the seeds' batcher, future included."""
 
     async def hold() -> float:
-        gate = AuthMiddleware()
+        gate = Held()
         async with batcher_class(gate, max_queue_size=2 * QUEUED) as batcher:
             traced = Traced()
             for _ in range(QUEUED):
