@@ -304,20 +304,21 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             ValueError: There are not as many costs as records. And what `submit` raises.
         """
         records = list(records)
-        name = "cost" if estimated_cost is None else "estimated_cost"
-        given: Sequence[int | None] | None = _either(cost, estimated_cost)
-        costs = [None] * len(records) if given is None else given
-        if len(costs) != len(records):
-            raise ValueError(
-                f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
-            )
+        _either(cost, estimated_cost)
+        costs = {"cost": cost, "estimated_cost": estimated_cost}
+        for name, given in costs.items():
+            if given is not None and len(given) != len(records):
+                raise ValueError(
+                    f"{name} must have one cost for each of the {len(records)} records, not {len(given)}"
+                )
         if timeout is not None:
             deadline = self._deadline(deadline, timeout, self._clock())
         tickets: list[Ticket[ResultT]] = []
         try:
-            for record, one in zip(records, costs, strict=True):
+            for index, record in enumerate(records):
+                one = {name: given[index] for name, given in costs.items() if given is not None}
                 tickets.append(
-                    await self.submit(record, cost=one, priority=priority, tenant=tenant, deadline=deadline)
+                    await self.submit(record, **one, priority=priority, tenant=tenant, deadline=deadline)
                 )
         except BaseException:
             for ticket in tickets:

@@ -124,7 +124,7 @@ class Search:
     The batch is halved until a record fails alone. The rest is then tested in groups, as large as the
     share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
     when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
-    With d bad records of n that takes at most about d (log2(n / d) + 3) + log2(n) calls, and never more
+    With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
     than 2 n.
 
     Args:
@@ -186,10 +186,13 @@ class Search:
         return rest
 
     def _group(self) -> int:
-        share = self._bad / ((self._bad + self._good) or 1)
+        if not self._good:
+            return 1
+        # The first one says little of the others.
+        share = (self._bad - 1) / (self._bad + self._good)
         if share >= ONE_BY_ONE:
             return 1
-        if not share:
+        if share <= 0:
             return len(self._pool)
         return 1 << max(0, int(math.log2(math.log(2) / share)))
 
