@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, Generic, Self, TypeVar
@@ -202,11 +203,7 @@ class Batcher(ABC, Generic[EntryT]):
         self._check_loop()
 
     def _check_loop(self) -> None:
-        try:
-            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if here is not self._loop:
+        if _get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"{type(self).__name__} belongs to another event loop; use it there, or a ThreadClient"
             )
@@ -237,7 +234,8 @@ class Batcher(ABC, Generic[EntryT]):
             QueueFull: There is no room, and it may not wait.
         """
         queue = self._queue
-        queue.put(entry)
+        if queue.put(entry) and entry.deadline is None and self._unchanged():
+            return
         self._decide()
         if entry.refusal is not None:
             raise entry.refusal
@@ -330,6 +328,10 @@ class Batcher(ABC, Generic[EntryT]):
             entry.room.set_result(None)
 
     # What the batchers do each in their own way
+
+    def _unchanged(self) -> bool:
+        """Return whether one more entry in the queue gives nothing to decide."""
+        return False
 
     @abstractmethod
     def _start_ready(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from batcher import checks
 from batcher.admission import UNKNOWN_WAIT_S, Batcher, State
 from batcher.batch_delay import BatchDelay
+from batcher.checks import LARGEST, PRIORITIES
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Ticket
 from batcher.errors import LATE, BatcherError, Closed, Expired, Oversize
@@ -164,6 +165,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         self._concurrency = max_concurrent_batches
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
         self._context: contextvars.Context
+        self._withdraw = self._cancelled
         self._runs: set[_Run[ResultT]] = set()
         # Full batches that are decided ahead, the earliest deadline in them, and the number of records that
         # have to come before there can be another.
@@ -420,11 +422,12 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         wait: bool,
     ) -> Ticket[ResultT]:
         self._check_open()
+        name = "cost"
         if estimated_cost is not None:
-            cost = _either(cost, whole_cost("estimated_cost", estimated_cost))
-        if type(cost) is not int or not 0 <= cost <= checks.LARGEST:
-            cost = self._cost_of(record) if cost is None else whole_cost("cost", cost)
-        if type(priority) is not int or not -checks.PRIORITIES <= priority <= checks.PRIORITIES:
+            name, cost = "estimated_cost", _either(cost, estimated_cost)
+        if type(cost) is not int or not 0 <= cost <= LARGEST:
+            cost = self._cost_of(record) if cost is None else whole_cost(name, cost)
+        if type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
             checks.priority(priority)
         if type(tenant) is not str:
             checks.tenant(tenant)
@@ -435,12 +438,21 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             self._recorder.rejected += 1
             raise Oversize(cost, self._limit)
         ticket: Ticket[ResultT] = Ticket(
-            self._cancelled, self.loop, record, cost, priority, tenant, deadline, now
+            self._withdraw, self._loop, record, cost, priority, tenant, deadline, now
         )
         self._enter(ticket, wait)
         return ticket
 
     # Batches
+
+    def _unchanged(self) -> bool:
+        queue = self._queue
+        if len(self._runs) < self._concurrency:
+            if self._look_handle is None or queue.total == self._min_batch_size:
+                return False
+        elif len(self._formed) >= self._prefetch:
+            return True
+        return not self._former.full(queue.total, queue.total_cost)
 
     def _start_ready(self) -> None:
         """Start every batch that can start, and decide the full ones that come next."""

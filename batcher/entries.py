@@ -122,7 +122,7 @@ class Ticket(asyncio.Future[ResultT], Submitted):
     def __init__(
         self,
         withdraw: "Callable[[Ticket[ResultT]], None]",
-        loop: asyncio.AbstractEventLoop,
+        loop: asyncio.AbstractEventLoop | None,
         record: Any,
         cost: int,
         priority: int,

@@ -95,6 +95,8 @@ class RequestQueue(Generic[EntryT]):
         self._clock = clock
         self._max_size = math.inf if max_size is None else max_size
         self._max_cost = math.inf if max_cost is None else max_cost
+        self._open_size = math.floor(OPEN_SHARE * max_size) if max_size else math.inf
+        self._open_cost = math.floor(OPEN_SHARE * max_cost) if max_cost else math.inf
         self._aging = priority_aging_s
         self._background: float = math.inf if background is None else background
         self._sequence = itertools.count()
@@ -195,7 +197,10 @@ class RequestQueue(Generic[EntryT]):
             backlog.tenant = self._tenants.join(entry.tenant)
             tier.join(backlog, next(self._sequence))
         tenant = backlog.tenant
-        entry.admitted = not backlog.outside and self._bound(entry, tenant) is None
+        size, full_cost = self.total - self.outside, self.total_cost - self.outside_cost + cost
+        entry.admitted = not backlog.outside and (
+            (size < self._open_size and full_cost <= self._open_cost) or self._bound(entry, tenant) is None
+        )
         entry._place = backlog
         backlog.append(entry)
         tier.live += 1
@@ -267,7 +272,7 @@ class RequestQueue(Generic[EntryT]):
         size = self.total - self.outside + 1
         cost = self.total_cost - self.outside_cost + entry.cost
         most, most_cost = self._max_size, self._max_cost
-        if (size <= OPEN_SHARE * most and cost <= OPEN_SHARE * most_cost) or size == 1:
+        if (size <= self._open_size and cost <= self._open_cost) or size == 1:
             return None
         if entry.priority >= self._background:
             most, most_cost = BACKGROUND_SHARE * most, BACKGROUND_SHARE * most_cost
@@ -279,10 +284,10 @@ class RequestQueue(Generic[EntryT]):
         if not held:
             return None
         share = self._tenants.share(tenant)
-        if size > OPEN_SHARE * self._max_size and held + 1 > share * most:
+        if size > self._open_size and held + 1 > share * most:
             return Bound("max_queue_size", int(self._max_size), True)
         held_cost = tenant.cost - tenant.outside_cost + entry.cost
-        if cost > OPEN_SHARE * self._max_cost and held_cost > share * most_cost:
+        if cost > self._open_cost and held_cost > share * most_cost:
             return Bound("max_queue_cost", int(self._max_cost), True)
         return None
 

@@ -149,7 +149,7 @@ async def test_priority_counts_while_waiting_for_room_too() -> None:
 async def test_polling_of_one_tenant_does_not_inflate_the_retry_after_of_another() -> None:
     async with ContinuousBatcher(capacity=1, max_queue_size=4, clock=now) as batcher:
         for _ in range(20):
-            async with batcher.slot(1):
+            async with batcher.slot(1, tenant="a"):
                 await asyncio.sleep(0.01)
         holders = Holders(batcher)
         for number in range(5):
@@ -691,7 +691,7 @@ async def test_errors_of_a_stop_that_are_not_awaited_are_not_logged(caplog: pyte
         await batcher.stop(drain=False)
         gc.collect()
         await asyncio.sleep(0)
-    assert caplog.records == []
+    assert not [record for record in caplog.records if "was stopped before" in record.getMessage()]
 
 
 # What was suspected
