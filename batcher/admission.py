@@ -271,11 +271,10 @@ class Batcher(ABC, Generic[EntryT]):
         queue = self._queue
         self._deciding = self._again = True
         try:
-            while self._again or queue.late:
+            while self._again:
                 self._again = False
                 # 1. What comes too late ends.
-                for entry in queue.expire():
-                    self._expire(entry)
+                self._end_late()
                 # 2. What may start, starts.
                 self._start_ready()
                 # 3. What waits outside comes in where there is room now.
@@ -303,13 +302,15 @@ class Batcher(ABC, Generic[EntryT]):
         """Return when the next deadline passes."""
         return self._queue.next_deadline()
 
-    def _expire(self, entry: EntryT) -> None:
-        if entry.admitted:
-            self._recorder.expired += 1
-            self._end(entry, Expired(LATE))
-        else:
-            self._recorder.rejected += 1
-            self._end(entry, Expired("the deadline passed before there was room in the queue"))
+    def _end_late(self) -> None:
+        """End the entries whose deadline has passed."""
+        for entry in self._queue.expire():
+            if entry.admitted:
+                self._recorder.expired += 1
+                self._end(entry, Expired(LATE))
+            else:
+                self._recorder.rejected += 1
+                self._end(entry, Expired("the deadline passed before there was room in the queue"))
 
     def _refuse_all(self) -> None:
         """End all that has not started."""

@@ -400,7 +400,8 @@ class ContinuousBatcher(Batcher[Slot]):
                 if slot.turn is not None:
                     slot.turn.set_result(None)
             else:
-                return
+                break
+        self._end_late()
 
     def _next(self) -> Slot | None:
         """Return the slot whose turn it is; where the background is held back, that of the others."""

@@ -166,7 +166,9 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
         self._context: contextvars.Context
         self._withdraw = self._cancelled
+        # Batches that run, and those of which the last records are about to end.
         self._runs: set[_Run[ResultT]] = set()
+        self._ending: set[_Run[ResultT]] = set()
         # Full batches that are decided ahead, the earliest deadline in them, and the number of records that
         # have to come before there can be another.
         self._formed: deque[list[Ticket[ResultT]]] = deque()
@@ -185,7 +187,8 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         """A snapshot, true at this moment."""
         recorder, queue = self._recorder, self._queue
         formed = [ticket for batch in self._formed for ticket in batch if not ticket.done()]
-        running = [ticket for run in self._runs for ticket in run.batch if not ticket.done()]
+        runs = (*self._runs, *self._ending)
+        running = [ticket for run in runs for ticket in run.batch if not ticket.done()]
         batches = recorder.batches or 1
         classes = queue.classes()
         for ticket in formed:
@@ -465,7 +468,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             elif queue.total and (
                 former.full(queue.total, queue.total_cost) or self._state is State.STOPPING
             ):
-                self._launch(former.cut(queue))
+                self._launch(self._cut())
             else:
                 if queue.total and (self._look_handle is None or queue.total == self._min_batch_size):
                     self._look_soon()
@@ -477,9 +480,16 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         ):
             self._form()
 
+    def _cut(self) -> list[Ticket[ResultT]]:
+        """Take the next batch; what was found too late on the way ends."""
+        batch = self._former.cut(self._queue)
+        self._end_late()
+        return batch
+
     def _form(self) -> None:
         """Decide the next batch ahead, if it is full."""
         batch, lacks = self._former.cut_full(self._queue)
+        self._end_late()
         if not batch:
             self._form_at = self._queue.entered + lacks
             return
@@ -505,11 +515,15 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
         run.task = self.loop.create_task(work, context=self._context.copy())
 
-    def _leave(self, run: _Run[ResultT], typical: bool) -> None:
+    def _leave(self, run: _Run[ResultT], typical: bool, ended: bool) -> None:
         """Make room for the next batch; a run that was given up has left already."""
+        if ended:
+            self._ending.discard(run)
         if run not in self._runs:
             return
         self._runs.remove(run)
+        if not ended:
+            self._ending.add(run)
         now = self._clock()
         if not self._runs:
             self._recorder.switch(False, now)
@@ -543,7 +557,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         if patience > 0:
             self._look_handle = self.loop.call_later(patience, self._look)
         else:
-            self._launch(self._former.cut(queue))
+            self._launch(self._cut())
             self._decide()
 
     def _patience(self) -> float:
@@ -630,6 +644,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         self._formed.clear()
         self._formed_due = math.inf
         self._runs.clear()
+        self._ending.clear()
         self._recorder.switch(False, self._clock())
         self._look_handle = None
 

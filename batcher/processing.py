@@ -219,14 +219,15 @@ class Processor(Generic[ResultT]):
         self._recorder = recorder
         self._clock = clock
 
-    async def run(self, batch: list[Ticket[ResultT]], leave: Callable[[bool], None]) -> None:
+    async def run(self, batch: list[Ticket[ResultT]], leave: Callable[[bool, bool], None]) -> None:
         """Process a batch; if it fails, search for the records that it is due to.
 
         Args:
             batch: The tickets.
             leave: Called when `process_fn` won't be called again, before the last tickets end: so the
-                next batch can start before the callers of this one take the event loop. It is told
-                whether `process_fn` was called once, so that the time taken is that of a batch.
+                next batch can start before the callers of this one take the event loop. And once more
+                when they have ended. It is told whether `process_fn` was called once, so that the time
+                taken is that of a batch, and whether all has ended.
         """
         search: Search | None = None
         called = False
@@ -257,7 +258,7 @@ class Processor(Generic[ResultT]):
                     part = search.next()
                     continue
                 if not part:
-                    leave(search is None)
+                    leave(search is None, False)
                 if failure is None:
                     self._resolve(tested, results, started)
                 else:
@@ -267,7 +268,7 @@ class Processor(Generic[ResultT]):
             self.reject(batch, Aborted(f"the batch was cut short by {cause!r}"))
             raise
         finally:
-            leave(called and search is None)
+            leave(called and search is None, True)
 
     def reject(self, tickets: list[Ticket[ResultT]], error: Exception) -> None:
         """Fail those tickets that have not ended, each with an error object of its own."""

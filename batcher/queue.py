@@ -126,11 +126,6 @@ class RequestQueue(Generic[EntryT]):
         """The cost of the entries that count against the bounds."""
         return self.total_cost - self.outside_cost
 
-    @property
-    def late(self) -> bool:
-        """Whether entries have been found expired that `expire` has not returned yet."""
-        return bool(self._expired)
-
     def __len__(self) -> int:
         return self.total
 
@@ -462,7 +457,8 @@ class RequestQueue(Generic[EntryT]):
 
     def expire(self) -> list[EntryT]:
         """Take out and return the entries whose deadline has passed; each is returned once."""
-        self._sweep()
+        if self._deadlines:
+            self._sweep()
         if not self._expired:
             return []
         expired, self._expired = self._expired, []

@@ -43,6 +43,10 @@ def batcher_of(machine: Any, **settings: Any) -> DynamicBatcher[Any, Any]:
     return DynamicBatcher(machine, clock=now, **settings)
 
 
+async def nothing(record: Any) -> None:
+    """Process one record."""
+
+
 def str_of(given: Any) -> str:
     return given if isinstance(given, str) else "-"
 
@@ -401,7 +405,7 @@ def test_a_wrong_argument_of_a_submit_is_named_and_nothing_is_queued(options: di
                 with pytest.raises((ValueError, TypeError), match=name):
                     window.slot(**{"cost": 1, **options})
                 with pytest.raises((ValueError, TypeError), match=name):
-                    await window.submit(Machine(), "x", **{"cost": 1, **options})
+                    await window.submit(nothing, "x", **{"cost": 1, **options})
             if name == "cost":
                 for tokens in ("prompt_tokens", "max_tokens"):
                     with pytest.raises(ValueError, match=tokens):
@@ -691,7 +695,7 @@ async def test_errors_of_a_stop_that_are_not_awaited_are_not_logged(caplog: pyte
         await batcher.stop(drain=False)
         gc.collect()
         await asyncio.sleep(0)
-    assert not [record for record in caplog.records if "was stopped before" in record.getMessage()]
+    assert not [record for record in caplog.records if "DynamicBatcher was stopped" in record.getMessage()]
 
 
 # What was suspected
@@ -779,7 +783,7 @@ async def test_a_deadline_may_be_given_in_seconds_from_now() -> None:
                 await submit("x", deadline=1e6, timeout=1.0)
         for submit_nowait in (batcher.submit_nowait, window.slot):
             with pytest.raises(ValueError, match="either deadline"):
-                submit_nowait(1, deadline=1e6, timeout=1.0)  # type: ignore[operator]
+                submit_nowait(1, deadline=1e6, timeout=1.0)
 
 
 @virtual

@@ -41,8 +41,8 @@ class DynamicSchedule:
         self.timeout = draw.choice([0.0, 0.01, 0.1])
         self.minimum = draw.randint(1, min(self.size, self.queue))
         self.prefetch = draw.randint(0, 2)
-        self.on_error = draw.choice(["split", "fail", "single"])
-        self.forming = draw.choice(["arrival", "arrival", "sorted", "bucketed"])
+        self.on_error: Any = draw.choice(["split", "fail", "single"])
+        self.forming: Any = draw.choice(["arrival", "arrival", "sorted", "bucketed"])
         self.padded = draw.random() < 0.3
         self.aging = draw.choice([None, 0.2])
         self.sleepy = draw.random() < 0.8
@@ -457,8 +457,7 @@ def queue(number: int) -> None:
     QueueSchedule(number).run()
 
 
-KINDS: list[Callable[[int], None]] = [dynamic, continuous, queue]
-SHARES = {dynamic: 0.4, continuous: 0.3, queue: 0.3}
+SHARES: dict[Callable[[int], None], float] = {dynamic: 0.4, continuous: 0.3, queue: 0.3}
 
 
 def run(kind: Callable[[int], None], numbers: range) -> None:
@@ -471,7 +470,7 @@ def run(kind: Callable[[int], None], numbers: range) -> None:
             raise
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARES)
 def test_the_rules_hold_in_random_schedules(kind: Callable[[int], None]) -> None:
     run(kind, range(int(SCHEDULES * SHARES[kind])))
 
@@ -479,7 +478,7 @@ def test_the_rules_hold_in_random_schedules(kind: Callable[[int], None]) -> None
 @pytest.mark.long
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("part", range(LONG_SCHEDULES // PER_PART))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARES)
 def test_the_rules_hold_in_many_random_schedules(kind: Callable[[int], None], part: int) -> None:
     first = SCHEDULES + part * int(PER_PART * SHARES[kind])
     run(kind, range(first, first + int(PER_PART * SHARES[kind])))
