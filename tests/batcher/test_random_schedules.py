@@ -9,7 +9,7 @@ import asyncio
 import random
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -56,8 +56,8 @@ class DynamicSchedule:
             batch_timeout_s=self.timeout,
             max_concurrent_batches=self.concurrency,
             prefetch_batches=self.prefetch,
-            on_error=self.on_error,
-            forming=self.forming,
+            on_error=cast(Any, self.on_error),
+            forming=cast(Any, self.forming),
             padded=self.padded,
             priority_aging_s=self.aging,
             clock=self.loop.time,
