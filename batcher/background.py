@@ -32,8 +32,6 @@ FIRST_LIFE = 32.0
 class Peak:
     """The highest value of the last 15 to 30 seconds."""
 
-    __slots__ = ("_before", "_now", "_since")
-
     def __init__(self) -> None:
         self._before = self._now = 0
         self._since = -math.inf
@@ -73,23 +71,6 @@ class Background:
         priority: The class from which on records are background.
         clock: Returns the time in seconds.
     """
-
-    __slots__ = (
-        "_clock",
-        "_costs",
-        "_credit",
-        "_life",
-        "_places",
-        "_prompt",
-        "_stepped",
-        "cost",
-        "foreground",
-        "foreground_cost",
-        "held",
-        "priority",
-        "running",
-        "window",
-    )
 
     def __init__(self, goals: Goals, priority: int, clock: Callable[[], float]) -> None:
         self.window = Window(goals, clock)

@@ -22,8 +22,6 @@ class BatchDelay:
         batch_s: Mean seconds that a batch takes, None before the first.
     """
 
-    __slots__ = ("_followers", "_timeout_s", "batch_s")
-
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._followers = 0.0

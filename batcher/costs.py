@@ -71,8 +71,6 @@ class CostRule(Generic[RecordT]):
         default: The cost of any other record.
     """
 
-    __slots__ = ("default", "estimator", "methods")
-
     def __init__(
         self, estimator: CostEstimatorFn[RecordT] | None, methods: tuple[str, ...], default: int
     ) -> None:
@@ -101,8 +99,6 @@ class OutputEstimator:
     Lengths fall into buckets by power of two. The estimate for a request that has produced `so_far`
     tokens is the mean length of those that went at least as far: E[length | length > so_far].
     """
-
-    __slots__ = ("_counts", "_seen", "_sums", "_total")
 
     BUCKETS = 32
     ENOUGH = 32

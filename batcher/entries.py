@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -40,6 +40,7 @@ class Queued:
         return self._place is not None
 
 
+@dataclass(slots=True, eq=False)
 class Entry(Queued):
     """A record in a `RequestQueue` that is used by itself.
 
@@ -55,28 +56,20 @@ class Entry(Queued):
         TypeError: The tenant is not a string.
     """
 
-    __slots__ = ("_place", "admitted", "cost", "deadline", "priority", "record", "tenant")
+    record: Any
+    cost: int
+    priority: int = 0
+    tenant: str = "default"
+    deadline: float | None = None
+    admitted: bool = field(default=False, init=False)
+    _place: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        record: Any,
-        cost: int,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
-    ) -> None:
-        checks.whole("cost", cost, 0)
-        checks.priority(priority)
-        checks.tenant(tenant)
-        if deadline is not None:
-            checks.instant("deadline", deadline)
-        self.record = record
-        self.cost = cost
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        self.admitted = False
-        self._place = None
+    def __post_init__(self) -> None:
+        checks.whole("cost", self.cost, 0)
+        checks.priority(self.priority)
+        checks.tenant(self.tenant)
+        if self.deadline is not None:
+            checks.instant("deadline", self.deadline)
 
 
 class Submitted(Queued):
@@ -174,6 +167,7 @@ class SlotCalls:
     outgrown: "Callable[[Slot], None]"
 
 
+@dataclass(slots=True, eq=False)
 class Slot(Submitted):
     """The place of one record in the window; `async with` waits for it and gives it back.
 
@@ -189,64 +183,28 @@ class Slot(Submitted):
         turn: Future of the caller that waits for it to start.
     """
 
-    __slots__ = (
-        "_calls",
-        "_place",
-        "admitted",
-        "charged",
-        "cost",
-        "deadline",
-        "first_at",
-        "max_tokens",
-        "output_tokens",
-        "owner",
-        "priority",
-        "prompt_tokens",
-        "refusal",
-        "room",
-        "running",
-        "started_at",
-        "submitted_at",
-        "tenant",
-        "turn",
-        "used",
-        "wait",
-        "waited_s",
-    )
-
-    def __init__(
-        self,
-        calls: SlotCalls,
-        cost: int,
-        priority: int,
-        tenant: str,
-        deadline: float | None,
-        wait: bool,
-        prompt_tokens: int | None,
-        max_tokens: int | None,
-    ) -> None:
-        self._calls = calls
-        self._place = None
-        self.admitted = False
-        self.cost = cost
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        self.wait = wait
-        self.prompt_tokens = prompt_tokens
-        self.max_tokens = max_tokens
-        self.output_tokens = 0
-        self.submitted_at = 0.0
-        self.started_at = 0.0
-        self.first_at = 0.0
-        self.waited_s = 0.0
-        self.charged = 0
-        self.used = False
-        self.running = False
-        self.owner: asyncio.Task[Any] | None = None
-        self.refusal = None
-        self.room = None
-        self.turn: asyncio.Future[None] | None = None
+    _calls: SlotCalls
+    cost: int
+    priority: int
+    tenant: str
+    deadline: float | None
+    wait: bool
+    prompt_tokens: int | None
+    max_tokens: int | None
+    output_tokens: int = 0
+    submitted_at: float = 0.0
+    started_at: float = 0.0
+    first_at: float = 0.0
+    waited_s: float = 0.0
+    charged: int = 0
+    used: bool = False
+    admitted: bool = False
+    running: bool = False
+    owner: asyncio.Task[Any] | None = None
+    refusal: BatcherError | None = None
+    room: asyncio.Future[None] | None = None
+    turn: asyncio.Future[None] | None = None
+    _place: Any = None
 
     async def __aenter__(self) -> Self:
         await self._calls.enter(self)

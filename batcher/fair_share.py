@@ -3,6 +3,7 @@
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from batcher import checks
@@ -17,6 +18,7 @@ UNIT = 1 << 20
 """What a tenant of weight 1 is charged per unit of cost: whole numbers, so that no precision is lost."""
 
 
+@dataclass(slots=True, eq=False)
 class Tenant:
     """One tenant of a queue, over all tiers.
 
@@ -30,29 +32,19 @@ class Tenant:
         left_at: Time at which its last entry left.
     """
 
-    __slots__ = (
-        "charge",
-        "cost",
-        "left_at",
-        "live",
-        "name",
-        "outside",
-        "outside_cost",
-        "parked",
-        "returns",
-        "weight",
-    )
+    name: str
+    weight: float
+    charge: int = field(init=False)
+    live: int = 0
+    cost: int = 0
+    outside: int = 0
+    outside_cost: int = 0
+    parked: "list[Backlog]" = field(default_factory=list)
+    returns: dict[int, float] = field(default_factory=dict)
+    left_at: float = 0.0
 
-    def __init__(self, name: str, weight: float) -> None:
-        self.name = name
-        self.set_weight(weight)
-        self.live = 0
-        self.cost = 0
-        self.outside = 0
-        self.outside_cost = 0
-        self.parked: list[Backlog] = []
-        self.returns: dict[int, float] = {}
-        self.left_at = 0.0
+    def __post_init__(self) -> None:
+        self.set_weight(self.weight)
 
     def set_weight(self, weight: float) -> None:
         """Set the tenant's share in relation to the others."""
@@ -70,8 +62,6 @@ class Tenants:
     Raises:
         ValueError: A weight is out of range.
     """
-
-    __slots__ = ("_clock", "_idle", "_own_weights", "_tenants", "_weight", "_weights")
 
     def __init__(self, clock: Callable[[], float], weights: Mapping[str, float]) -> None:
         checks.weights("tenant_weights", weights)
@@ -150,6 +140,7 @@ class Tenants:
         self._weight = self._weight - tenant.weight if self._tenants else 0.0
 
 
+@dataclass(slots=True, eq=False)
 class Backlog:
     """The entries of one tenant in one tier, in the order of their arrival.
 
@@ -160,28 +151,15 @@ class Backlog:
         item: The one valid item of this backlog in the heap of its tier; other items are leftovers.
     """
 
-    __slots__ = (
-        "counter",
-        "entries",
-        "idle_listed",
-        "item",
-        "joined",
-        "outside",
-        "removed",
-        "tenant",
-        "tier",
-    )
-
-    def __init__(self, tier: "Tier", tenant: Tenant) -> None:
-        self.tier = tier
-        self.tenant = tenant
-        self.counter = 0
-        self.entries: deque[Any] = deque()
-        self.removed: set[Any] = set()
-        self.outside: OrderedDict[Any, None] = OrderedDict()
-        self.joined = 0
-        self.item: tuple[int, int, Backlog] | None = None
-        self.idle_listed = False
+    tier: "Tier"
+    tenant: Tenant
+    counter: int = 0
+    joined: int = 0
+    entries: deque[Any] = field(default_factory=deque)
+    removed: set[Any] = field(default_factory=set)
+    outside: OrderedDict[Any, None] = field(default_factory=OrderedDict)
+    item: "tuple[int, int, Backlog] | None" = None
+    idle_listed: bool = False
 
     def __len__(self) -> int:
         return len(self.entries) - len(self.removed)
@@ -218,6 +196,7 @@ class Backlog:
         self.removed.clear()
 
 
+@dataclass(slots=True, eq=False)
 class Tier:
     """The entries of one priority, as backlogs by tenant.
 
@@ -230,30 +209,16 @@ class Tier:
         key: Says when it is the turn of this tier: the lowest goes first.
     """
 
-    __slots__ = (
-        "active",
-        "backlogs",
-        "cost",
-        "idle",
-        "key",
-        "live",
-        "outside",
-        "outside_cost",
-        "priority",
-        "tenants",
-    )
-
-    def __init__(self, priority: int, key: float) -> None:
-        self.priority = priority
-        self.key = key
-        self.backlogs: dict[str, Backlog] = {}
-        self.active: list[tuple[int, int, Backlog]] = []
-        self.idle: list[tuple[int, int, Backlog]] = []
-        self.live = 0
-        self.cost = 0
-        self.outside = 0
-        self.outside_cost = 0
-        self.tenants = 0
+    priority: int
+    key: float
+    backlogs: dict[str, Backlog] = field(default_factory=dict)
+    active: list[tuple[int, int, Backlog]] = field(default_factory=list)
+    idle: list[tuple[int, int, Backlog]] = field(default_factory=list)
+    live: int = 0
+    cost: int = 0
+    outside: int = 0
+    outside_cost: int = 0
+    tenants: int = 0
 
     def first(self) -> Backlog | None:
         """Return the backlog that is served next: the lowest counter, then the longest active."""

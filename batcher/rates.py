@@ -33,8 +33,6 @@ class ServiceRate:
     inside / mean of them go per second. The same holds for cost, with the mean taken by cost.
     """
 
-    __slots__ = ("_cost", "_cost_seconds", "_records", "_seconds")
-
     def __init__(self) -> None:
         self._records = 0.0
         self._seconds = 0.0
@@ -124,8 +122,6 @@ class Standby:
         places: Records in one step of the engine.
         records: How many may wait, at most as many as there are places.
     """
-
-    __slots__ = ("_ended", "_tokens", "places", "records")
 
     def __init__(self, places: int) -> None:
         self.places = places

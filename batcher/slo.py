@@ -80,19 +80,6 @@ class Window:
         clock: Returns the time in seconds.
     """
 
-    __slots__ = (
-        "_answers",
-        "_clock",
-        "_cut_at",
-        "_excess",
-        "_judged_at",
-        "_records",
-        "_steps",
-        "_tails",
-        "goals",
-        "mean_step_s",
-    )
-
     def __init__(self, goals: Goals, clock: Callable[[], float]) -> None:
         self.goals = goals
         self._clock = clock

@@ -235,8 +235,6 @@ class Kept(Generic[ItemT]):
         limit: Items that are kept at most.
     """
 
-    __slots__ = ("_items", "append")
-
     def __init__(self, limit: int) -> None:
         self._items: deque[ItemT] = deque(maxlen=limit)
         # The deque's own method: one call per record.
@@ -256,8 +254,6 @@ class Observations:
         limit: Records, and batches, that are kept at most.
     """
 
-    __slots__ = ("batches", "records")
-
     def __init__(self, limit: int) -> None:
         self.records: Kept[Observation] = Kept(limit)
         self.batches: Kept[BatchObservation] = Kept(limit)
@@ -265,25 +261,6 @@ class Observations:
 
 class Recorder:
     """What a batcher counts while it runs: plain attributes, so that counting costs nothing."""
-
-    __slots__ = (
-        "_busy",
-        "_busy_s",
-        "_idle_s",
-        "_since",
-        "cancelled",
-        "completed",
-        "completed_cost",
-        "expired",
-        "failed",
-        "latency_s",
-        "observations",
-        "ran",
-        "rejected",
-        "run_s",
-        "runs",
-        "waits",
-    )
 
     def __init__(self) -> None:
         self.completed = 0
@@ -358,8 +335,6 @@ class Recorder:
 class WindowRecorder(Recorder):
     """What a `ContinuousBatcher` counts; `fill` is the share of the capacity in use."""
 
-    __slots__ = ("_fill", "_filled_at", "_filled_s", "output_tokens")
-
     def __init__(self) -> None:
         super().__init__()
         self.output_tokens = 0
@@ -391,8 +366,6 @@ class WindowRecorder(Recorder):
 
 class BatchRecorder(Recorder):
     """What a `DynamicBatcher` counts."""
-
-    __slots__ = ("batch_cost", "batch_records", "batches", "padded_cost")
 
     def __init__(self) -> None:
         super().__init__()
