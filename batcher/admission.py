@@ -228,10 +228,10 @@ class Batcher(ABC, Generic[EntryT]):
 
         Args:
             entry: The entry.
-            wait: It may wait for room; it isn't admitted then yet.
+            wait: It may wait for space; it isn't admitted then yet.
 
         Raises:
-            QueueFull: There is no room, and it may not wait.
+            QueueFull: There is no space, and it may not wait.
         """
         queue = self._queue
         if queue.put(entry) and entry.deadline is None and self._unchanged():
@@ -251,14 +251,14 @@ class Batcher(ABC, Generic[EntryT]):
             )
         raise QueueFull(bound.name, bound.value, seconds)
 
-    async def _wait_for_room(self, entry: EntryT) -> None:
+    async def _wait_for_space(self, entry: EntryT) -> None:
         """Wait until an entry is admitted that waits outside.
 
         Raises:
             BatcherError: It was refused.
         """
-        entry.room = self.loop.create_future()
-        await entry.room
+        entry.space = self.loop.create_future()
+        await entry.space
         if entry.refusal is not None:
             raise entry.refusal
 
@@ -277,10 +277,10 @@ class Batcher(ABC, Generic[EntryT]):
                 self._end_late()
                 # 2. What may start, starts.
                 self._start_ready()
-                # 3. What waits outside comes in where there is room now.
+                # 3. What waits outside comes in where there is space now.
                 for entry in queue.admit():
-                    if entry.room is not None and not entry.room.done():
-                        entry.room.set_result(None)
+                    if entry.space is not None and not entry.space.done():
+                        entry.space.set_result(None)
         finally:
             self._deciding = False
         # 4. The next deadline brings us back.
@@ -310,7 +310,7 @@ class Batcher(ABC, Generic[EntryT]):
                 self._end(entry, Expired(LATE))
             else:
                 self._recorder.rejected += 1
-                self._end(entry, Expired("the deadline passed before there was room in the queue"))
+                self._end(entry, Expired("the deadline passed before there was space in the queue"))
 
     def _refuse_all(self) -> None:
         """End all that has not started."""
@@ -325,8 +325,8 @@ class Batcher(ABC, Generic[EntryT]):
     def _end(self, entry: EntryT, error: BatcherError) -> None:
         """Tell the caller of an entry that it has left the queue unserved."""
         entry.refusal = error
-        if entry.room is not None and not entry.room.done():
-            entry.room.set_result(None)
+        if entry.space is not None and not entry.space.done():
+            entry.space.set_result(None)
 
     # What the batchers do each in their own way
 

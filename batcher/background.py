@@ -1,4 +1,4 @@
-"""The background: records that nobody waits for, and what of the engine is kept for the others."""
+"""The background: tiers that run beside the foreground, as far as its goals allow."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from batcher.slo import Goals, Window
 BACKGROUND = 1
 """The priority from which on records are background, unless told otherwise."""
 
-LEAST_ROOM, MOST_ROOM = 1 / 16, 1 / 2
+LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2
 """Share of the places, and of the capacity, that is kept for the foreground."""
 
 FORESIGHT = 2.0
@@ -97,7 +97,7 @@ class Background:
         self.held = self.running > 0 and not (
             self.running < self.window.records
             and (self._credit > 0 or not self._stepped)
-            and self._leaves_room(cost, capacity, max_running)
+            and self._leaves_space(cost, capacity, max_running)
         )
         return not self.held
 
@@ -156,11 +156,11 @@ class Background:
         self._credit = min(self._credit + per_step, per_step)
         return self.held
 
-    def _leaves_room(self, cost: int, capacity: int, max_running: int) -> bool:
+    def _leaves_space(self, cost: int, capacity: int, max_running: int) -> bool:
         places, costs = self.places(capacity, max_running)
         return self.running < places and self.cost + cost <= costs
 
 
 def kept(peak: int, bound: int) -> int:
     """Return what is kept of `bound` for a foreground that used `peak` of it."""
-    return math.ceil(min(max(FORESIGHT * peak, LEAST_ROOM * bound), MOST_ROOM * bound))
+    return math.ceil(min(max(FORESIGHT * peak, LEAST_SPACE * bound), MOST_SPACE * bound))

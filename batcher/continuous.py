@@ -55,7 +55,7 @@ class ContinuousBatcher(Batcher[Slot]):
             record; None: never.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
         goals: Goals of the foreground, that is the tiers before `background`. The others then run as many
-            as that allows, and leave room for it; see `Background`. It takes `step` and
+            as that allows, and leave space for it; see `Background`. It takes `step` and
             `Slot.first_token` to know. None: all tiers share the window.
         background: The priority from which on records are background, where there are goals.
         clock: Returns the time in seconds; deadlines are on it.
@@ -158,7 +158,7 @@ class ContinuousBatcher(Batcher[Slot]):
             priority: Its tier; lower goes first.
             tenant: The name of its tenant.
             deadline: Time on `clock` by which it must have started.
-            wait: Wait for room when the queue is full; False: entering raises `QueueFull`, as suits a
+            wait: Wait for space when the queue is full; False: entering raises `QueueFull`, as suits a
                 server that can answer at once.
             prompt_tokens: Tokens of the prompt.
             max_tokens: The most tokens that may be produced.
@@ -213,12 +213,12 @@ class ContinuousBatcher(Batcher[Slot]):
             process_fn: Processes one record.
             record: What it is given.
             cost: As for `slot`, like everything that follows but `wait`.
-            wait: Wait for room when the queue is full; False: raise `QueueFull`.
+            wait: Wait for space when the queue is full; False: raise `QueueFull`.
 
         Raises:
             QueueFull: The queue is full and `wait` is False.
             Oversize: The record can never run.
-            Expired: The deadline passed before there was room.
+            Expired: The deadline passed before there was space.
             RuntimeError: The batcher isn't running (`Closed`), or runs on another event loop.
             ValueError: A number is out of range.
             TypeError: The tenant is not a string, or `process_fn` is not a function.
@@ -237,7 +237,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._enter_nowait(slot)
         if not slot.admitted:
             try:
-                await self._wait_for_room(slot)
+                await self._wait_for_space(slot)
             except BaseException as error:
                 self._leave(slot, error)
                 raise
@@ -328,7 +328,7 @@ class ContinuousBatcher(Batcher[Slot]):
         await self._wait_for_turn(slot)
 
     def _enter_nowait(self, slot: Slot) -> None:
-        """Start a slot if it may start; otherwise it waits in the queue, or for room in it.
+        """Start a slot if it may start; otherwise it waits in the queue, or for space in it.
 
         Raises:
             BatcherError: It is refused.

@@ -245,7 +245,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             estimated_cost: Another name for `cost`.
 
         Raises:
-            QueueFull: There is no room; says when to try again.
+            QueueFull: There is no space; says when to try again.
             RuntimeError: The batcher isn't running (`Closed`), or runs on another event loop.
             Oversize: It costs more than a whole batch may, and `oversize` is "reject".
             Expired: The deadline has passed.
@@ -267,19 +267,19 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     ) -> Ticket[ResultT]:
         """Queue one record and return the future of its result; waits while the queue is full.
 
-        While it waits for room, the record has its place in the order already.
+        While it waits for space, the record has its place in the order already.
 
         Args:
             record: What `process_fn` is given; the other arguments are those of `submit_nowait`.
 
         Raises:
-            Expired: The deadline passed before there was room. And what `submit_nowait` raises, but for
+            Expired: The deadline passed before there was space. And what `submit_nowait` raises, but for
                 `QueueFull`.
         """
         ticket = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
         if not ticket.admitted:
             try:
-                await self._wait_for_room(ticket)
+                await self._wait_for_space(ticket)
             except BaseException:
                 ticket.cancel()
                 raise
@@ -516,7 +516,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         run.task = self.loop.create_task(work, context=self._context.copy())
 
     def _leave(self, run: _Run[ResultT], typical: bool, ended: bool) -> None:
-        """Make room for the next batch; a run that was given up has left already."""
+        """Make space for the next batch; a run that was given up has left already."""
         if ended:
             self._ending.discard(run)
         if run not in self._runs:

@@ -78,14 +78,14 @@ class Submitted(Queued):
     Attributes:
         submitted_at: Time of its submission, on the batcher's clock.
         refusal: The error that it was refused with.
-        room: Future of a caller that waits for it to be admitted.
+        space: Future of a caller that waits for it to be admitted.
     """
 
     __slots__ = ()
 
     submitted_at: float
     refusal: BatcherError | None
-    room: asyncio.Future[None] | None
+    space: asyncio.Future[None] | None
 
 
 class Ticket(asyncio.Future[ResultT], Submitted):
@@ -107,7 +107,7 @@ class Ticket(asyncio.Future[ResultT], Submitted):
         "priority",
         "record",
         "refusal",
-        "room",
+        "space",
         "submitted_at",
         "tenant",
     )
@@ -134,7 +134,7 @@ class Ticket(asyncio.Future[ResultT], Submitted):
         self.deadline = deadline
         self.submitted_at = submitted_at
         self.refusal = None
-        self.room = None
+        self.space = None
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the record: it won't run, unless it runs already. Return whether it had not ended."""
@@ -202,7 +202,7 @@ class Slot(Submitted):
     running: bool = False
     owner: asyncio.Task[Any] | None = None
     refusal: BatcherError | None = None
-    room: asyncio.Future[None] | None = None
+    space: asyncio.Future[None] | None = None
     turn: asyncio.Future[None] | None = None
     _place: Any = None
 
@@ -230,7 +230,7 @@ class Slot(Submitted):
         """Tell how many tokens the record has produced so far.
 
         With `max_utilization` a record that outgrows what was reserved for it reserves more, even beyond
-        the capacity: nothing new starts until the window has room again.
+        the capacity: nothing new starts until the window has space again.
 
         Args:
             output_tokens: Tokens in all, not since the last report.

@@ -13,7 +13,7 @@ class BatcherError(Exception):
 
 
 class QueueFull(BatcherError):  # noqa: N818 - the field's word, as in `asyncio.QueueFull`
-    """There is no room for the record now.
+    """There is no space for the record now.
 
     Attributes:
         what: The bound that was met: `max_queue_size` or `max_queue_cost`.

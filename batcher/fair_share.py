@@ -25,9 +25,9 @@ class Tenant:
     Attributes:
         live: Its entries that wait.
         cost: Their cost.
-        outside: Those among them that wait for room in the queue.
+        outside: Those among them that wait for space in the queue.
         outside_cost: Their cost.
-        parked: Backlogs with entries outside that its share of the queue has no room for.
+        parked: Backlogs with entries outside that its share of the queue has no space for.
         returns: Times at which the next of its refused records should come back, by priority.
         left_at: Time at which its last entry left.
     """
@@ -147,7 +147,7 @@ class Backlog:
     Attributes:
         counter: Its virtual token counter: the cost that it was served, by its weight.
         removed: Entries that were removed and not yet reached.
-        outside: Entries that wait for room in the queue.
+        outside: Entries that wait for space in the queue.
         item: The one valid item of this backlog in the heap of its tier; other items are leftovers.
     """
 
@@ -203,7 +203,7 @@ class Tier:
     Attributes:
         live: Entries that wait.
         cost: Their cost.
-        outside: Those among them that wait for room in the queue.
+        outside: Those among them that wait for space in the queue.
         outside_cost: Their cost.
         tenants: Tenants that have entries.
         key: Says when it is the turn of this tier: the lowest goes first.

@@ -45,7 +45,7 @@ class RequestQueue(Generic[EntryT]):
     tier one level above goes first for one entry; each further level takes as long again. So no tier
     starves, and a low tier with a long backlog can't hold up a high one either.
 
-    **Bounds.** An entry that finds no room may wait for it: it stands *outside*, in the same order as all
+    **Bounds.** An entry that finds no space may wait for it: it stands *outside*, in the same order as all
     others, and may be taken from there; it just doesn't count against the bounds. Up to four fifths of the
     bounds any tenant may enter. Beyond that a tenant has its fair share, by weight, among those that
     had entries within the last 30 seconds: one that floods the queue is refused, its neighbours are not.
@@ -56,7 +56,7 @@ class RequestQueue(Generic[EntryT]):
     Attributes:
         total: Entries that wait, outside too.
         total_cost: Their cost.
-        outside: Entries that wait for room.
+        outside: Entries that wait for space.
         outside_cost: Their cost.
         entered: Entries that got in so far.
 
@@ -67,7 +67,7 @@ class RequestQueue(Generic[EntryT]):
         priority_aging_s: Seconds, see above; None: a low tier waits until all above it is done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
         background: The priority from which on an entry finds the queue full at nine tenths of its
-            bounds, so that there is room for the others; None: all are alike.
+            bounds, so that there is space for the others; None: all are alike.
 
     Raises:
         ValueError: An argument is out of range.
@@ -216,7 +216,7 @@ class RequestQueue(Generic[EntryT]):
         return entry.admitted
 
     def add(self, entry: EntryT) -> None:
-        """Put an entry in its place if there is room for it.
+        """Put an entry in its place if there is space for it.
 
         Raises:
             QueueFull: There is none.
@@ -236,7 +236,7 @@ class RequestQueue(Generic[EntryT]):
         return bound or Bound("max_queue_size", int(min(self._max_size, checks.LARGEST)), True)
 
     def admit(self) -> Sequence[EntryT]:
-        """Let in those that wait outside, as far as there is room.
+        """Let in those that wait outside, as far as there is space.
 
         Returns:
             The entries that have come in from outside since the last call, also those that were taken.

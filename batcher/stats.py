@@ -30,7 +30,7 @@ class Stats:
         queue_depth: Records that wait in the queue.
         queue_cost: Their cost.
         queue_classes: Records that wait in the queue, and their cost, by priority.
-        outside: Records that wait for room in the queue; they are not among the submitted ones.
+        outside: Records that wait for space in the queue; they are not among the submitted ones.
         running: Records that run.
         running_cost: Their cost.
         busy_time_s: Seconds during which at least one record ran.
@@ -93,7 +93,7 @@ class Stats:
             ),
             (
                 "waiting",
-                f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {self.outside:,} more for room",
+                f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {self.outside:,} more for space",
             ),
             ("running", f"{self.running:,} records, cost {self.running_cost:,}"),
             (
@@ -143,7 +143,7 @@ class ContinuousStats(Stats):
     """A snapshot of a `ContinuousBatcher`.
 
     Attributes:
-        outside_cost: Cost of the records that wait for room in the queue.
+        outside_cost: Cost of the records that wait for space in the queue.
         capacity: Cost that may run at once.
         max_running: Records that may run at once, without the few that wait in the engine; None: no bound.
         occupancy: Mean share of the capacity in use since the start.

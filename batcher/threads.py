@@ -51,7 +51,7 @@ class ThreadClient(Generic[ResultT]):
             options: As for the batcher's own `submit`; a limit on the record's wait goes as `deadline`.
 
         Raises:
-            TimeoutError: There was no room in time; the record was not submitted.
+            TimeoutError: There was no space in time; the record was not submitted.
             RuntimeError: The caller is in the batcher's own thread, which must not block; or the event loop
                 doesn't run (`Closed`).
             ValueError: The timeout is negative or not finite. And what the batcher's own `submit` raises.
@@ -69,7 +69,7 @@ class ThreadClient(Generic[ResultT]):
         self._wait(accepted, timeout)
         # Of this cancel and the loop's acceptance exactly one succeeds.
         if not accepted.done() and accepted.cancel():
-            raise TimeoutError(f"there was no room in the queue for {timeout} s")
+            raise TimeoutError(f"there was no space in the queue for {timeout} s")
         accepted.result()
         return result
 

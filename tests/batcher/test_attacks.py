@@ -56,11 +56,11 @@ def one_by_one(machine: Any, **settings: Any) -> DynamicBatcher[Any, Any]:
     return batcher_of(machine, max_batch_size=1, prefetch_batches=0, **settings)
 
 
-# Waiting for room
+# Waiting for space
 
 
 @virtual
-async def test_room_that_an_expired_record_leaves_is_given_to_the_one_that_waits() -> None:
+async def test_space_that_an_expired_record_leaves_is_given_to_the_one_that_waits() -> None:
     machine = Machine(held=True)
     batcher = one_by_one(machine, max_queue_size=1)
     await batcher.start()
@@ -78,7 +78,7 @@ async def test_room_that_an_expired_record_leaves_is_given_to_the_one_that_waits
 
 
 @virtual
-async def test_a_cancelled_caller_for_room_makes_way_for_those_behind_in_order() -> None:
+async def test_a_cancelled_caller_for_space_makes_way_for_those_behind_in_order() -> None:
     machine = Machine(held=True)
     async with one_by_one(machine, max_queue_cost=10) as batcher:
         futures = [await batcher.submit(name, cost=cost) for name, cost in (("a", 1), ("b", 4))]
@@ -94,7 +94,7 @@ async def test_a_cancelled_caller_for_room_makes_way_for_those_behind_in_order()
     assert machine.batches == [["a"], ["b"], ["d"], ["e"]]
 
 
-def test_a_waiter_for_room_costs_the_same_whatever_tenants_wait() -> None:
+def test_a_waiter_for_space_costs_the_same_whatever_tenants_wait() -> None:
     def seconds_per_record(tenants: int) -> float:
         waiting = 4_000
         queue: RequestQueue[Entry] = RequestQueue(clock=Clock(), max_size=10)
@@ -113,7 +113,7 @@ def test_a_waiter_for_room_costs_the_same_whatever_tenants_wait() -> None:
 
 
 @virtual
-async def test_a_large_record_that_waits_for_room_is_served_in_its_turn() -> None:
+async def test_a_large_record_that_waits_for_space_is_served_in_its_turn() -> None:
     machine = Machine(0.01)
     started = []
     async with one_by_one(machine, max_queue_cost=100) as batcher:
@@ -135,7 +135,7 @@ async def test_a_large_record_that_waits_for_room_is_served_in_its_turn() -> Non
 
 
 @virtual
-async def test_priority_counts_while_waiting_for_room_too() -> None:
+async def test_priority_counts_while_waiting_for_space_too() -> None:
     machine = Machine(0.01)
     async with one_by_one(machine, max_queue_size=10) as batcher:
 
@@ -330,7 +330,7 @@ def in_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, found
 
 
-def test_a_thread_that_waits_for_room_learns_that_the_loop_has_ended() -> None:
+def test_a_thread_that_waits_for_space_learns_that_the_loop_has_ended() -> None:
     threads: list[tuple[threading.Thread, list[Any]]] = []
 
     async def main() -> None:

@@ -164,7 +164,7 @@ async def test_the_waiting_cost_is_bounded() -> None:
 
 
 @virtual
-async def test_callers_that_wait_for_room_get_in_one_after_the_other() -> None:
+async def test_callers_that_wait_for_space_get_in_one_after_the_other() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         for name in "abcde":
@@ -179,7 +179,7 @@ async def test_callers_that_wait_for_room_get_in_one_after_the_other() -> None:
 
 
 @virtual
-async def test_nobody_passes_those_who_wait_for_room() -> None:
+async def test_nobody_passes_those_who_wait_for_space() -> None:
     async with batcher_of(10, max_queue_cost=20) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
@@ -193,7 +193,7 @@ async def test_nobody_passes_those_who_wait_for_room() -> None:
 
 
 @virtual
-async def test_who_gives_up_waiting_for_room_makes_way() -> None:
+async def test_who_gives_up_waiting_for_space_makes_way() -> None:
     async with batcher_of(10, max_queue_cost=10) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
@@ -209,7 +209,7 @@ async def test_who_gives_up_waiting_for_room_makes_way() -> None:
 
 
 @virtual
-async def test_a_deadline_ends_the_wait_for_room() -> None:
+async def test_a_deadline_ends_the_wait_for_space() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         await holders.enter("a")
@@ -393,7 +393,7 @@ async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
 
 
 @virtual
-async def test_room_that_meets_a_cancel_is_not_lost() -> None:
+async def test_space_that_meets_a_cancel_is_not_lost() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         for name in "abcd":
@@ -415,7 +415,7 @@ async def test_who_is_cancelled_outside_is_passed_over() -> None:
         await slot.__aenter__()
         for name in "bcd":
             await holders.enter(name, wait=True)
-        # c waits for room; its task is cancelled but has not run yet when there is room.
+        # c waits for space; its task is cancelled but has not run yet when there is space.
         holders.tasks["c"].cancel()
         slot.release()
         await blocked()
@@ -440,7 +440,7 @@ async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
 
 
 @virtual
-async def test_room_that_comes_with_the_deadline_counts() -> None:
+async def test_space_that_comes_with_the_deadline_counts() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         slot = batcher.slot(10)
         await slot.__aenter__()
@@ -815,7 +815,7 @@ async def test_submit_runs_a_function_in_a_slot() -> None:
 
 
 @virtual
-async def test_submit_waits_for_room() -> None:
+async def test_submit_waits_for_space() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         done = asyncio.Event()
 

@@ -14,7 +14,7 @@ from tests.batcher.virtual import VirtualLoop
 T = TypeVar("T")
 
 PAUSE_S = 0.06
-"""Longer than a batch waits for company, so that after each step whatever can start has started."""
+"""Longer than a batch waits for others, so that after each step whatever can start has started."""
 
 PRIORITIES = st.integers(-1, 1)
 TENANTS = st.sampled_from(["a", "b", "c"])

@@ -338,8 +338,8 @@ def test_removed_entries_do_not_pile_up() -> None:
     for _ in range(10_000):
         (entry,) = add(queue, "x", deadline=1e9, cost=2, priority=0)
         queue.remove(entry)
-    (lane,) = queue._tiers[0].backlogs.values()
-    assert len(lane.entries) < 100
+    (backlog,) = queue._tiers[0].backlogs.values()
+    assert len(backlog.entries) < 100
     assert len(queue._deadlines) < 100
 
 

@@ -56,7 +56,7 @@ PROMPTS = lognormal(200, 0.9, 12_000)
 OUTPUTS = lognormal(100, 0.7, 2_000)
 
 DRAIN_S = max(OUTPUTS) * TOKEN_S
-"""Seconds after which a window has made room for whatever comes next, at most."""
+"""Seconds after which a window has made space for whatever comes next, at most."""
 
 
 class State(IntEnum):

@@ -1,4 +1,4 @@
-"""What waiting for company costs a record that has none, and whether batches form when there is company."""
+"""What waiting for others costs a record that has none, and whether batches form when there is others."""
 
 import asyncio
 import random

@@ -89,8 +89,8 @@ async def queue_entry() -> float:
 
 async def ticket() -> float:
     """A record in a `DynamicBatcher`, future included."""
-    gate = Held()
-    async with DynamicBatcher(gate, max_queue_size=2 * QUEUED) as batcher:
+    held = Held()
+    async with DynamicBatcher(held, max_queue_size=2 * QUEUED) as batcher:
         traced = Traced()
         for number in range(QUEUED):
             await batcher.submit(
@@ -98,7 +98,7 @@ async def ticket() -> float:
             )
         await asyncio.sleep(0)
         found = traced.per_record()
-        gate.opened.set()
+        held.opened.set()
     return found
 
 
@@ -121,13 +121,13 @@ async def slot() -> float:
 
 async def serve_caller() -> float:
     """A caller that waits for `@serve.batch`, its task included: there is no other way to wait."""
-    gate = Held()
-    call = serve_batch(gate, max_batch_size=256)
+    held = Held()
+    call = serve_batch(held, max_batch_size=256)
     traced = Traced()
     tasks = [asyncio.ensure_future(call(0)) for _ in range(QUEUED)]
     await asyncio.sleep(0)
     found = traced.per_record()
-    gate.opened.set()
+    held.opened.set()
     await asyncio.wait(tasks)
     return found
 
@@ -136,13 +136,13 @@ def flyte_record(batcher_class: Any) -> Hold:
     """A record in the seeds' batcher, future included."""
 
     async def hold() -> float:
-        gate = Held()
-        async with batcher_class(gate, max_queue_size=2 * QUEUED) as batcher:
+        held = Held()
+        async with batcher_class(held, max_queue_size=2 * QUEUED) as batcher:
             traced = Traced()
             for _ in range(QUEUED):
                 await batcher.submit(0, estimated_cost=1)
             found = traced.per_record()
-            gate.opened.set()
+            held.opened.set()
         return found
 
     return hold

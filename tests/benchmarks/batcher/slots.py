@@ -16,7 +16,7 @@ Enter = Callable[[int], AbstractAsyncContextManager[Any]]
 
 
 async def alone(count: int, enter: Enter) -> None:
-    """One caller, for which there is always room."""
+    """One caller, for which there is always space."""
     for number in range(count):
         async with enter(number):
             pass
@@ -39,7 +39,7 @@ def _slots(batcher: ContinuousBatcher) -> Enter:
 
 
 async def ours_alone(count: int) -> None:
-    """Room for all."""
+    """Space for all."""
     async with ContinuousBatcher(capacity=10 * PLACES) as batcher:
         await alone(count, _slots(batcher))
 
@@ -77,7 +77,7 @@ def measure(options: Options) -> Table:
         ratio = ratios(found[f"{case}: ours"], found[f"{case}: asyncio.Semaphore"])
         rows.append(Row(f"{case}: ours / asyncio.Semaphore", "x", ratio))
     setting = (
-        f"CPU time to enter and leave one slot, {options.records:,} times. Alone: one caller, always room. "
+        f"CPU time to enter and leave one slot, {options.records:,} times. Alone: one caller, always space. "
         f"Crowded: {CALLERS:,} callers for {PLACES} places, 3 priorities, {len(TENANTS)} tenants; each holds "
         "its place for one pass of the event loop, which is in the figures."
     )
