@@ -73,11 +73,13 @@ class Background:
     """
 
     def __init__(self, goals: Goals, priority: int, clock: Callable[[], float]) -> None:
-        self.window = Window(goals, clock)
-        self.priority = priority
-        self.running = self.foreground = 0
-        self.cost = self.foreground_cost = 0
-        self.held = False
+        self.window: Window = Window(goals, clock)
+        self.priority: int = priority
+        self.running: int = 0
+        self.foreground: int = 0
+        self.cost: int = 0
+        self.foreground_cost: int = 0
+        self.held: bool = False
         self._clock = clock
         self._places = Peak()
         self._costs = Peak()

@@ -100,11 +100,11 @@ class RequestQueue(Generic[EntryT]):
         self._aging = priority_aging_s
         self._background: float = math.inf if background is None else background
         self._sequence = itertools.count()
-        self.total = 0
-        self.total_cost = 0
-        self.outside = 0
-        self.outside_cost = 0
-        self.entered = 0
+        self.total: int = 0
+        self.total_cost: int = 0
+        self.outside: int = 0
+        self.outside_cost: int = 0
+        self.entered: int = 0
         self._tiers: dict[int, Tier] = {}
         self._turns: list[tuple[float, int, int, Tier]] = []
         self._tenants = Tenants(clock, tenant_weights or {})

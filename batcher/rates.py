@@ -124,10 +124,10 @@ class Standby:
     """
 
     def __init__(self, places: int) -> None:
-        self.places = places
+        self.places: int = places
         self._ended = 1.0
         self._tokens = FIRST_OUTPUT
-        self.records = self._count()
+        self.records: int = self._count()
 
     def learn(self, output_tokens: int) -> None:
         """Take in what a record that has ended produced; 0 counts as one step."""

@@ -81,10 +81,10 @@ class Window:
     """
 
     def __init__(self, goals: Goals, clock: Callable[[], float]) -> None:
-        self.goals = goals
+        self.goals: Goals = goals
         self._clock = clock
         self._records = float(FIRST_WINDOW)
-        self.mean_step_s = 0.0
+        self.mean_step_s: float = 0.0
         # By how much each step exceeded the mean of its time.
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._steps = 0

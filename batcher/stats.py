@@ -1,7 +1,7 @@
 """Statistics: what a batcher counts, the frozen snapshot of it, and observations of single records."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -238,7 +238,7 @@ class Kept(Generic[ItemT]):
     def __init__(self, limit: int) -> None:
         self._items: deque[ItemT] = deque(maxlen=limit)
         # The deque's own method: one call per record.
-        self.append = self._items.append
+        self.append: Callable[[ItemT], None] = self._items.append
 
     def take(self) -> list[ItemT]:
         """Return what was kept since the last call."""
@@ -263,15 +263,15 @@ class Recorder:
     """What a batcher counts while it runs: plain attributes, so that counting costs nothing."""
 
     def __init__(self) -> None:
-        self.completed = 0
-        self.completed_cost = 0
-        self.failed = 0
-        self.cancelled = 0
-        self.expired = 0
-        self.rejected = 0
-        self.ran = 0
-        self.run_s = 0.0
-        self.latency_s = 0.0
+        self.completed: int = 0
+        self.completed_cost: int = 0
+        self.failed: int = 0
+        self.cancelled: int = 0
+        self.expired: int = 0
+        self.rejected: int = 0
+        self.ran: int = 0
+        self.run_s: float = 0.0
+        self.latency_s: float = 0.0
         self.waits: deque[float] = deque(maxlen=RECENT)
         self.runs: deque[float] = deque(maxlen=RECENT)
         self.observations: Observations | None = None
@@ -337,7 +337,7 @@ class WindowRecorder(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.output_tokens = 0
+        self.output_tokens: int = 0
         self._fill = 0.0
         self._filled_s = 0.0
         self._filled_at = 0.0
@@ -369,7 +369,7 @@ class BatchRecorder(Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.batches = 0
-        self.batch_records = 0
-        self.batch_cost = 0
-        self.padded_cost = 0
+        self.batches: int = 0
+        self.batch_records: int = 0
+        self.batch_cost: int = 0
+        self.padded_cost: int = 0
