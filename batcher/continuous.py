@@ -344,7 +344,11 @@ class ContinuousBatcher(Batcher[Slot]):
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now)
             self._check_hope(slot, slot.deadline - now)
-        self._enter(slot, slot.wait)
+        if not self._queue.total and self._fits(slot.cost) and not self._held_back(slot):
+            self._queue.pass_by(slot)
+            self._begin(slot)
+        else:
+            self._enter(slot, slot.wait)
 
     def _check_hope(self, slot: Slot, left: float) -> None:
         """Refuse a slot that would only wait for its deadline."""
@@ -406,12 +410,15 @@ class ContinuousBatcher(Batcher[Slot]):
     def _next(self) -> Slot | None:
         """Return the slot whose turn it is; where the background is held back, that of the others."""
         slot = self._queue.head()
+        if slot is None or self._background is None or not self._held_back(slot):
+            return slot
+        return self._queue.head(before=self._background.priority)
+
+    def _held_back(self, slot: Slot) -> bool:
         background = self._background
-        if slot is None or background is None or slot.priority < background.priority:
-            return slot
-        if background.admits(slot.cost, self._capacity, self._regular()):
-            return slot
-        return self._queue.head(before=background.priority)
+        if background is None or slot.priority < background.priority:
+            return False
+        return not background.admits(slot.cost, self._capacity, self._regular())
 
     def _regular(self) -> int:
         """Return how many records may run, without those that wait in the engine."""
@@ -510,7 +517,8 @@ class ContinuousBatcher(Batcher[Slot]):
             self._recorder.output_tokens += slot.output_tokens
             if finished and self._learns:
                 self._outputs.learn(slot.output_tokens)
-            self._queue.settle(slot, slot.charged, slot.prompt_tokens + slot.output_tokens)
+            if slot.charged:
+                self._queue.settle(slot, slot.charged, slot.prompt_tokens + slot.output_tokens)
 
     def _outgrown(self, slot: Slot) -> None:
         if slot.prompt_tokens is None or slot.max_tokens is None:

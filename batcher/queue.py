@@ -227,6 +227,11 @@ class RequestQueue(Generic[EntryT]):
             self.remove(entry)
             raise QueueFull(bound.name, bound.value, retry_after_s=0.0)
 
+    def pass_by(self, entry: EntryT) -> None:
+        """Count an entry that is taken at once, while nothing waits that it could pass."""
+        entry.admitted = True
+        self.entered += 1
+
     def full(self, entry: EntryT) -> Bound:
         """Return the bound that keeps an entry outside."""
         backlog: Backlog = entry._place
