@@ -234,8 +234,10 @@ class Batcher(ABC, Generic[EntryT]):
             QueueFull: There is no space, and it may not wait.
         """
         queue = self._queue
-        if queue.put(entry) and entry.deadline is None and self._unchanged():
-            return
+        if queue.put(entry) and self._unchanged():
+            deadline = entry.deadline
+            if deadline is None or (self._alarm is not None and self._alarm_at <= deadline):
+                return
         self._decide()
         if entry.refusal is not None:
             raise entry.refusal

@@ -5,6 +5,7 @@ import contextvars
 import functools
 import math
 import time
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -424,7 +425,8 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         estimated_cost: int | None,
         wait: bool,
     ) -> Ticket[ResultT]:
-        self._check_open()
+        if self._state is not State.RUNNING or _get_running_loop() is not self._loop:
+            self._check_open()
         name = "cost"
         if estimated_cost is not None:
             name, cost = "estimated_cost", _either(cost, estimated_cost)
@@ -449,13 +451,14 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     # Batches
 
     def _unchanged(self) -> bool:
-        queue = self._queue
+        queue, former = self._queue, self._former
+        total = queue.total
         if len(self._runs) < self._concurrency:
-            if self._look_handle is None or queue.total == self._min_batch_size:
+            if self._look_handle is None or total == self._min_batch_size:
                 return False
         elif len(self._formed) >= self._prefetch:
             return True
-        return not self._former.full(queue.total, queue.total_cost)
+        return total < former.max_records and (queue.total_cost < former.budget or not former.by_cost)
 
     def _start_ready(self) -> None:
         """Start every batch that can start, and decide the full ones that come next."""

@@ -11,7 +11,7 @@ from batcher import checks
 MAX_IDLE_TENANTS = 10_000
 """Tenants without entries that are remembered at most."""
 
-RECENT_S = 30.0
+RECENT_S = 10.0
 """Seconds for which a tenant without entries still has its share of the queue."""
 
 UNIT = 1 << 20
@@ -99,10 +99,11 @@ class Tenants:
 
     def share(self, tenant: Tenant) -> float:
         """Return a tenant's share by weight, 0 to 1, among those that have entries or had of late."""
-        before = self._clock() - RECENT_S if self._idle else 0.0
-        while self._idle and next(iter(self._idle.values())).left_at < before:
-            self._forget_first()
-        return tenant.weight / max(self._weight, tenant.weight)
+        if self._idle:
+            before = self._clock() - RECENT_S
+            while self._idle and next(iter(self._idle.values())).left_at < before:
+                self._forget_first()
+        return tenant.weight / self._weight if self._weight > tenant.weight else 1.0
 
     def weigh(self, name: str, weight: float | None) -> None:
         """Give a tenant a weight of its own; None: takes it away."""

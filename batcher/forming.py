@@ -41,9 +41,14 @@ class Former:
     padded: bool
     lookahead: int
 
+    @property
+    def by_cost(self) -> bool:
+        """Whether the cost of the records bounds a batch, and not their number alone."""
+        return self.forming != "static"
+
     def full(self, records: int, cost: int) -> bool:
         """Return whether so many waiting records, of that cost together, fill a batch."""
-        return records >= self.max_records or (cost >= self.budget and self.forming != "static")
+        return records >= self.max_records or (cost >= self.budget and self.by_cost)
 
     def batches(self, records: int, cost: int) -> int:
         """Return how many full batches so many records, of that cost together, make at least."""

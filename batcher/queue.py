@@ -48,7 +48,7 @@ class RequestQueue(Generic[EntryT]):
     **Bounds.** An entry that finds no space may wait for it: it stands *outside*, in the same order as all
     others, and may be taken from there; it just doesn't count against the bounds. Up to four fifths of the
     bounds any tenant may enter. Beyond that a tenant has its fair share, by weight, among those that
-    had entries within the last 30 seconds: one that floods the queue is refused, its neighbours are not.
+    had entries within the last 10 seconds: one that floods the queue is refused, its neighbours are not.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
     and iteration.
@@ -271,9 +271,10 @@ class RequestQueue(Generic[EntryT]):
         """Return the bound that an entry of a tenant would exceed, if it were let in now."""
         size = self.total - self.outside + 1
         cost = self.total_cost - self.outside_cost + entry.cost
-        most, most_cost = self._max_size, self._max_cost
-        if (size <= self._open_size and cost <= self._open_cost) or size == 1:
+        open_size, open_cost = size <= self._open_size, cost <= self._open_cost
+        if (open_size and open_cost) or size == 1:
             return None
+        most, most_cost = self._max_size, self._max_cost
         if entry.priority >= self._background:
             most, most_cost = BACKGROUND_SHARE * most, BACKGROUND_SHARE * most_cost
         if size > most:
@@ -284,10 +285,9 @@ class RequestQueue(Generic[EntryT]):
         if not held:
             return None
         share = self._tenants.share(tenant)
-        if size > self._open_size and held + 1 > share * most:
+        if not open_size and held + 1 > share * most:
             return Bound("max_queue_size", int(self._max_size), True)
-        held_cost = tenant.cost - tenant.outside_cost + entry.cost
-        if cost > self._open_cost and held_cost > share * most_cost:
+        if not open_cost and tenant.cost - tenant.outside_cost + entry.cost > share * most_cost:
             return Bound("max_queue_cost", int(self._max_cost), True)
         return None
 
@@ -547,5 +547,5 @@ class RequestQueue(Generic[EntryT]):
         self._tenants.set_weights(weights)
 
     def tenant(self, name: str) -> Tenant | None:
-        """Return what is known of a tenant that has entries, or had within the last 30 seconds."""
+        """Return what is known of a tenant that has entries, or had within the last 10 seconds."""
         return self._tenants.get(name)
