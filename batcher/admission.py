@@ -23,6 +23,10 @@ GRACE_S = 1.0
 """Seconds that a cancelled task has to end before a stop no longer waits for it."""
 
 
+LEAST_DELAY_S = 1e-6
+"""Seconds of the shortest timer: one that comes too early, by rounding, must not come again at once."""
+
+
 class State(Enum):
     """Where a batcher is in its life."""
 
@@ -291,7 +295,7 @@ class Batcher(ABC, Generic[EntryT]):
             if self._alarm is not None:
                 self._alarm.cancel()
             self._alarm_at = due
-            self._alarm = self.loop.call_later(max(0.0, due - self._clock()), self._ring)
+            self._alarm = self.loop.call_later(max(LEAST_DELAY_S, due - self._clock()), self._ring)
         # 5. A stop ends when nothing is left.
         if self._ended is not None and not queue.total and self._idle() and not self._ended.done():
             self._ended.set_result(None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from batcher import checks
-from batcher.admission import UNKNOWN_WAIT_S, Batcher, State
+from batcher.admission import LEAST_DELAY_S, UNKNOWN_WAIT_S, Batcher, State
 from batcher.batch_delay import BatchDelay
 from batcher.checks import LARGEST, PRIORITIES
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
@@ -558,7 +558,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             return
         patience = self._patience()
         if patience > 0:
-            self._look_handle = self.loop.call_later(patience, self._look)
+            self._look_handle = self.loop.call_later(max(LEAST_DELAY_S, patience), self._look)
         else:
             self._launch(self._cut())
             self._decide()
