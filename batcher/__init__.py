@@ -1,6 +1,5 @@
-"""Batchers that keep a GPU full: by token cost, in a fair order, with a bound on what may wait."""
+"""Batchers that keep a GPU full: by token cost, in a fair order, with a bound on the records that wait."""
 
-from batcher.calls import InferenceFn, ProcessFn
 from batcher.continuous import ContinuousBatcher
 from batcher.costs import (
     CostEstimator,
@@ -11,24 +10,23 @@ from batcher.costs import (
     TokenEstimatorFn,
 )
 from batcher.dynamic import DynamicBatcher
-from batcher.entries import Ticket
+from batcher.entries import Entry, Queued, Slot, Ticket
 from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
-from batcher.fair_share import Queued
 from batcher.forming import Former
-from batcher.observations import BatchObservation, Observation, Observations
+from batcher.processing import InferenceFn, ProcessFn
 from batcher.profiles import PROFILES, profile
-from batcher.queue import Entry, RequestQueue
+from batcher.queue import RequestQueue
 from batcher.slo import Goals
-from batcher.slot import Slot
-from batcher.stats import BatchStats, ContinuousStats, Stats
+from batcher.stats import BatchObservation, BatchStats, ContinuousStats, Observation, Observations, Stats
 from batcher.threads import ThreadClient
-from batcher.tokens import TokenBatcher
+from batcher.tokens import BatchOptions, SubmitOptions, TokenBatcher
 
 __all__ = [
     "PROFILES",
     "Aborted",
     "BadResults",
     "BatchObservation",
+    "BatchOptions",
     "BatchStats",
     "BatcherError",
     "Closed",
@@ -53,6 +51,7 @@ __all__ = [
     "RequestQueue",
     "Slot",
     "Stats",
+    "SubmitOptions",
     "ThreadClient",
     "Ticket",
     "TokenBatcher",

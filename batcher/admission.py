@@ -1,19 +1,20 @@
-"""The door of a batcher: who gets in, who waits outside for room, who is too late, and when it closes."""
+"""What both batchers have in common: their life, and the one place that decides what becomes of records."""
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from asyncio import _get_running_loop
+from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from batcher import checks
-from batcher.errors import BatcherError, Closed, Expired, QueueFull
-from batcher.fair_share import Queued
-from batcher.promises import Promises
-from batcher.queue import EntryT, RequestQueue
-from batcher.stats import Recorder
+from batcher.entries import Submitted
+from batcher.errors import LATE, BatcherError, Closed, Expired, QueueFull
+from batcher.queue import RequestQueue
+from batcher.rates import retry_after
+from batcher.stats import Observations, Recorder
 
-EntryT_contra = TypeVar("EntryT_contra", bound=Queued, contravariant=True)
+EntryT = TypeVar("EntryT", bound=Submitted)
 
 UNKNOWN_WAIT_S = 1.0
 """The estimate of a wait as long as nothing has finished."""
@@ -21,7 +22,9 @@ UNKNOWN_WAIT_S = 1.0
 GRACE_S = 1.0
 """Seconds that a cancelled task has to end before a stop no longer waits for it."""
 
-LATE = "the deadline passed before the record could start"
+
+LEAST_DELAY_S = 1e-6
+"""Seconds of the shortest timer: one that comes too early, by rounding, must not come again at once."""
 
 
 class State(Enum):
@@ -32,303 +35,327 @@ class State(Enum):
     STOPPING = "stopping"
 
 
-class Owner(Protocol[EntryT_contra]):
-    """What a batcher does for its intake."""
+class Batcher(ABC, Generic[EntryT]):
+    """A queue of records, and what decides about them.
 
-    def _fail(self, entry: EntryT_contra, error: BatcherError) -> None:
-        """Tell the caller of an entry that left the queue unserved."""
-
-    def _abandon(self, entry: EntryT_contra) -> None:
-        """Take out an entry that got in at the moment when its caller was cancelled."""
-
-    def _advance(self) -> None:
-        """Start what can start: entries have come, or left."""
-
-    def _idle(self) -> bool:
-        """Return whether nothing runs, or is about to."""
-
-    def _drop_formed(self, error: BatcherError) -> None:
-        """Fail what has left the queue and has not started."""
-
-    def _abort(self) -> list["asyncio.Task[Any]"]:
-        """Give up what runs; return the tasks that are still to end."""
-
-    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
-        """Return the seconds that a record would wait."""
-
-
-class Intake(Generic[EntryT]):
-    """Lets entries into a queue, in order, and ends those that can't wait any longer.
+    Whatever happens (a record comes, ends or is cancelled, a deadline passes, the capacity changes, the
+    batcher stops) ends in `_decide`.
 
     Args:
-        owner: The batcher.
-        queue: Where entries wait.
-        recorder: Where entries are counted.
+        queue: The queue of entries.
+        recorder: Counts entries.
         clock: The queue's clock.
     """
 
-    def __init__(
-        self,
-        owner: Owner[EntryT],
-        queue: RequestQueue[EntryT],
-        recorder: Recorder,
-        clock: Callable[[], float],
-    ) -> None:
-        self.state = State.STOPPED
-        self._owner = owner
-        self._name = type(owner).__name__
+    def __init__(self, queue: RequestQueue[EntryT], recorder: Recorder, clock: Callable[[], float]) -> None:
         self._queue = queue
         self._recorder = recorder
         self._clock = clock
+        self._state = State.STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
-        # The entries that wait for room, first come first in; the background stands in a line of its own,
-        # behind. Not bounded: each is a suspended caller.
-        self._lines: tuple[_Line[EntryT], _Line[EntryT]] = (_Line(), _Line())
+        self._deciding = self._again = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
-        self._emptied: asyncio.Future[None] | None = None
-        self._promises = Promises()
+        self._ended: asyncio.Future[None] | None = None
 
     @property
-    def outside(self) -> int:
-        """How many wait for room."""
-        first, last = self._lines
-        return first.size + last.size
-
-    @property
-    def outside_cost(self) -> int:
-        """What they cost."""
-        first, last = self._lines
-        return first.cost + last.cost
+    def is_running(self) -> bool:
+        """Whether records are let in."""
+        return self._state is State.RUNNING
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop on which the batcher was started."""
+        """The event loop on which it was started.
+
+        Raises:
+            RuntimeError: It has not been started.
+        """
         if self._loop is None:
-            raise Closed(f"{self._name} is {self.state.value}")
+            raise Closed(f"{type(self).__name__} is {self._state.value}")
         return self._loop
 
-    def open(self) -> None:
-        """Start to let entries in.
-
-        Raises:
-            RuntimeError: It is open already, or still closing.
-        """
-        if self.state is not State.STOPPED:
-            raise RuntimeError(f"{self._name} is already {self.state.value}")
-        self._loop = asyncio.get_running_loop()
-        self.state = State.RUNNING
-        self._recorder.open(self._clock())
-
-    def turn_away(self) -> Closed:
-        """Count an entry that comes while nobody is let in, and return what to tell its caller."""
-        self._recorder.rejected += 1
-        return Closed(f"{self._name} is {self.state.value}")
-
-    def check_deadline(self, entry: EntryT) -> None:
-        """Raise Expired if the deadline of a new entry has passed."""
-        if entry.deadline is not None and entry.deadline <= self._clock():
-            self._recorder.rejected += 1
-            raise Expired("the deadline passed before the record was submitted")
-
-    def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
-        """Return how many wait for room before or with a class, and their cost together.
+    def observe(self, limit: int = 65_536) -> Observations:
+        """Keep from now on what each record took, and return where it is kept.
 
         Args:
-            priority: The class.
-            tenant: Whose record comes: those of others don't go before it; None: all do.
+            limit: Records that are kept until they are taken; beyond it the oldest are dropped.
         """
-        if tenant is not None:
-            waiting = self._lines[priority >= self._queue.background].tenants.get(tenant)
-            return (len(waiting), sum(entry.cost for entry in waiting.values())) if waiting else (0, 0)
-        first, last = self._lines
-        if priority < self._queue.background:
-            return first.size, first.cost
-        return first.size + last.size, first.cost + last.cost
+        checks.whole("limit", limit, 1)
+        self._recorder.observations = Observations(limit)
+        return self._recorder.observations
 
-    def full(self, entry: EntryT) -> tuple[str, int] | None:
-        """Return the bound that keeps a new entry out, or None; it passes none of its tenant that waits."""
-        queue = self._queue
-        bound = queue.full(entry)
-        if bound is None and (waiting := self._line(entry).tenants.get(entry.tenant)):
-            return queue.full(next(iter(waiting.values())))
-        return bound
+    def weigh(self, tenant: str, weight: float | None) -> None:
+        """Give a tenant a weight of its own, from now on.
 
-    def enter(self, entry: EntryT) -> None:
-        """Let an entry in at once.
+        Args:
+            tenant: Its name.
+            weight: Its share in relation to the others; None: what `tenant_weights` says.
 
         Raises:
-            QueueFull: There is no room, or others wait for it already.
+            ValueError: The weight is out of range.
+            TypeError: The tenant is not a string.
         """
-        bound = self.full(entry)
-        if bound is not None:
-            self._recorder.rejected += 1
-            raise QueueFull(*bound, retry_after_s=self._retry_after(entry))
-        self.put(entry)
+        self._queue.weigh(tenant, weight)
 
-    def _retry_after(self, entry: EntryT) -> float:
-        wait = self._owner.estimate_wait(entry.cost, entry.priority, entry.tenant)
-        records = self._queue.ahead(entry.priority, entry.tenant)[0] + 1
-        return self._promises.after(self._clock(), entry.priority, wait, wait / records)
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the tenants' shares, also of those that wait.
 
-    def put(self, entry: EntryT) -> None:
-        """Let an entry in that there is room for."""
-        self._queue.put(entry)
-        self._recorder.submitted += 1
-        if entry.deadline is not None:
-            self._watch_deadlines()
-
-    async def enter_when_room(self, entry: EntryT) -> None:
-        """Wait for room, behind those who wait already, then let an entry in.
+        Args:
+            weights: Share of a tenant in relation to the others; 1.0 where not given.
 
         Raises:
-            Expired: The deadline passed first.
-            Closed: The batcher stopped first.
+            ValueError: A weight is out of range.
         """
-        room: asyncio.Future[None] = self.loop.create_future()
-        alarm = None
-        if entry.deadline is not None:
-            alarm = self.loop.call_later(entry.deadline - self._clock(), self._give_up, room)
-        self._line(entry).add(room, entry)
-        try:
-            await room
-        except BaseException:
-            if self._line(entry).drop(room, entry):
-                # Whoever stood behind may fit where this one did not.
-                self._owner._advance()
-            elif not room.cancelled() and room.exception() is None:
-                self._owner._abandon(entry)
-            raise
-        finally:
-            if alarm is not None:
-                alarm.cancel()
+        self._queue.set_tenant_weights(weights)
 
-    def admit(self) -> None:
-        """Let those in who wait outside, as far as there is room now."""
-        for line in self._lines:
-            entered = True
-            while entered:
-                entered = False
-                for waiting in list(line.tenants.values()):
-                    room, entry = next(iter(waiting.items()))
-                    if self._queue.full(entry):
-                        continue
-                    entered = True
-                    line.drop(room, entry)
-                    if not room.done():
-                        self.put(entry)
-                        room.set_result(None)
+    @abstractmethod
+    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
+        """Return the seconds that a record submitted now would wait for its start."""
 
-    def expire(self) -> None:
-        """End every entry whose deadline has passed."""
-        for entry in self._queue.expire():
-            self._recorder.expired += 1
-            self._owner._fail(entry, Expired(LATE))
+    # Life
 
-    async def close(self, drain: bool, timeout: float | None) -> None:  # noqa: ASYNC109
-        """See off what is there, then stop: what `stop` of both batchers does."""
+    async def start(self) -> None:
+        """Let records in.
+
+        Raises:
+            RuntimeError: It runs already, or is still stopping.
+        """
+        self._abandon_closed_loop()
+        if self._state is not State.STOPPED:
+            raise RuntimeError(f"{type(self).__name__} is already {self._state.value}")
+        self._loop = asyncio.get_running_loop()
+        self._state = State.RUNNING
+        self._recorder.open(self._clock())
+
+    async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Refuse new records, finish the others, then stop. May be called twice, and again later.
+
+        Args:
+            drain: Let what waits run first; False: it fails with `Closed`. What runs may finish.
+            timeout: Seconds after which what still waits fails with `Closed`, and the functions that the
+                batcher runs are cancelled. A thread can't be: its result is dropped. Slots that callers
+                hold by then are no longer waited for.
+
+        Raises:
+            RuntimeError: It is called from what it would wait for, or from another event loop.
+            ValueError: The timeout is negative or not finite.
+        """
+        checks.flag("drain", drain)
         if timeout is not None:
             checks.seconds("timeout", timeout)
-        if self.state is State.STOPPED:
+        self._abandon_closed_loop()
+        if self._state is State.STOPPED:
             return
-        self.state = State.STOPPING
-        if self._emptied is None:
-            self._emptied = self.loop.create_future()
-        emptied = self._emptied
+        self._check_loop()
+        if self._deciding or self._waits_for(asyncio.current_task()):
+            raise RuntimeError("stop() would wait for its own caller; call it from another task")
+        self._state = State.STOPPING
+        if self._ended is None:
+            self._ended = self.loop.create_future()
+        ended = self._ended
         if not drain:
             self._refuse_all()
-        self._owner._advance()
-        self.check_emptied()
-        await asyncio.wait((emptied,), timeout=timeout)
-        if not emptied.done():
+        self._decide()
+        await asyncio.wait((ended,), timeout=timeout)
+        if not ended.done():
             self._refuse_all()
-            tasks = self._owner._abort()
+            tasks = self._abort()
             if tasks:
                 await asyncio.wait(tasks, timeout=GRACE_S)
-        if self._emptied is emptied:
-            # Of several calls that wait here, the first one locks up; it also lets the others go.
-            self._emptied = None
-            if not emptied.done():
-                emptied.set_result(None)
+        if self._ended is ended:
+            # Of several calls that wait here the first one ends it, for the others too.
+            if not ended.done():
+                ended.set_result(None)
+            self._close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        # An error of the block is not held up by what waits.
+        await self.stop(drain=error is None)
+
+    def _close(self) -> None:
+        self._ended = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        self._recorder.close(self._clock())
+        self._state = State.STOPPED
+
+    def _abandon_closed_loop(self) -> None:
+        """Forget what is left of a life whose event loop was closed without a stop."""
+        if self._state is State.STOPPED or not self.loop.is_closed():
+            return
+        for entry in self._queue.clear():
+            if entry.admitted:
+                self._recorder.failed += 1
+            else:
+                self._recorder.rejected += 1
+        self._abandon()
+        self._alarm = None
+        self._close()
+
+    # Admission
+
+    def _check_open(self) -> None:
+        """Raise unless records may be submitted here and now."""
+        if self._state is not State.RUNNING:
+            self._recorder.rejected += 1
+            raise Closed(f"{type(self).__name__} is {self._state.value}")
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        if _get_running_loop() is not self._loop:
+            raise RuntimeError(
+                f"{type(self).__name__} belongs to another event loop; use it there, or a ThreadClient"
+            )
+
+    def _deadline(self, deadline: float | None, timeout: float | None, now: float) -> float:
+        """Return the deadline that a record was given, in either way."""
+        if timeout is None:
+            checks.instant("deadline", deadline)
+        elif deadline is not None:
+            raise ValueError("give either deadline, a time on the clock, or timeout, seconds from now")
+        else:
+            checks.seconds("timeout", timeout)
+            deadline = now + timeout
+        assert deadline is not None
+        if deadline <= now:
+            self._recorder.rejected += 1
+            raise Expired("the deadline passed before the record was submitted")
+        return deadline
+
+    def _enter(self, entry: EntryT, wait: bool) -> None:
+        """Put an entry into the queue, and start it if it may start.
+
+        Args:
+            entry: The entry.
+            wait: It may wait for space; it isn't admitted then yet.
+
+        Raises:
+            QueueFull: There is no space, and it may not wait.
+        """
+        queue = self._queue
+        if queue.put(entry) and self._unchanged():
+            deadline = entry.deadline
+            if deadline is None or (self._alarm is not None and self._alarm_at <= deadline):
+                return
+        self._decide()
+        if entry.refusal is not None:
+            raise entry.refusal
+        if entry.admitted or wait:
+            return
+        bound = queue.full(entry)
+        queue.remove(entry)
+        self._recorder.rejected += 1
+        seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant)
+        if tenant := queue.tenant(entry.tenant):
+            seconds = retry_after(
+                tenant, entry.priority, seconds, queue.own(entry.priority, entry.tenant), self._clock()
+            )
+        raise QueueFull(bound.name, bound.value, seconds)
+
+    async def _wait_for_space(self, entry: EntryT) -> None:
+        """Wait until an entry is admitted that waits outside.
+
+        Raises:
+            BatcherError: It was refused.
+        """
+        entry.space = self.loop.create_future()
+        await entry.space
+        if entry.refusal is not None:
+            raise entry.refusal
+
+    def _decide(self) -> None:
+        """Decide what becomes of the entries, in this order."""
+        if self._deciding:
+            # Something that was started has ended before it gave way, or cancels others.
+            self._again = True
+            return
+        queue = self._queue
+        self._deciding = self._again = True
+        try:
+            while self._again:
+                self._again = False
+                # 1. What comes too late ends.
+                self._end_late()
+                # 2. What may start, starts.
+                self._start_ready()
+                # 3. What waits outside comes in where there is space now.
+                for entry in queue.admit():
+                    if entry.space is not None and not entry.space.done():
+                        entry.space.set_result(None)
+        finally:
+            self._deciding = False
+        # 4. The next deadline brings us back.
+        due = self._next_due()
+        if due is not None and (self._alarm is None or due < self._alarm_at):
             if self._alarm is not None:
                 self._alarm.cancel()
-                self._alarm = None
-            self._recorder.close(self._clock())
-            self.state = State.STOPPED
-
-    def check_emptied(self) -> None:
-        """Let `close` go on if everything is gone."""
-        emptied = self._emptied
-        if emptied is None or emptied.done() or self.outside or self._queue.size:
-            return
-        if self._owner._idle():
-            emptied.set_result(None)
-
-    def _refuse_all(self) -> None:
-        closed = f"{self._name} was stopped before the record could start"
-        for line in self._lines:
-            for room, entry in line.all():
-                line.drop(room, entry)
-                if not room.done():
-                    self._recorder.rejected += 1
-                    room.set_exception(Closed(closed))
-        for entry in self._queue.clear():
-            self._recorder.failed += 1
-            self._owner._fail(entry, Closed(closed))
-        self._owner._drop_formed(Closed(closed))
-
-    def _watch_deadlines(self) -> None:
-        """See to it that `expire` runs when the earliest deadline passes."""
-        deadline = self._queue.next_deadline()
-        if deadline is None:
-            return
-        if self._alarm is not None:
-            if self._alarm_at <= deadline:
-                return
-            self._alarm.cancel()
-        self._alarm_at = deadline
-        self._alarm = self.loop.call_later(deadline - self._clock(), self._ring)
+            self._alarm_at = due
+            self._alarm = self.loop.call_later(max(LEAST_DELAY_S, due - self._clock()), self._ring)
+        # 5. A stop ends when nothing is left.
+        if self._ended is not None and not queue.total and self._idle() and not self._ended.done():
+            self._ended.set_result(None)
 
     def _ring(self) -> None:
         self._alarm = None
-        self.expire()
-        self._owner._advance()
-        self._watch_deadlines()
+        self._decide()
 
-    def _give_up(self, room: asyncio.Future[None]) -> None:
-        if not room.done():
-            self._recorder.rejected += 1
-            room.set_exception(Expired("the deadline passed before there was room in the queue"))
+    def _next_due(self) -> float | None:
+        """Return when the next deadline passes."""
+        return self._queue.next_deadline()
 
-    def _line(self, entry: EntryT) -> "_Line[EntryT]":
-        return self._lines[entry.priority >= self._queue.background]
+    def _end_late(self) -> None:
+        """End the entries whose deadline has passed."""
+        for entry in self._queue.expire():
+            if entry.admitted:
+                self._recorder.expired += 1
+                self._end(entry, Expired(LATE))
+            else:
+                self._recorder.rejected += 1
+                self._end(entry, Expired("the deadline passed before there was space in the queue"))
 
+    def _refuse_all(self) -> None:
+        """End all that has not started."""
+        message = f"{type(self).__name__} was stopped before the record could start"
+        for entry in self._queue.clear():
+            if entry.admitted:
+                self._recorder.failed += 1
+            else:
+                self._recorder.rejected += 1
+            self._end(entry, Closed(message))
 
-class _Line(Generic[EntryT]):
-    """Entries that wait for room: those of a tenant in order, the tenants in turn."""
+    def _end(self, entry: EntryT, error: BatcherError) -> None:
+        """Tell the caller of an entry that it has left the queue unserved."""
+        entry.refusal = error
+        if entry.space is not None and not entry.space.done():
+            entry.space.set_result(None)
 
-    __slots__ = ("cost", "size", "tenants")
+    # What the batchers do each in their own way
 
-    def __init__(self) -> None:
-        self.tenants: dict[str, OrderedDict[asyncio.Future[None], EntryT]] = {}
-        self.size = 0
-        self.cost = 0
+    def _unchanged(self) -> bool:
+        """Return whether one more entry in the queue gives nothing to decide."""
+        return False
 
-    def all(self) -> list[tuple[asyncio.Future[None], EntryT]]:
-        return [item for waiting in self.tenants.values() for item in waiting.items()]
+    @abstractmethod
+    def _start_ready(self) -> None:
+        """Start what may start."""
 
-    def add(self, room: asyncio.Future[None], entry: EntryT) -> None:
-        self.tenants.setdefault(entry.tenant, OrderedDict())[room] = entry
-        self.size += 1
-        self.cost += entry.cost
+    @abstractmethod
+    def _idle(self) -> bool:
+        """Return whether nothing runs, or is about to."""
 
-    def drop(self, room: asyncio.Future[None], entry: EntryT) -> bool:
-        """Take an entry out; return whether it was there."""
-        waiting = self.tenants.get(entry.tenant)
-        if waiting is None or waiting.pop(room, None) is None:
-            return False
-        if not waiting:
-            del self.tenants[entry.tenant]
-        self.size -= 1
-        self.cost -= entry.cost
-        return True
+    @abstractmethod
+    def _waits_for(self, task: "asyncio.Task[Any] | None") -> bool:
+        """Return whether a stop waits for a task."""
+
+    @abstractmethod
+    def _abort(self) -> list["asyncio.Task[Any]"]:
+        """Give up what runs; return the tasks that are still to end."""
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Forget what ran on an event loop that is closed."""

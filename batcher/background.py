@@ -1,4 +1,4 @@
-"""The background: records that nobody waits for, and what of the engine is kept for the others."""
+"""The background: tiers that run beside the foreground, as far as its goals allow."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from batcher.slo import Goals, Window
 BACKGROUND = 1
 """The priority from which on records are background, unless told otherwise."""
 
-LEAST_ROOM, MOST_ROOM = 1 / 16, 1 / 2
+LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2
 """Share of the places, and of the capacity, that is kept for the foreground."""
 
 FORESIGHT = 2.0
@@ -31,8 +31,6 @@ FIRST_LIFE = 32.0
 
 class Peak:
     """The highest value of the last 15 to 30 seconds."""
-
-    __slots__ = ("_before", "_now", "_since")
 
     def __init__(self) -> None:
         self._before = self._now = 0
@@ -74,29 +72,14 @@ class Background:
         clock: Returns the time in seconds.
     """
 
-    __slots__ = (
-        "_clock",
-        "_costs",
-        "_credit",
-        "_life",
-        "_places",
-        "_prompt",
-        "_stepped",
-        "cost",
-        "foreground",
-        "foreground_cost",
-        "held",
-        "priority",
-        "running",
-        "window",
-    )
-
     def __init__(self, goals: Goals, priority: int, clock: Callable[[], float]) -> None:
-        self.window = Window(goals, clock)
-        self.priority = priority
-        self.running = self.foreground = 0
-        self.cost = self.foreground_cost = 0
-        self.held = False
+        self.window: Window = Window(goals, clock)
+        self.priority: int = priority
+        self.running: int = 0
+        self.foreground: int = 0
+        self.cost: int = 0
+        self.foreground_cost: int = 0
+        self.held: bool = False
         self._clock = clock
         self._places = Peak()
         self._costs = Peak()
@@ -116,7 +99,7 @@ class Background:
         self.held = self.running > 0 and not (
             self.running < self.window.records
             and (self._credit > 0 or not self._stepped)
-            and self._leaves_room(cost, capacity, max_running)
+            and self._leaves_space(cost, capacity, max_running)
         )
         return not self.held
 
@@ -175,11 +158,11 @@ class Background:
         self._credit = min(self._credit + per_step, per_step)
         return self.held
 
-    def _leaves_room(self, cost: int, capacity: int, max_running: int) -> bool:
+    def _leaves_space(self, cost: int, capacity: int, max_running: int) -> bool:
         places, costs = self.places(capacity, max_running)
         return self.running < places and self.cost + cost <= costs
 
 
 def kept(peak: int, bound: int) -> int:
     """Return what is kept of `bound` for a foreground that used `peak` of it."""
-    return math.ceil(min(max(FORESIGHT * peak, LEAST_ROOM * bound), MOST_ROOM * bound))
+    return math.ceil(min(max(FORESIGHT * peak, LEAST_SPACE * bound), MOST_SPACE * bound))

@@ -3,17 +3,17 @@
 from collections.abc import Iterable
 
 WAIT_SHARE = 1 / 4
-"""How long a record waits for company, if at all, as a share of the time that a batch takes."""
+"""How long a record waits for others, if at all, as a share of the time that a batch takes."""
 
 SMOOTHING = 1 / 4
 """Weight of the newest value in a moving average."""
 
 
-class Company:
+class BatchDelay:
     """Learns how long a batch takes, and how many records follow a partial one that could have waited.
 
-    Waiting pays if the batches' time that it saves to those who follow is more than the wait that it
-    costs those who are there, and them.
+    Waiting pays if the batches' time that it saves to those that follow is more than the wait that it
+    costs those that are there, and them.
 
     Args:
         timeout_s: Seconds that a record waits at most.
@@ -22,8 +22,6 @@ class Company:
         batch_s: Mean seconds that a batch takes, None before the first.
     """
 
-    __slots__ = ("_followers", "_timeout_s", "batch_s")
-
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._followers = 0.0
@@ -31,7 +29,7 @@ class Company:
 
     @property
     def wait_s(self) -> float:
-        """Seconds that a record waits for company where that pays."""
+        """Seconds that a record waits for others where that pays."""
         return self._timeout_s if self.batch_s is None else min(self._timeout_s, WAIT_SHARE * self.batch_s)
 
     def pays(self, present: int) -> bool:

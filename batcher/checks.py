@@ -1,41 +1,107 @@
 """What an argument may be. Every message names the argument, its value and what is allowed."""
 
-import math
 from collections.abc import Iterable, Mapping
 
+LARGEST = 2**53
+"""The largest whole number that an argument may be: up to it a float is exact too."""
 
-def whole(name: str, value: object, least: int) -> None:
-    """Raise ValueError unless `value` is a whole number of at least `least`."""
+LONGEST_S = 1e9
+"""The longest time that an argument may name, some 30 years: a timer takes no more."""
+
+LATEST_S = 1e15
+"""The latest deadline, in either direction of zero."""
+
+PRIORITIES = 2**31
+"""Priorities lie between this and its negative."""
+
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it; Python refuses to print an integer of many digits."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length():,} bits"
+    return repr(value)
+
+
+def whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
+    """Raise ValueError unless `value` is a whole number from `least` to `most`."""
     if type(value) is not int or value < least:
-        raise ValueError(f"{name} must be a whole number >= {least}, not {value!r}")
+        raise ValueError(f"{name} must be a whole number >= {least}, not {shown(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be a whole number <= {most}, not {shown(value)}")
+
+
+def number(value: object) -> bool:
+    """Return whether `value` is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -1e300 < value < 1e300
 
 
 def seconds(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a finite time of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number of seconds >= 0, not {value!r}")
+    """Raise ValueError unless `value` is a time from 0 to `LONGEST_S`."""
+    if not number(value) or value < 0:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a finite number of seconds >= 0, not {shown(value)}")
+    if value > LONGEST_S:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at most {LONGEST_S:.0f} seconds, not {shown(value)}")
 
 
-def positive(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a finite number > 0, not {value!r}")
+def instant(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a point in time."""
+    if not number(value) or abs(value) > LATEST_S:  # type: ignore[arg-type]
+        raise ValueError(f"{name} must be a finite time in seconds, not {shown(value)}")
+
+
+def positive(name: str, value: object, most: float = LONGEST_S) -> None:
+    """Raise ValueError unless `value` is a number above 0 and at most `most`."""
+    if not number(value) or value <= 0:  # type: ignore[operator]
+        raise ValueError(f"{name} must be a finite number > 0, not {shown(value)}")
+    if value > most:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at most {most:.0f}, not {shown(value)}")
+
+
+def priority(value: object) -> None:
+    """Raise ValueError unless `value` is a priority."""
+    whole("priority", value, -PRIORITIES, PRIORITIES)
+
+
+def tenant(value: object) -> None:
+    """Raise TypeError unless `value` is the name of a tenant."""
+    if not isinstance(value, str):
+        raise TypeError(f"tenant must be a string, not {shown(value)}")
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
     """Raise ValueError unless `value` is one of the strings in `allowed`."""
     allowed = tuple(allowed)
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")
 
 
 def function(name: str, value: object) -> None:
     """Raise TypeError unless `value` can be called."""
     if not callable(value):
-        raise TypeError(f"{name} must be a function or another callable, not {value!r}")
+        raise TypeError(f"{name} must be a function or another callable, not {shown(value)}")
+
+
+def flag(name: str, value: object) -> None:
+    """Raise TypeError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {shown(value)}")
+
+
+def weight(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is a weight."""
+    positive(name, value, MOST_WEIGHT)
+    if value < LEAST_WEIGHT:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at least {LEAST_WEIGHT:.6f}, not {shown(value)}")
 
 
 def weights(name: str, value: Mapping[str, float] | None) -> None:
-    """Raise ValueError unless every tenant's weight is a finite number above 0."""
-    for tenant, weight in (value or {}).items():
-        positive(f"{name}[{tenant!r}]", weight)
+    """Raise ValueError unless every tenant's weight is one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping from tenant to weight, not {shown(value)}")
+    for name_of, share in (value or {}).items():
+        tenant(name_of)
+        weight(f"{name}[{name_of!r}]", share)

@@ -8,18 +8,15 @@ from types import EllipsisType
 from typing import Any, Literal, TypeVar
 
 from batcher import checks
-from batcher.admission import UNKNOWN_WAIT_S, Intake, State
+from batcher.admission import UNKNOWN_WAIT_S, Batcher
 from batcher.background import BACKGROUND, Background
 from batcher.costs import OutputEstimator, whole_cost
-from batcher.errors import BatcherError, Expired, Oversize
-from batcher.lead import Lead
-from batcher.lifecycle import Lifecycle
-from batcher.observations import Observation, Outcome
+from batcher.entries import Slot, SlotCalls
+from batcher.errors import Aborted, BatcherError, Expired, Oversize
 from batcher.queue import RequestQueue
-from batcher.rates import ServiceRate
+from batcher.rates import ServiceRate, Standby
 from batcher.slo import Goals
-from batcher.slot import Slot
-from batcher.stats import ContinuousStats, WindowRecorder
+from batcher.stats import ContinuousStats, Observation, Outcome, WindowRecorder
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -31,7 +28,7 @@ Policy = Literal["guaranteed_no_evict", "max_utilization"]
 OversizePolicy = Literal["reject", "alone"]
 
 
-class ContinuousBatcher(Lifecycle):
+class ContinuousBatcher(Batcher[Slot]):
     """Admits records to an engine that batches continuously, by what they cost.
 
     A record starts when its cost fits into what is left of `capacity`, in the order of `RequestQueue`,
@@ -45,21 +42,21 @@ class ContinuousBatcher(Lifecycle):
         capacity: Cost that may run at once, in tokens of KV cache for an LLM.
         max_running: Records that may run at once; None: no bound but `places`.
         places: Records in one step of the engine, which queues what is beyond. So many run, and a few
-            more that wait in the engine for the places of those that end; see `Lead`. None: the engine
+            more that wait in the engine for the places of those that end; see `Standby`. None: the engine
             has no such limit.
-        max_queue_size: Records that may wait.
+        max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
         max_queue_cost: Cost that may wait; None: no bound.
         policy: What a record reserves when it names `prompt_tokens` and `max_tokens`.
             "guaranteed_no_evict": both, so what runs can always finish. "max_utilization": the prompt
             and the output that finished requests lead to expect, corrected by `Slot.report`.
         oversize: What becomes of a record that costs more than the capacity: "reject" refuses it,
             "alone" lets it run with nothing beside it.
-        priority_aging_s: Seconds after which a class that waits passes the one a level above, for one
+        priority_aging_s: Seconds after which a tier that waits passes the one a level above, for one
             record; None: never.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
-        goals: What the foreground is to get, that is the classes before `background`. The others then
-            run as many as that allows, and leave room for it; see `Background`. It takes `step` and
-            `Slot.first_token` to know. None: all classes share the window.
+        goals: Goals of the foreground, that is the tiers before `background`. The others then run as many
+            as that allows, and leave space for it; see `Background`. It takes `step` and
+            `Slot.first_token` to know. None: all tiers share the window.
         background: The priority from which on records are background, where there are goals.
         clock: Returns the time in seconds; deadlines are on it.
 
@@ -88,14 +85,10 @@ class ContinuousBatcher(Lifecycle):
             checks.whole("places", places, 1)
         if max_queue_cost is not None:
             checks.whole("max_queue_cost", max_queue_cost, 1)
+        checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
         checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
         checks.one_of("oversize", oversize, ("reject", "alone"))
-        self._clock = clock
-        self._learns = policy == "max_utilization"
-        self._alone = oversize == "alone"
-        self._outputs = OutputEstimator()
-        self._background = None if goals is None else Background(goals, background, clock)
-        self._queue: RequestQueue[Slot] = RequestQueue(
+        queue: RequestQueue[Slot] = RequestQueue(
             clock=clock,
             max_size=max_queue_size,
             max_cost=max_queue_cost,
@@ -103,13 +96,18 @@ class ContinuousBatcher(Lifecycle):
             tenant_weights=tenant_weights,
             background=None if goals is None else background,
         )
-        self._recorder: WindowRecorder = WindowRecorder()
-        self._intake = Intake(self, self._queue, self._recorder, clock)
+        self._recorder: WindowRecorder
+        super().__init__(queue, WindowRecorder(), clock)
+        self._learns = policy == "max_utilization"
+        self._alone = oversize == "alone"
+        self._outputs = OutputEstimator()
+        self._background = None if goals is None else Background(goals, background, clock)
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
-        self._lead = None if places is None else Lead(places)
+        self._standby = None if places is None else Standby(places)
+        self._calls = SlotCalls(self._enter_and_wait, self._leave, self._first_token, self._outgrown)
         self._capacity = self._max_running = 1
-        self._running = 0
+        self._running: set[Slot] = set()
         self._running_cost = 0
         self._tasks: dict[asyncio.Task[Any], Slot] = {}
         self.set_capacity(capacity, max_running=max_running)
@@ -118,19 +116,20 @@ class ContinuousBatcher(Lifecycle):
     def stats(self) -> ContinuousStats:
         """A snapshot, true at this moment."""
         now = self._clock()
-        background = self._background
+        background, queue = self._background, self._queue
         return ContinuousStats(
             **self._recorder.common(now),  # type: ignore[arg-type]
-            queue_depth=self._queue.size,
-            queue_cost=self._queue.cost,
-            queue_classes=self._queue.classes(),
-            running=self._running,
+            total_submitted=queue.entered,
+            queue_depth=queue.size,
+            queue_cost=queue.cost,
+            queue_classes=queue.classes(),
+            running=len(self._running),
             running_cost=self._running_cost,
             capacity=self._capacity,
             max_running=None if (regular := self._regular()) == sys.maxsize else regular,
             occupancy=self._recorder.occupancy(now),
-            outside=self._intake.outside,
-            outside_cost=self._intake.outside_cost,
+            outside=queue.outside,
+            outside_cost=queue.outside_cost,
             output_tokens=self._recorder.output_tokens,
             background_running=0 if background is None else background.running,
             background_window=None if background is None else background.window.records,
@@ -148,7 +147,7 @@ class ContinuousBatcher(Lifecycle):
         *,
         prompt_tokens: int | None = None,
         max_tokens: int | None = None,
-        returning: bool = False,
+        timeout: float | None = None,
     ) -> Slot:
         """Return the place of one record, to be entered with `async with`.
 
@@ -156,21 +155,24 @@ class ContinuousBatcher(Lifecycle):
 
         Args:
             cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
-            priority: Lower goes first.
-            tenant: Whose record it is.
+            priority: Its tier; lower goes first.
+            tenant: The name of its tenant.
             deadline: Time on `clock` by which it must have started.
-            wait: Wait for room when the queue is full, behind those who do so already; False: `QueueFull`.
+            wait: Wait for space when the queue is full; False: entering raises `QueueFull`, as suits a
+                server that can answer at once.
             prompt_tokens: Tokens of the prompt.
             max_tokens: The most tokens that may be produced.
-            returning: It was refused before, and comes back when it was told to.
+            timeout: The deadline in seconds from now.
 
         Raises:
-            ValueError: Neither or both ways of giving a cost are used, or a number is negative.
+            ValueError: Neither or both ways of giving a cost are used, or a number is out of range.
+            TypeError: The tenant is not a string.
+            Expired: The deadline has passed.
         """
         if prompt_tokens is None or max_tokens is None:
             if cost is None or prompt_tokens is not None or max_tokens is not None:
                 raise ValueError("give either cost, or both prompt_tokens and max_tokens")
-            if type(cost) is not int or cost < 0:
+            if type(cost) is not int or not 0 <= cost <= checks.LARGEST:
                 cost = whole_cost("cost", cost)
         elif cost is not None:
             raise ValueError("give either cost, or both prompt_tokens and max_tokens")
@@ -178,7 +180,15 @@ class ContinuousBatcher(Lifecycle):
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             cost = prompt_tokens + (self._outputs.expect(max_tokens) if self._learns else max_tokens)
-        return Slot(self, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens, returning)
+        if type(priority) is not int or not -checks.PRIORITIES <= priority <= checks.PRIORITIES:
+            checks.priority(priority)
+        if type(tenant) is not str:
+            checks.tenant(tenant)
+        if timeout is not None:
+            deadline = self._deadline(deadline, timeout, self._clock())
+        elif deadline is not None:
+            checks.instant("deadline", deadline)
+        return Slot(self._calls, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens)
 
     async def submit(
         self,
@@ -192,31 +202,49 @@ class ContinuousBatcher(Lifecycle):
         *,
         prompt_tokens: int | None = None,
         max_tokens: int | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - of the record, not of this call
     ) -> asyncio.Task[ResultT]:
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
-        Returns once the record has its place in the queue. Cancelling the task takes the record out of
-        the queue, or cancels `process_fn` if it runs.
+        Returns once the record is admitted to the queue. Cancelling the task takes the record out of the
+        queue, or cancels `process_fn` if it runs.
 
         Args:
             process_fn: Processes one record.
             record: What it is given.
-            cost: As for `slot`, like everything that follows.
+            cost: As for `slot`, like everything that follows but `wait`.
+            wait: Wait for space when the queue is full; False: raise `QueueFull`.
 
         Raises:
             QueueFull: The queue is full and `wait` is False.
             Oversize: The record can never run.
-            Expired: The deadline passed before there was room.
-            Closed: The batcher isn't running.
+            Expired: The deadline passed before there was space.
+            RuntimeError: The batcher isn't running (`Closed`), or runs on another event loop.
+            ValueError: A number is out of range.
+            TypeError: The tenant is not a string, or `process_fn` is not a function.
         """
+        checks.function("process_fn", process_fn)
         slot = self.slot(
-            cost, priority, tenant, deadline, wait, prompt_tokens=prompt_tokens, max_tokens=max_tokens
+            cost,
+            priority,
+            tenant,
+            deadline,
+            wait,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            timeout=timeout,
         )
-        if not self._enter(slot):
-            await self._find_room(slot)
-        task = asyncio.get_running_loop().create_task(self._process(process_fn, record, slot))
-        self._tasks[task] = slot
-        task.add_done_callback(self._forget)
+        self._enter_nowait(slot)
+        if not slot.admitted:
+            try:
+                await self._wait_for_space(slot)
+            except BaseException as error:
+                self._leave(slot, error)
+                raise
+        task = self.loop.create_task(self._process(process_fn, record, slot))
+        if not task.done():
+            self._tasks[task] = slot
+            task.add_done_callback(self._forget)
         return task
 
     def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
@@ -231,7 +259,7 @@ class ContinuousBatcher(Lifecycle):
                 many as before.
 
         Raises:
-            ValueError: A number is below 1.
+            ValueError: A number is out of range.
         """
         checks.whole("capacity", capacity, 1)
         if max_running is None:
@@ -242,36 +270,28 @@ class ContinuousBatcher(Lifecycle):
         self._capacity = capacity
         self._recorder.fill(self._running_cost / capacity, self._clock())
         if not self._alone:
-            for entry in [entry for entry in self._queue if entry.cost > capacity]:
-                self._queue.remove(entry)
-                self._recorder.failed += 1
-                self._fail(entry, Oversize(entry.cost, capacity))
-        self._advance()
-
-    def weigh(self, tenant: str, weight: float) -> None:
-        """Give a tenant another weight than `tenant_weights` does, from now on.
-
-        Raises:
-            ValueError: The weight is no finite number above 0.
-        """
-        self._queue.weigh(tenant, weight)
-
-    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the tenants' shares, also of those that wait.
-
-        Args:
-            weights: Share of a tenant in relation to the others; 1.0 where not given.
-
-        Raises:
-            ValueError: A weight is not a finite number above 0.
-        """
-        self._queue.set_tenant_weights(weights)
+            for slot in [slot for slot in self._queue if slot.cost > capacity]:
+                self._queue.remove(slot)
+                if slot.admitted:
+                    self._recorder.failed += 1
+                else:
+                    self._recorder.rejected += 1
+                self._end(slot, Oversize(slot.cost, capacity))
+        if self._loop is not None:
+            self._decide()
 
     def step(self, seconds: float) -> None:
-        """Take in how long a step of the engine took, for goals to be held; without goals it does nothing."""
+        """Take in how long a step of the engine took, for goals to be held; without goals it does nothing.
+
+        Raises:
+            ValueError: It is not a time.
+        """
         background = self._background
-        if background is not None and background.step(seconds) and self._queue.size:
-            self._advance()
+        if background is None:
+            return
+        checks.seconds("seconds", seconds)
+        if background.step(seconds) and self._queue.total:
+            self._decide()
 
     def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
         """Return the seconds that a record submitted now would wait for its start.
@@ -280,116 +300,83 @@ class ContinuousBatcher(Lifecycle):
 
         Args:
             cost: What the record costs.
-            priority: Its class; what waits in lower classes doesn't count.
-            tenant: Whose it is; None: it goes behind its whole class.
+            priority: Its tier; what waits in lower tiers doesn't count.
+            tenant: Its tenant; None: it goes behind its whole tier.
         """
         free = self._capacity - self._running_cost
-        places = self._most() - self._running
-        running, running_cost, rate = self._running, self._running_cost, self._rate
+        places = self._most() - len(self._running)
+        running, running_cost, rate = len(self._running), self._running_cost, self._rate
         background = self._background
         if background is not None and priority >= background.priority:
             most, most_cost = background.places(self._capacity, self._regular())
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
         records, ahead = self._queue.ahead(priority, tenant)
-        outside, outside_cost = self._intake.ahead(priority, tenant)
-        if not records and not outside and cost <= free and places > 0:
+        if not records and cost <= free and places > 0:
             return 0.0
         wait = rate.time_to_serve(
-            records + outside + 1 - max(places, 0),
-            ahead + outside_cost + cost - max(free, 0),
-            running,
-            running_cost,
+            records + 1 - max(places, 0), ahead + cost - max(free, 0), running, running_cost
         )
         return UNKNOWN_WAIT_S if wait is None else wait
 
-    def _regular(self) -> int:
-        """Return how many records may run, without those that wait in the engine."""
-        lead = self._lead
-        return self._max_running if lead is None else min(self._max_running, lead.places)
+    # Coming
 
-    def _most(self) -> int:
-        """Return how many records may run, with those that wait in the engine."""
-        lead = self._lead
-        return self._max_running if lead is None else min(self._max_running, lead.places + lead.records)
+    async def _enter_and_wait(self, slot: Slot) -> None:
+        """Enter a slot and wait until it starts."""
+        self._enter_nowait(slot)
+        slot.owner = asyncio.current_task()
+        await self._wait_for_turn(slot)
 
-    def _fits(self, cost: int) -> bool:
-        if self._running >= self._most():
-            return False
-        return self._running_cost + cost <= self._capacity or not self._running
+    def _enter_nowait(self, slot: Slot) -> None:
+        """Start a slot if it may start; otherwise it waits in the queue, or for space in it.
 
-    def _enter(self, slot: Slot) -> bool:
-        """Start a slot at once if nothing is before it and it fits."""
-        if slot._used:
+        Raises:
+            BatcherError: It is refused.
+        """
+        if slot.used:
             raise RuntimeError("a slot can be entered once; call slot() for another")
-        intake = self._intake
-        if intake.state is not State.RUNNING:
-            raise intake.turn_away()
-        slot._used = True
+        self._check_open()
+        slot.used = True
         if slot.cost > self._capacity and not self._alone:
             self._recorder.rejected += 1
             raise Oversize(slot.cost, self._capacity)
-        if slot.deadline is not None:
-            intake.check_deadline(slot)
         now = slot.submitted_at = self._clock()
-        if self._behind(slot) or not self._fits(slot.cost):
-            return False
-        self._recorder.submitted += 1
-        self._begin(slot, now)
-        return True
-
-    def _behind(self, slot: Slot) -> bool:
-        """Return whether others go before a slot that comes now, or it is held back for them."""
-        if not self._queue.size and not self._intake.outside:
-            return self._held_back(slot)
-        background = self._background
-        if background is None or slot.priority >= background.priority:
-            return True
-        before = background.priority - 1
-        return bool(self._queue.ahead(before)[0] or self._intake.ahead(before)[0])
-
-    def _held_back(self, slot: Slot) -> bool:
-        background = self._background
-        if background is None or slot.priority < background.priority:
-            return False
-        return not background.admits(slot.cost, self._capacity, self._regular())
-
-    async def _find_room(self, slot: Slot) -> None:
-        """Put a slot into the queue, waiting for room if it may."""
-        slot._granted = self._intake.loop.create_future()
-        if slot._wait and self._intake.full(slot):
-            await self._intake.enter_when_room(slot)
+        if slot.deadline is not None:
+            self._deadline(slot.deadline, None, now)
+            self._check_hope(slot, slot.deadline - now)
+        if not self._queue.total and self._fits(slot.cost) and not self._held_back(slot):
+            self._queue.pass_by(slot)
+            self._begin(slot)
         else:
-            if slot.deadline is not None:
-                self._check_hope(slot, slot.deadline)
-            self._intake.enter(slot)
-            self._advance()
+            self._enter(slot, slot.wait)
 
-    def _check_hope(self, slot: Slot, deadline: float) -> None:
+    def _check_hope(self, slot: Slot, left: float) -> None:
         """Refuse a slot that would only wait for its deadline."""
         if not self._rate.known:
             return
         wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant)
-        if wait > HOPELESS * (deadline - slot.submitted_at):
+        if wait > HOPELESS * left:
             self._recorder.rejected += 1
             raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _wait_for_turn(self, slot: Slot) -> None:
-        """Wait until a slot that has its place in the queue starts."""
-        if slot._running:
+        """Wait until a slot that waits starts."""
+        if slot.running:
             return
-        assert slot._granted is not None
-        try:
-            await slot._granted
-        except asyncio.CancelledError as error:
-            self._leave(slot, error)
-            raise
-        if slot._refusal is not None:
-            raise slot._refusal
+        if slot.refusal is None:
+            slot.turn = self.loop.create_future()
+            try:
+                await slot.turn
+            except asyncio.CancelledError as error:
+                self._leave(slot, error)
+                raise
+        if slot.refusal is not None:
+            raise slot.refusal
 
     async def _process(
         self, process_fn: Callable[[RecordT], Awaitable[ResultT]], record: RecordT, slot: Slot
     ) -> ResultT:
+        slot.owner = asyncio.current_task()
         await self._wait_for_turn(slot)
         try:
             result = await process_fn(record)
@@ -399,13 +386,64 @@ class ContinuousBatcher(Lifecycle):
         self._leave(slot, None)
         return result
 
-    def _begin(self, slot: Slot, now: float) -> None:
-        slot.started_at = now
+    # The window
+
+    def _start_ready(self) -> None:
+        """Start the slots whose turn it is, as long as they fit."""
+        queue = self._queue
+        while (slot := self._next()) is not None:
+            if slot.turn is not None and slot.turn.done():
+                # Its task was cancelled and has not run since.
+                queue.remove(slot)
+                if slot.admitted:
+                    self._recorder.cancelled += 1
+            elif self._fits(slot.cost):
+                queue.pick(slot)
+                slot.charged = slot.cost
+                self._begin(slot)
+                if slot.turn is not None:
+                    slot.turn.set_result(None)
+            else:
+                break
+        self._end_late()
+
+    def _next(self) -> Slot | None:
+        """Return the slot whose turn it is; where the background is held back, that of the others."""
+        slot = self._queue.head()
+        if slot is None or self._background is None or not self._held_back(slot):
+            return slot
+        return self._queue.head(before=self._background.priority)
+
+    def _held_back(self, slot: Slot) -> bool:
+        background = self._background
+        if background is None or slot.priority < background.priority:
+            return False
+        return not background.admits(slot.cost, self._capacity, self._regular())
+
+    def _regular(self) -> int:
+        """Return how many records may run, without those that wait in the engine."""
+        standby = self._standby
+        return self._max_running if standby is None else min(self._max_running, standby.places)
+
+    def _most(self) -> int:
+        """Return how many records may run, with those that wait in the engine."""
+        standby = self._standby
+        if standby is None:
+            return self._max_running
+        return min(self._max_running, standby.places + standby.records)
+
+    def _fits(self, cost: int) -> bool:
+        if not self._running:
+            return True
+        return len(self._running) < self._most() and self._running_cost + cost <= self._capacity
+
+    def _begin(self, slot: Slot) -> None:
+        now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
-        slot._running = True
+        slot.running = True
         if not self._running:
             self._recorder.switch(True, now)
-        self._running += 1
+        self._running.add(slot)
         self._running_cost += slot.cost
         self._recorder.fill(self._running_cost / self._capacity, now)
         if (background := self._background) is not None:
@@ -414,23 +452,30 @@ class ContinuousBatcher(Lifecycle):
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out, wherever it is; one that has left already is left alone."""
-        recorder = self._recorder
-        if not slot._running:
-            if self._queue.remove(slot):
-                recorder.cancelled += 1
-                self._advance()
+        if slot.running:
+            self._finish(slot, error)
+        elif self._queue.remove(slot):
+            if slot.admitted:
+                self._recorder.cancelled += 1
+            # It was released while its caller waits for it.
+            self._end(slot, Aborted("the slot was released before it started"))
+        else:
             return
-        slot._running = False
+        self._decide()
+
+    def _finish(self, slot: Slot, error: BaseException | None) -> None:
+        """Take a slot out of the window."""
+        slot.running = False
+        slot.owner = None
         now = self._clock()
-        self._running -= 1
+        self._running.remove(slot)
         self._running_cost -= slot.cost
-        recorder.fill(self._running_cost / self._capacity, now)
-        run = now - slot.started_at
+        self._recorder.fill(self._running_cost / self._capacity, now)
         if not self._running:
-            recorder.switch(False, now)
+            self._recorder.switch(False, now)
+        run = now - slot.started_at
         self._record(slot, run, error)
         self._learn(slot, now, run, finished=error is None)
-        self._advance()
 
     def _record(self, slot: Slot, run: float, error: BaseException | None) -> None:
         """Count a slot that ran, and how it ended."""
@@ -458,8 +503,8 @@ class ContinuousBatcher(Lifecycle):
 
     def _learn(self, slot: Slot, now: float, run: float, *, finished: bool) -> None:
         """Take from a slot that ran what helps to judge those that come."""
-        if finished and self._lead is not None:
-            self._lead.learn(slot.output_tokens)
+        if finished and self._standby is not None:
+            self._standby.learn(slot.output_tokens)
         self._rate.learn(slot.cost, run)
         if (background := self._background) is not None:
             behind = slot.priority >= background.priority
@@ -472,12 +517,12 @@ class ContinuousBatcher(Lifecycle):
             self._recorder.output_tokens += slot.output_tokens
             if finished and self._learns:
                 self._outputs.learn(slot.output_tokens)
-            if slot._charged:
-                self._queue.settle(slot, slot._charged, slot.prompt_tokens + slot.output_tokens)
+            if slot.charged:
+                self._queue.settle(slot, slot.charged, slot.prompt_tokens + slot.output_tokens)
 
     def _outgrown(self, slot: Slot) -> None:
-        assert slot.prompt_tokens is not None
-        assert slot.max_tokens is not None
+        if slot.prompt_tokens is None or slot.max_tokens is None:
+            return
         expected = self._outputs.expect(slot.max_tokens, slot.output_tokens)
         cost = slot.prompt_tokens + max(expected, slot.output_tokens)
         self._running_cost += cost - slot.cost
@@ -494,57 +539,30 @@ class ContinuousBatcher(Lifecycle):
         if slot.priority < background.priority:
             background.window.first_token(slot.first_at - slot.submitted_at, background.running)
 
-    def _advance(self) -> None:
-        """Start what can start, and let others in where that made room."""
-        intake = self._intake
-        queue = self._queue
-        if intake.outside:
-            intake.admit()
-        while (slot := self._next()) is not None:
-            assert slot._granted is not None
-            if slot._granted.done():
-                # Its task was cancelled and has not run since.
-                queue.remove(slot)
-                self._recorder.cancelled += 1
-            elif self._fits(slot.cost):
-                queue.pick(slot)
-                slot._charged = slot.cost
-                self._begin(slot, self._clock())
-                slot._granted.set_result(None)
-            else:
-                break
-            if intake.outside:
-                intake.admit()
-        intake.expire()
-        intake.check_emptied()
+    # The end of records, and of the batcher
 
-    def _next(self) -> Slot | None:
-        """Return the slot whose turn it is; where the background is held back, that of the others."""
-        slot = self._queue.head()
-        if slot is None or self._background is None or not self._held_back(slot):
-            return slot
-        return self._queue.head(before=self._background.priority)
-
-    def _fail(self, slot: Slot, error: BatcherError) -> None:
-        slot._refusal = error
-        if slot._granted is not None and not slot._granted.done():
-            slot._granted.set_result(None)
-
-    def _abandon(self, slot: Slot) -> None:
-        self._leave(slot, asyncio.CancelledError())
+    def _end(self, entry: Slot, error: BatcherError) -> None:
+        super()._end(entry, error)
+        if entry.turn is not None and not entry.turn.done():
+            entry.turn.set_result(None)
 
     def _idle(self) -> bool:
         return not self._running
 
-    def _drop_formed(self, error: BatcherError) -> None:
-        """Nothing is ever between the queue and its start."""
+    def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
+        return task in self._tasks or any(slot.owner is task for slot in self._running)
 
     def _abort(self) -> list[asyncio.Task[Any]]:
         for task, slot in self._tasks.items():
-            if slot._running:
+            if slot.running:
                 task.cancel()
         return list(self._tasks)
 
+    def _abandon(self) -> None:
+        for slot in list(self._running):
+            self._finish(slot, Aborted("the event loop was closed while the record ran"))
+        self._tasks.clear()
+
     def _forget(self, task: asyncio.Task[Any]) -> None:
         # A task that is cancelled before its first step never gets to leave its slot by itself.
-        self._abandon(self._tasks.pop(task))
+        self._leave(self._tasks.pop(task), asyncio.CancelledError())

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
+from batcher import checks
+
 RecordT = TypeVar("RecordT")
 
 CostEstimatorFn = Callable[[RecordT], int]
@@ -44,29 +46,30 @@ def whole_cost(name: str, value: object) -> int:
     """Return a cost as a whole number, fractions rounded up.
 
     Raises:
-        ValueError: `value` is not a finite number of at least 0.
+        ValueError: `value` is not a number from 0 to `checks.LARGEST`.
     """
+    whole: object = value
     if isinstance(value, float) and math.isfinite(value):
-        value = math.ceil(value)
+        whole = math.ceil(value)
     try:
-        cost = operator.index(value)  # type: ignore[arg-type]
+        cost = -1 if isinstance(value, bool) else operator.index(whole)  # type: ignore[arg-type]
     except TypeError:
-        raise ValueError(f"{name} must be a finite number >= 0, not {value!r}") from None
+        cost = -1
     if cost < 0:
-        raise ValueError(f"{name} must be a finite number >= 0, not {value!r}")
+        raise ValueError(f"{name} must be a finite number >= 0, not {checks.shown(value)}")
+    if cost > checks.LARGEST:
+        raise ValueError(f"{name} must be at most {checks.LARGEST}, not {checks.shown(value)}")
     return cost
 
 
 class CostRule(Generic[RecordT]):
-    """How a batcher finds the cost of a record: given, then `estimator`, then a method, then `default`.
+    """How a batcher finds the cost of a record: by `estimator`, then by a method of it, then `default`.
 
     Args:
         estimator: Returns the cost of a record.
         methods: Names of the methods to look for on a record, in this order.
-        default: The cost of a record of which nothing is known.
+        default: The cost of any other record.
     """
-
-    __slots__ = ("default", "estimator", "methods")
 
     def __init__(
         self, estimator: CostEstimatorFn[RecordT] | None, methods: tuple[str, ...], default: int
@@ -75,17 +78,14 @@ class CostRule(Generic[RecordT]):
         self.methods = methods
         self.default = default
 
-    def __call__(self, record: RecordT, given: int | None) -> int:
+    def __call__(self, record: RecordT) -> int:
         """Return the cost of `record`, in whole units.
 
         Raises:
-            ValueError: What was given or estimated is not a finite number of at least 0.
+            ValueError: The estimate is not a number from 0 to `checks.LARGEST`.
         """
-        if given is not None:
-            return given if type(given) is int and given >= 0 else whole_cost("estimated_cost", given)
         if self.estimator is not None:
-            cost = self.estimator(record)
-            return cost if type(cost) is int and cost >= 0 else whole_cost("cost_estimator's result", cost)
+            return whole_cost("cost_estimator's result", self.estimator(record))
         for name in self.methods:
             method = getattr(record, name, None)
             if method is not None and callable(method):
@@ -99,8 +99,6 @@ class OutputEstimator:
     Lengths fall into buckets by power of two. The estimate for a request that has produced `so_far`
     tokens is the mean length of those that went at least as far: E[length | length > so_far].
     """
-
-    __slots__ = ("_counts", "_seen", "_sums", "_total")
 
     BUCKETS = 32
     ENOUGH = 32

@@ -3,30 +3,30 @@
 import asyncio
 import contextvars
 import functools
+import math
 import time
+from asyncio import _get_running_loop
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, overload
 
 from batcher import checks
-from batcher.admission import UNKNOWN_WAIT_S, Intake, State
-from batcher.batch_delay import Company
-from batcher.calls import ProcessCall, ProcessFn
-from batcher.costs import CostEstimatorFn, CostRule
+from batcher.admission import LEAST_DELAY_S, UNKNOWN_WAIT_S, Batcher, State
+from batcher.batch_delay import BatchDelay
+from batcher.checks import LARGEST, PRIORITIES
+from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Ticket
-from batcher.errors import BatcherError, Closed, Oversize, separate
+from batcher.errors import LATE, BatcherError, Closed, Expired, Oversize
 from batcher.forming import FORMINGS, LOOKAHEAD_BATCHES, Former, Forming
-from batcher.lifecycle import Lifecycle
 from batcher.mapping import map_records
-from batcher.processing import Processor
+from batcher.processing import ON_ERROR, OnError, ProcessCall, ProcessFn, Processor
 from batcher.queue import RequestQueue
 from batcher.stats import BatchRecorder, BatchStats
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
-
-OnError = Literal["split", "fail"]
+ItemT = TypeVar("ItemT")
 
 QUIET_PASSES = 3
 """Passes of the event loop without a new record after which nothing more is arriving just now.
@@ -45,7 +45,7 @@ class _Run(Generic[ResultT]):
     task: asyncio.Task[None] | None = None
 
 
-class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
+class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     """Runs records from many callers through one function, in batches::
 
         async with DynamicBatcher(process, target_batch_cost=8_000) as batcher:
@@ -56,7 +56,8 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
     batch stays open. Its records are taken in the order of `RequestQueue`.
 
     A lone record leaves at once, unless experience tells that others follow so soon and so many that
-    waiting for them makes all of them faster.
+    waiting for them makes all of them faster. `batch_timeout_s` is the most that it waits while
+    `process_fn` is free.
 
     Args:
         process_fn: Takes a list of records and returns a sequence of as many results, in the same order;
@@ -65,11 +66,11 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         target_batch_cost: Most cost of a batch.
         max_batch_size: Most records in a batch.
         min_batch_size: Fewest records in a batch, unless the timeout has passed or the batcher stops.
-        batch_timeout_s: Seconds that a record waits for company at most while `process_fn` is free.
-        max_queue_size: Records that may wait.
+        batch_timeout_s: Seconds that a record waits for others at most while `process_fn` is free.
+        max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
         prefetch_batches: Full batches that are decided ahead while `process_fn` is busy, so that the next
             one starts without delay. A more urgent record can't pass them: 0 where that matters more.
-        default_cost: Cost of a record of which nothing is known.
+        default_cost: Cost of a record without a cost of its own.
         max_queue_cost: Cost that may wait; None: no bound.
         max_concurrent_batches: Calls of `process_fn` that may run at once.
         forming: How batches are cut, see `Former`.
@@ -77,9 +78,11 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         padded: The cost of a batch is that of its longest record times their number, not the sum.
         oversize: What becomes of a record that costs more than a whole batch may: "alone" runs it by
             itself, "reject" refuses it.
-        on_error: When `process_fn` raises: "split" runs the halves of the batch, and so on, until the
-            culprits are alone; "fail" fails every record of the batch.
-        priority_aging_s: Seconds after which a class that waits passes the one a level above, for one
+        on_error: What follows when `process_fn` raises. "split" runs parts of the batch again until the
+            records that the error is due to are alone, see `Search` for how many calls that takes. "single"
+            runs each record of the batch again by itself. "fail" fails every record of the batch: for
+            functions that must not run twice on a record.
+        priority_aging_s: Seconds after which a tier that waits passes the one a level above, for one
             record; None: never.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
         clock: Returns the time in seconds; deadlines are on it.
@@ -120,24 +123,34 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         checks.whole("target_batch_cost", target_batch_cost, 1)
         checks.whole("max_batch_size", max_batch_size, 1)
         checks.whole("min_batch_size", min_batch_size, 1)
-        if min_batch_size > max_batch_size:
-            raise ValueError(
-                f"min_batch_size must be at most max_batch_size={max_batch_size}, not {min_batch_size}"
-            )
-        checks.seconds("batch_timeout_s", batch_timeout_s)
         checks.whole("max_queue_size", max_queue_size, 1)
+        for name, bound in (("max_batch_size", max_batch_size), ("max_queue_size", max_queue_size)):
+            if min_batch_size > bound:
+                raise ValueError(f"min_batch_size must be at most {name}={bound}, not {min_batch_size}")
+        checks.seconds("batch_timeout_s", batch_timeout_s)
         checks.whole("prefetch_batches", prefetch_batches, 0)
         checks.whole("default_cost", default_cost, 0)
         if max_queue_cost is not None:
             checks.whole("max_queue_cost", max_queue_cost, 1)
         checks.whole("max_concurrent_batches", max_concurrent_batches, 1)
         checks.one_of("forming", forming, FORMINGS)
+        checks.flag("padded", padded)
         if lookahead is not None:
             checks.whole("lookahead", lookahead, 1)
         checks.one_of("oversize", oversize, ("alone", "reject"))
-        checks.one_of("on_error", on_error, ("split", "fail"))
+        checks.one_of("on_error", on_error, ON_ERROR)
+        queue: RequestQueue[Ticket[ResultT]] = RequestQueue(
+            clock=clock,
+            max_size=max_queue_size,
+            max_cost=max_queue_cost,
+            priority_aging_s=priority_aging_s,
+            tenant_weights=tenant_weights,
+        )
+        self._recorder: BatchRecorder
+        super().__init__(queue, BatchRecorder(), clock)
         self._call = ProcessCall(process_fn, max_concurrent_batches, type(self).__name__)
         self._cost_of = CostRule(cost_estimator, self._cost_methods, default_cost)
+        self._processor: Processor[ResultT] = Processor(self._call, on_error, self._recorder, clock)
         self._former = Former(
             forming,
             max_batch_size,
@@ -147,31 +160,25 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         )
         self._min_batch_size = max_batch_size if forming == "static" else min_batch_size
         self._timeout_s = batch_timeout_s
-        self._company = Company(batch_timeout_s)
+        self._delay = BatchDelay(batch_timeout_s)
         self._max_queue_size = max_queue_size
         self._prefetch = prefetch_batches
         self._concurrency = max_concurrent_batches
-        self._limit = target_batch_cost if oversize == "reject" else None
-        self._clock = clock
-        self._queue: RequestQueue[Ticket[ResultT]] = RequestQueue(
-            clock=clock,
-            max_size=max_queue_size,
-            max_cost=max_queue_cost,
-            priority_aging_s=priority_aging_s,
-            tenant_weights=tenant_weights,
-        )
-        self._recorder: BatchRecorder = BatchRecorder()
-        self._processor: Processor[ResultT] = Processor(
-            self._call, on_error == "split", self._recorder, clock
-        )
-        self._intake = Intake(self, self._queue, self._recorder, clock)
-        self._loop: asyncio.AbstractEventLoop
+        self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
         self._context: contextvars.Context
-        self._formed: deque[list[Ticket[ResultT]]] = deque()
+        self._withdraw = self._cancelled
+        # Batches that run, and those of which the last records are about to end.
         self._runs: set[_Run[ResultT]] = set()
-        # The next look at a partial batch, how many records the last one saw, the quiet passes since, and
-        # when nothing seemed to be arriving any more.
+        self._ending: set[_Run[ResultT]] = set()
+        # Full batches that are decided ahead, the earliest deadline in them, and the number of records that
+        # have to come before there can be another.
+        self._formed: deque[list[Ticket[ResultT]]] = deque()
+        self._formed_due = math.inf
+        self._form_at = 0
+        # The next look at a partial batch, when it has to leave, how many records had come by the last look,
+        # the quiet passes since, and when nothing seemed to be arriving any more.
         self._look_handle: asyncio.Handle | None = None
+        self._look_by = 0.0
         self._seen = 0
         self._quiet = 0
         self._complete_at: float | None = None
@@ -179,20 +186,22 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
     @property
     def stats(self) -> BatchStats:
         """A snapshot, true at this moment."""
-        recorder = self._recorder
+        recorder, queue = self._recorder, self._queue
         formed = [ticket for batch in self._formed for ticket in batch if not ticket.done()]
-        running = [ticket for run in self._runs for ticket in run.batch if not ticket.done()]
+        runs = (*self._runs, *self._ending)
+        running = [ticket for run in runs for ticket in run.batch if not ticket.done()]
         batches = recorder.batches or 1
-        classes = self._queue.classes()
+        classes = queue.classes()
         for ticket in formed:
             records, cost = classes.get(ticket.priority, (0, 0))
             classes[ticket.priority] = (records + 1, cost + ticket.cost)
         return BatchStats(
             **recorder.common(self._clock()),  # type: ignore[arg-type]
-            queue_depth=self._queue.size + len(formed),
-            queue_cost=self._queue.cost + sum(ticket.cost for ticket in formed),
+            total_submitted=queue.entered,
+            queue_depth=queue.size + len(formed),
+            queue_cost=queue.cost + sum(ticket.cost for ticket in formed),
             queue_classes=classes,
-            outside=self._intake.outside,
+            outside=queue.outside,
             running=len(running),
             running_cost=sum(ticket.cost for ticket in running),
             total_batches=recorder.batches,
@@ -206,79 +215,87 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
     async def start(self) -> None:
         await super().start()
         self._call.open()
-        self._loop = self.loop
         self._context = contextvars.copy_context()
         self._look_handle = None
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
         await super().stop(drain, timeout)
-        if self._intake.state is State.STOPPED:
+        if self._state is State.STOPPED:
             self._call.close()
-
-    async def submit(
-        self,
-        record: RecordT,
-        *,
-        estimated_cost: int | None = None,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
-    ) -> Ticket[ResultT]:
-        """Queue one record and return the future of its result; waits while the queue is full.
-
-        Args:
-            record: What `process_fn` is given.
-            estimated_cost: Its cost; None: found by `cost_estimator`, the record itself or `default_cost`.
-            priority: Lower goes first.
-            tenant: Whose record it is.
-            deadline: Time on `clock` by which it must have started, or else fails with `Expired`.
-
-        Raises:
-            RuntimeError: The batcher isn't running (`Closed`).
-            Oversize: It costs more than a whole batch may, and `oversize` is "reject".
-            Expired: The deadline passed before there was room.
-            ValueError: The cost is negative or not a number.
-        """
-        ticket = self._ticket(record, estimated_cost, priority, tenant, deadline)
-        intake = self._intake
-        if intake.full(ticket):
-            await intake.enter_when_room(ticket)
-        else:
-            intake.put(ticket)
-        if len(self._runs) < self._concurrency or len(self._formed) < self._prefetch:
-            self._advance()
-        return ticket
 
     def submit_nowait(
         self,
         record: RecordT,
         *,
-        estimated_cost: int | None = None,
+        cost: int | None = None,
         priority: int = 0,
         tenant: str = "default",
         deadline: float | None = None,
+        timeout: float | None = None,
+        estimated_cost: int | None = None,
     ) -> Ticket[ResultT]:
         """Queue one record at once and return the future of its result.
 
         Args:
-            record: What `process_fn` is given; the other arguments are those of `submit`.
+            record: What `process_fn` is given.
+            cost: Its cost; None: found by `cost_estimator`, the record itself or `default_cost`.
+            priority: Its tier; lower goes first.
+            tenant: The name of its tenant.
+            deadline: Time on `clock` by which it must have started, or else fails with `Expired`.
+            timeout: The same in seconds from now.
+            estimated_cost: Another name for `cost`.
 
         Raises:
-            QueueFull: There is no room; says when to try again. And what `submit` raises.
+            QueueFull: There is no space; says when to try again.
+            RuntimeError: The batcher isn't running (`Closed`), or runs on another event loop.
+            Oversize: It costs more than a whole batch may, and `oversize` is "reject".
+            Expired: The deadline has passed.
+            ValueError: A number is out of range.
+            TypeError: The tenant is not a string.
         """
-        ticket = self._ticket(record, estimated_cost, priority, tenant, deadline)
-        self._intake.enter(ticket)
-        self._advance()
+        return self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, False)
+
+    async def submit(
+        self,
+        record: RecordT,
+        *,
+        cost: int | None = None,
+        priority: int = 0,
+        tenant: str = "default",
+        deadline: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - of the record, not of this call
+        estimated_cost: int | None = None,
+    ) -> Ticket[ResultT]:
+        """Queue one record and return the future of its result; waits while the queue is full.
+
+        While it waits for space, the record has its place in the order already.
+
+        Args:
+            record: What `process_fn` is given; the other arguments are those of `submit_nowait`.
+
+        Raises:
+            Expired: The deadline passed before there was space. And what `submit_nowait` raises, but for
+                `QueueFull`.
+        """
+        ticket = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
+        if not ticket.admitted:
+            try:
+                await self._wait_for_space(ticket)
+            except BaseException:
+                ticket.cancel()
+                raise
         return ticket
 
     async def submit_batch(
         self,
         records: Iterable[RecordT],
         *,
-        estimated_cost: Sequence[int] | None = None,
+        cost: Sequence[int] | None = None,
         priority: int = 0,
         tenant: str = "default",
         deadline: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - of the records, not of this call
+        estimated_cost: Sequence[int] | None = None,
     ) -> list[Ticket[ResultT]]:
         """Queue many records and return their futures, in the same order.
 
@@ -286,30 +303,58 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
 
         Args:
             records: What `process_fn` is given, each on its own; the other arguments are those of `submit`.
-            estimated_cost: The cost of each; None: found as in `submit`.
+            cost: The cost of each; None: found as in `submit`.
+            estimated_cost: Another name for `cost`.
 
         Raises:
             ValueError: There are not as many costs as records. And what `submit` raises.
         """
         records = list(records)
-        costs: Sequence[int | None] = [None] * len(records) if estimated_cost is None else estimated_cost
-        if len(costs) != len(records):
-            raise ValueError(
-                f"estimated_cost must have one cost for each of the {len(records)} records, not {len(costs)}"
-            )
+        _either(cost, estimated_cost)
+        costs = {"cost": cost, "estimated_cost": estimated_cost}
+        for name, given in costs.items():
+            if given is not None and len(given) != len(records):
+                raise ValueError(
+                    f"{name} must have one cost for each of the {len(records)} records, not {len(given)}"
+                )
+        if timeout is not None:
+            deadline = self._deadline(deadline, timeout, self._clock())
         tickets: list[Ticket[ResultT]] = []
         try:
-            for record, cost in zip(records, costs, strict=True):
+            for index, record in enumerate(records):
+                one = {name: given[index] for name, given in costs.items() if given is not None}
                 tickets.append(
-                    await self.submit(
-                        record, estimated_cost=cost, priority=priority, tenant=tenant, deadline=deadline
-                    )
+                    await self.submit(record, **one, priority=priority, tenant=tenant, deadline=deadline)
                 )
         except BaseException:
             for ticket in tickets:
                 ticket.cancel()
             raise
         return tickets
+
+    @overload
+    def map(
+        self,
+        records: Iterable[RecordT] | AsyncIterable[RecordT],
+        *,
+        ordered: bool = ...,
+        max_pending: int | None = ...,
+        return_exceptions: Literal[False] = ...,
+        priority: int = ...,
+        tenant: str = ...,
+    ) -> AsyncGenerator[ResultT, None]: ...
+
+    @overload
+    def map(
+        self,
+        records: Iterable[RecordT] | AsyncIterable[RecordT],
+        *,
+        ordered: bool = ...,
+        max_pending: int | None = ...,
+        return_exceptions: bool,
+        priority: int = ...,
+        tenant: str = ...,
+    ) -> AsyncGenerator[ResultT | Exception, None]: ...
 
     def map(
         self,
@@ -320,7 +365,7 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
         return_exceptions: bool = False,
         priority: int = 0,
         tenant: str = "default",
-    ) -> AsyncGenerator[ResultT | Exception, None]:
+    ) -> AsyncGenerator[Any, None]:
         """Process any number of records in bounded memory; iterate over the results with `async for`.
 
         Args:
@@ -330,8 +375,11 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
                 `max_queue_size`.
             return_exceptions: The error of a record takes the place of its result; False: it is raised,
                 and what is still under way is cancelled.
-            priority: Lower goes first.
-            tenant: Whose records they are.
+            priority: The tier of the records; lower goes first.
+            tenant: The name of their tenant.
+
+        Raises:
+            ValueError: A number is out of range.
         """
         if max_pending is None:
             max_pending = self._max_queue_size
@@ -344,113 +392,114 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
             return_exceptions=return_exceptions,
         )
 
-    def weigh(self, tenant: str, weight: float) -> None:
-        """Give a tenant another weight than `tenant_weights` does, from now on.
-
-        Raises:
-            ValueError: The weight is no finite number above 0.
-        """
-        self._queue.weigh(tenant, weight)
-
     def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 
-        That is what is left of the batch that runs, and the batches before its own at their mean time.
+        That is the time until `process_fn` is free, and the batches before its own at their mean time.
 
         Args:
             cost: What the record costs.
-            priority: Its class; what waits in lower classes doesn't count.
-            tenant: Whose it is; None: it goes behind its whole class.
+            priority: Its tier; what waits in lower tiers doesn't count.
+            tenant: Its tenant; None: it goes behind its whole tier.
         """
         records, ahead = self._queue.ahead(priority, tenant)
-        outside, outside_cost = self._intake.ahead(priority)
-        records += outside
-        ahead += outside_cost
         if len(self._runs) < self._concurrency and not records:
             return 0.0
-        batch_s = self._company.batch_s
+        batch_s = self._delay.batch_s
         if batch_s is None:
             return UNKNOWN_WAIT_S
         batches = len(self._formed) + self._former.batches(records, ahead + cost - 1)
         rest = 0.0
-        if self._runs:
+        if len(self._runs) >= self._concurrency:
             rest = max(0.0, batch_s - (self._clock() - min(run.started for run in self._runs)))
-        return (rest + batches * batch_s) / self._concurrency
+        return rest + batches * batch_s / self._concurrency
 
-    def _ticket(
-        self, record: RecordT, cost: int | None, priority: int, tenant: str, deadline: float | None
+    def _submit(
+        self,
+        record: RecordT,
+        cost: int | None,
+        priority: int,
+        tenant: str,
+        deadline: float | None,
+        timeout: float | None,
+        estimated_cost: int | None,
+        wait: bool,
     ) -> Ticket[ResultT]:
-        intake = self._intake
-        if intake.state is not State.RUNNING:
-            raise intake.turn_away()
-        if type(cost) is not int or cost < 0:
-            cost = self._cost_of(record, cost)
-        if self._limit is not None and cost > self._limit:
+        if self._state is not State.RUNNING or _get_running_loop() is not self._loop:
+            self._check_open()
+        name = "cost"
+        if estimated_cost is not None:
+            name, cost = "estimated_cost", _either(cost, estimated_cost)
+        if type(cost) is not int or not 0 <= cost <= LARGEST:
+            cost = self._cost_of(record) if cost is None else whole_cost(name, cost)
+        if type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
+            checks.priority(priority)
+        if type(tenant) is not str:
+            checks.tenant(tenant)
+        now = self._clock()
+        if deadline is not None or timeout is not None:
+            deadline = self._deadline(deadline, timeout, now)
+        if cost > self._limit:
             self._recorder.rejected += 1
             raise Oversize(cost, self._limit)
         ticket: Ticket[ResultT] = Ticket(
-            self, self._loop, record, cost, priority, tenant, deadline, self._clock()
+            self._withdraw, self._loop, record, cost, priority, tenant, deadline, now
         )
-        if deadline is not None:
-            intake.check_deadline(ticket)
+        self._enter(ticket, wait)
         return ticket
 
-    def _advance(self) -> None:
+    # Batches
+
+    def _unchanged(self) -> bool:
+        queue, former = self._queue, self._former
+        total = queue.total
+        if len(self._runs) < self._concurrency:
+            if self._look_handle is None or total == self._min_batch_size:
+                return False
+        elif len(self._formed) >= self._prefetch:
+            return True
+        return total < former.max_records and (queue.total_cost < former.budget or not former.by_cost)
+
+    def _start_ready(self) -> None:
         """Start every batch that can start, and decide the full ones that come next."""
-        queue = self._queue
-        full = self._former.full
+        queue, former = self._queue, self._former
+        if self._formed_due < math.inf:
+            self._expire_formed()
         while len(self._runs) < self._concurrency:
             if self._formed:
                 self._launch(self._formed.popleft())
-            elif full(queue.size, queue.cost) or (queue.size and self._intake.state is State.STOPPING):
+            elif queue.total and (
+                former.full(queue.total, queue.total_cost) or self._state is State.STOPPING
+            ):
                 self._launch(self._cut())
             else:
-                if queue.size and (self._look_handle is None or queue.size == self._min_batch_size):
+                if queue.total and (self._look_handle is None or queue.total == self._min_batch_size):
                     self._look_soon()
                 return
-        while len(self._formed) < self._prefetch and full(queue.size, queue.cost):
-            self._formed.append(self._cut())
-
-    def _look_soon(self) -> None:
-        if self._look_handle is not None:
-            self._look_handle.cancel()
-        self._quiet = 0
-        self._complete_at = None
-        self._look_handle = self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        """Decide whether a partial batch leaves now."""
-        self._look_handle = None
-        if not self._queue.size or len(self._runs) >= self._concurrency:
-            return
-        self._quiet = self._quiet + 1 if self._seen == self._recorder.submitted else 0
-        self._seen = self._recorder.submitted
-        if self._quiet < QUIET_PASSES:
-            self._look_handle = self._loop.call_soon(self._look)
-            return
-        patience = self._patience()
-        if patience > 0:
-            self._look_handle = self._loop.call_later(patience, self._look)
-        else:
-            self._launch(self._cut())
-            self._advance()
-
-    def _patience(self) -> float:
-        """Return the seconds that a partial batch still waits for company."""
-        now = self._clock()
-        oldest = min(ticket.submitted_at for ticket in self._queue)
-        if self._queue.size < self._min_batch_size:
-            return oldest + self._timeout_s - now
-        left = oldest + self._company.wait_s - now
-        if self._complete_at is None and left > 0:
-            self._complete_at = now
-        return left if self._company.pays(self._queue.size) else 0.0
+        while (
+            len(self._formed) < self._prefetch
+            and queue.entered >= self._form_at
+            and former.full(queue.total, queue.total_cost)
+        ):
+            self._form()
 
     def _cut(self) -> list[Ticket[ResultT]]:
+        """Take the next batch; what was found too late on the way ends."""
         batch = self._former.cut(self._queue)
-        self._intake.expire()
-        self._intake.admit()
+        self._end_late()
         return batch
+
+    def _form(self) -> None:
+        """Decide the next batch ahead, if it is full."""
+        batch, lacks = self._former.cut_full(self._queue)
+        self._end_late()
+        if not batch:
+            self._form_at = self._queue.entered + lacks
+            return
+        self._formed.append(batch)
+        for ticket in batch:
+            if ticket.deadline is not None and ticket.deadline < self._formed_due:
+                self._formed_due = ticket.deadline
 
     def _launch(self, batch: list[Ticket[ResultT]]) -> None:
         if not batch:
@@ -463,49 +512,148 @@ class DynamicBatcher(Lifecycle, Generic[RecordT, ResultT]):
             self._recorder.switch(True, now)
         run = _Run(batch, now, self._complete_at)
         self._complete_at = None
+        self._form_at = 0
         self._runs.add(run)
         work = self._processor.run(batch, functools.partial(self._leave, run))
-        # The context of whoever happened to complete the batch has no business in `process_fn`.
-        run.task = self._loop.create_task(work, context=self._context.copy())
+        # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
+        run.task = self.loop.create_task(work, context=self._context.copy())
 
-    def _leave(self, run: _Run[ResultT]) -> None:
-        """Make room for the next batch; a run that was given up has left already."""
+    def _leave(self, run: _Run[ResultT], typical: bool, ended: bool) -> None:
+        """Make space for the next batch; a run that was given up has left already."""
+        if ended:
+            self._ending.discard(run)
         if run not in self._runs:
             return
         self._runs.remove(run)
+        if not ended:
+            self._ending.add(run)
         now = self._clock()
         if not self._runs:
             self._recorder.switch(False, now)
-        arrivals = (ticket.submitted_at for tickets in (run.batch, self._queue) for ticket in tickets)
-        self._company.learn(now - run.started, run.complete_at, arrivals)
-        self._advance()
-        self._intake.check_emptied()
+        if typical:
+            arrivals = (ticket.submitted_at for tickets in (run.batch, self._queue) for ticket in tickets)
+            self._delay.learn(now - run.started, run.complete_at, arrivals)
+        self._decide()
+
+    # A partial batch
+
+    def _look_soon(self) -> None:
+        if self._look_handle is not None:
+            self._look_handle.cancel()
+        self._quiet = 0
+        self._complete_at = None
+        self._look_by = min(ticket.submitted_at for ticket in self._queue) + self._timeout_s
+        self._look_handle = self.loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        """Decide whether a partial batch leaves now."""
+        self._look_handle = None
+        queue = self._queue
+        if not queue.total or len(self._runs) >= self._concurrency:
+            return
+        self._quiet = self._quiet + 1 if self._seen == queue.entered else 0
+        self._seen = queue.entered
+        if self._quiet < QUIET_PASSES and self._clock() < self._look_by:
+            self._look_handle = self.loop.call_soon(self._look)
+            return
+        patience = self._patience()
+        if patience > 0:
+            self._look_handle = self.loop.call_later(max(LEAST_DELAY_S, patience), self._look)
+        else:
+            self._launch(self._cut())
+            self._decide()
+
+    def _patience(self) -> float:
+        """Return the seconds that a partial batch still waits for others."""
+        now = self._clock()
+        oldest = min(ticket.submitted_at for ticket in self._queue)
+        if self._queue.total < self._min_batch_size:
+            return oldest + self._timeout_s - now
+        left = oldest + self._delay.wait_s - now
+        if self._complete_at is None and left > 0:
+            self._complete_at = now
+        return left if self._delay.pays(self._queue.total) else 0.0
+
+    # Records that leave
 
     def _cancelled(self, ticket: Ticket[ResultT]) -> None:
-        self._recorder.cancelled += 1
+        if ticket.admitted:
+            self._recorder.cancelled += 1
         if self._queue.remove(ticket):
-            self._intake.admit()
+            self._decide()
 
-    def _fail(self, ticket: Ticket[ResultT], error: BatcherError) -> None:
-        ticket.fail(error)
+    def _end(self, entry: Ticket[ResultT], error: BatcherError) -> None:
+        if not entry.admitted:
+            super()._end(entry, error)
+        elif not entry.done():
+            entry.fail(error)
+            if isinstance(error, Closed):
+                # Python reports errors that are not looked at; of those that a stop ends, few are.
+                entry.exception()
 
-    def _abandon(self, ticket: Ticket[ResultT]) -> None:
-        ticket.cancel()
+    def _next_due(self) -> float | None:
+        due = self._queue.next_deadline()
+        if self._formed_due == math.inf:
+            return due
+        return self._formed_due if due is None else min(due, self._formed_due)
+
+    def _expire_formed(self) -> None:
+        """End what comes too late of the batches that were decided ahead."""
+        now = self._clock()
+        if now < self._formed_due:
+            return
+        self._formed_due = math.inf
+        for ticket in (ticket for batch in self._formed for ticket in batch if not ticket.done()):
+            if ticket.deadline is None:
+                continue
+            if ticket.deadline <= now:
+                self._recorder.expired += 1
+                self._end(ticket, Expired(LATE))
+            else:
+                self._formed_due = min(self._formed_due, ticket.deadline)
+
+    def _refuse_all(self) -> None:
+        super()._refuse_all()
+        message = f"{type(self).__name__} was stopped before the record could start"
+        while self._formed:
+            self._close_records(self._formed.popleft(), message)
+        self._formed_due = math.inf
+
+    def _close_records(self, batch: list[Ticket[ResultT]], message: str) -> None:
+        for ticket in batch:
+            if not ticket.done():
+                self._recorder.failed += 1
+                self._end(ticket, Closed(message))
 
     def _idle(self) -> bool:
         return not self._runs and not self._formed
 
-    def _drop_formed(self, error: BatcherError) -> None:
-        while self._formed:
-            self._processor.reject(self._formed.popleft(), separate(error))
+    def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
+        return any(run.task is task for run in self._runs)
 
     def _abort(self) -> list[asyncio.Task[Any]]:
         runs, self._runs = self._runs, set()
         self._recorder.switch(False, self._clock())
         tasks = [run.task for run in runs if run.task is not None]
         for run in runs:
-            closed = Closed(f"{type(self).__name__} was stopped while the record ran")
-            self._processor.reject(run.batch, closed)
+            self._close_records(run.batch, f"{type(self).__name__} was stopped while the record ran")
         for task in tasks:
             task.cancel()
         return tasks
+
+    def _abandon(self) -> None:
+        left = [*self._formed, *(run.batch for run in self._runs)]
+        self._recorder.failed += sum(not ticket.done() for batch in left for ticket in batch)
+        self._formed.clear()
+        self._formed_due = math.inf
+        self._runs.clear()
+        self._ending.clear()
+        self._recorder.switch(False, self._clock())
+        self._look_handle = None
+
+
+def _either(cost: ItemT | None, estimated_cost: ItemT | None) -> ItemT | None:
+    """Return what was given as a cost, under either name."""
+    if cost is not None and estimated_cost is not None:
+        raise ValueError("give either cost or estimated_cost: they are two names for one thing")
+    return estimated_cost if cost is None else cost

@@ -1,8 +1,9 @@
 """What a batcher raises, and how one error becomes many."""
 
-import asyncio
 import copy
 from typing import TypeVar
+
+LATE = "the deadline passed before the record could start"
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -12,13 +13,13 @@ class BatcherError(Exception):
 
 
 class QueueFull(BatcherError):  # noqa: N818 - the field's word, as in `asyncio.QueueFull`
-    """There is no room for the record now.
+    """There is no space for the record now.
 
     Attributes:
         what: The bound that was met: `max_queue_size` or `max_queue_cost`.
         limit: The value of that bound.
-        retry_after_s: Seconds after which a record like this one would have started, as computed from
-            the measured rate of service.
+        retry_after_s: Seconds after which to come back: the wait by the measured rate of service, with a
+            random part that spreads those that are refused together.
     """
 
     def __init__(self, what: str, limit: int, retry_after_s: float) -> None:
@@ -57,7 +58,7 @@ class Closed(BatcherError, RuntimeError):  # noqa: N818
 
 
 class Aborted(BatcherError, RuntimeError):  # noqa: N818
-    """The batch was cut short while it ran, other than by an ordinary error."""
+    """The record was cut short, other than by an ordinary error or by `stop`."""
 
 
 class BadResults(BatcherError, ValueError):  # noqa: N818
@@ -87,8 +88,8 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
     return twin.with_traceback(error.__traceback__)
 
 
-def fit(error: BaseException) -> BaseException:
+def fit(error: BaseException) -> Exception:
     """Return an error that a future can carry and that doesn't look like the end of its caller."""
-    if isinstance(error, StopIteration | asyncio.CancelledError):
+    if isinstance(error, StopIteration) or not isinstance(error, Exception):
         return Aborted(f"the result of the record is {error!r}")
     return error

@@ -23,7 +23,7 @@ LOOKAHEAD_BATCHES = 16
 class Former:
     """Cuts batches from a queue.
 
-    The record whose turn it is goes with every batch, so that whatever suits the others, none starves.
+    The record whose turn it is goes with every batch, so that none starves.
 
     Attributes:
         forming: "arrival": in the order of the queue, while the budget lasts. "static": in the order of
@@ -41,9 +41,14 @@ class Former:
     padded: bool
     lookahead: int
 
+    @property
+    def by_cost(self) -> bool:
+        """Whether the cost of the records bounds a batch, and not their number alone."""
+        return self.forming != "static"
+
     def full(self, records: int, cost: int) -> bool:
         """Return whether so many waiting records, of that cost together, fill a batch."""
-        return records >= self.max_records or (cost >= self.budget and self.forming != "static")
+        return records >= self.max_records or (cost >= self.budget and self.by_cost)
 
     def batches(self, records: int, cost: int) -> int:
         """Return how many full batches so many records, of that cost together, make at least."""
@@ -56,10 +61,33 @@ class Former:
             return queue.take(self.budget, self.max_records, padded=self.padded)
         if self.forming == "static":
             return queue.take(None, self.max_records)
+        return self._pick(queue, self._choose(queue))
+
+    def cut_full(self, queue: RequestQueue[EntryT]) -> tuple[list[EntryT], int]:
+        """Take the next batch if it is full, of a queue in which enough waits for one.
+
+        Returns:
+            The batch, and if there is none how many records it lacks.
+        """
+        if self.forming in ("arrival", "static"):
+            return self.cut(queue), 0
+        batch = self._choose(queue)
+        if not batch:
+            return [], 1
+        longest = max(map(_length, batch))
+        cost = longest * (len(batch) + 1) if self.padded else sum(map(_length, batch)) + longest
+        if len(batch) == self.max_records or cost > self.budget:
+            return self._pick(queue, batch), 0
+        lacks = (self.budget - cost) // longest + 1 if longest else self.max_records
+        return [], max(1, min(self.max_records - len(batch), lacks))
+
+    def _choose(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
         window = queue.peek(self.lookahead)
         if not window:
             return []
-        batch = self._nearest(window) if self.forming == "sorted" else self._of_one_bucket(window)
+        return self._nearest(window) if self.forming == "sorted" else self._of_one_bucket(window)
+
+    def _pick(self, queue: RequestQueue[EntryT], batch: list[EntryT]) -> list[EntryT]:
         for entry in batch:
             queue.pick(entry)
         return batch

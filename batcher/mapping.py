@@ -31,7 +31,7 @@ async def map_records(
     """
     places = asyncio.Semaphore(max_pending)
     pending: set[asyncio.Future[ResultT]] = set()
-    line: asyncio.Queue[asyncio.Future[ResultT] | None] = asyncio.Queue()
+    done: asyncio.Queue[asyncio.Future[ResultT] | None] = asyncio.Queue()
 
     async def feed() -> None:
         try:
@@ -40,17 +40,17 @@ async def map_records(
                 future = await _submitted(submit, record)
                 pending.add(future)
                 if ordered:
-                    line.put_nowait(future)
+                    done.put_nowait(future)
                 else:
-                    future.add_done_callback(line.put_nowait)
+                    future.add_done_callback(done.put_nowait)
         finally:
-            line.put_nowait(None)
+            done.put_nowait(None)
 
     feeder = asyncio.create_task(feed())
     fed = False
     try:
         while pending or not fed:
-            future = await line.get()
+            future = await done.get()
             if future is None:
                 fed = True
                 continue

@@ -1,17 +1,200 @@
-"""One batch through `process_fn`: who is still wanted, who gets which result, who is to blame."""
+"""One batch through `process_fn`: the call, the results, and the records that an error is due to."""
 
+import asyncio
+import contextvars
+import inspect
+import math
+import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, Literal, TypeVar, cast
 
-from batcher.admission import LATE
-from batcher.calls import ProcessCall
 from batcher.entries import Ticket
-from batcher.errors import Aborted, BadResults, Expired, fit, separate
-from batcher.observations import BatchObservation, Observation, Outcome
-from batcher.stats import BatchRecorder
+from batcher.errors import LATE, Aborted, BadResults, Expired, fit, separate
+from batcher.stats import BatchObservation, BatchRecorder, Observation, Outcome
 
+RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
+
+OnError = Literal["split", "fail", "single"]
+ON_ERROR = ("split", "fail", "single")
+
+OUTAGE = 40
+"""Records that fail alone, with none that succeeds, after which a split takes the rest for failed too."""
+
+ONE_BY_ONE = 0.38
+"""Share of bad records from which on testing each alone takes the fewest calls (Hwang; (3 - √5) / 2)."""
+
+ProcessFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[ResultT]]
+InferenceFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[ResultT]]
+
+
+class ProcessCall(Generic[RecordT, ResultT]):
+    """A function of a batch that is called on the event loop if it is asynchronous, else in a thread.
+
+    Args:
+        process_fn: The function.
+        concurrency: Calls that may run at once.
+        name: What to call the threads.
+    """
+
+    def __init__(self, process_fn: ProcessFn[RecordT, ResultT], concurrency: int, name: str) -> None:
+        self._process_fn = process_fn
+        self._concurrency = concurrency
+        self._name = name
+        method = type(process_fn).__call__
+        self._in_thread = not any(map(inspect.iscoroutinefunction, (process_fn, method)))
+        self._threads: ThreadPoolExecutor | None = None
+
+    def open(self) -> None:
+        """Get ready for calls."""
+        if self._in_thread:
+            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=self._name)
+
+    def close(self) -> None:
+        """Let the threads go; a call that still runs is not waited for."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+            self._threads = None
+
+    async def __call__(self, records: list[RecordT]) -> Sequence[ResultT]:
+        """Call the function and return one result per record.
+
+        Raises:
+            BadResults: It returned something else.
+            Aborted: It ended in a way that would look like the end of its caller: it was cancelled from
+                inside, or raised StopIteration.
+            Exception: What it raised itself.
+        """
+        count = len(records)
+        try:
+            results: Any
+            if self._threads is None:
+                results = await cast(Awaitable[Any], self._process_fn(records))
+            else:
+                results = await self._call_in_thread(self._threads, records)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Aborted("process_fn was cancelled from inside") from None
+        return checked(results, count)
+
+    async def _call_in_thread(self, threads: ThreadPoolExecutor, records: list[RecordT]) -> Any:
+        def call() -> tuple[Any, BaseException | None]:
+            try:
+                return self._process_fn(records), None
+            except BaseException as error:
+                return None, error
+
+        context = contextvars.copy_context()
+        results, error = await asyncio.get_running_loop().run_in_executor(threads, context.run, call)
+        if error is not None:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise error
+            raise Aborted(f"process_fn raised {error!r}") from error
+        return await results if inspect.isawaitable(results) else results
+
+
+def checked(results: Any, count: int) -> Sequence[Any]:
+    """Return the results of `count` records as a sequence.
+
+    Raises:
+        BadResults: They are no sequence, or not as many.
+    """
+    if not isinstance(results, list | tuple):
+        unfit = isinstance(results, str | bytes | bytearray | Mapping | Set)
+        # A table, of pandas for instance, yields the names of its columns.
+        unfit = unfit or hasattr(type(results), "columns")
+        if unfit or not isinstance(results, Sized) or not isinstance(results, Iterable):
+            raise BadResults(
+                f"process_fn must return a sequence with one result per record, not {type(results).__name__}"
+            )
+        # An array or a tensor: its rows are the results.
+        results = list(results)
+    if len(results) != count:
+        raise BadResults(f"process_fn returned {len(results)} results for a batch of {count} records")
+    return cast(Sequence[Any], results)
+
+
+class Search:
+    """Finds the records of a failed batch that fail alone: adaptive group testing.
+
+    The batch is halved until a record fails alone. The rest is then tested in groups, as large as the
+    share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
+    when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
+    With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
+    than 2 n.
+
+    Args:
+        batch: The tickets of the failed batch.
+        one_by_one: Test each record alone, whatever is found.
+    """
+
+    def __init__(self, batch: list[Ticket[Any]], one_by_one: bool) -> None:
+        self._pool = deque(batch)
+        # So many at the head of the pool have failed together.
+        self._suspects = len(batch)
+        self._bad = 0
+        self._good = 0
+        self._one_by_one = one_by_one
+        self._draw = random.Random(len(batch))
+
+    def next(self) -> list[Ticket[Any]]:
+        """Return the tickets to test next; none: all are known."""
+        pool = self._pool
+        if self._one_by_one or self._suspects == 1:
+            size = 1
+        elif self._suspects:
+            size = self._suspects // 2
+        else:
+            size = self._group()
+        if self._bad and not self._good:
+            # A caller's bad records stand together: whether others are good shows elsewhere.
+            pool.rotate(-self._draw.randrange(len(pool) or 1))
+        part: list[Ticket[Any]] = []
+        while pool and len(part) < size:
+            ticket = pool.popleft()
+            if ticket.done():
+                self._suspects = max(0, self._suspects - 1)
+            else:
+                part.append(ticket)
+        return part
+
+    def passed(self, part: list[Ticket[Any]]) -> None:
+        """Take in that a group has succeeded."""
+        self._good += len(part)
+        self._suspects = max(0, self._suspects - len(part))
+
+    def failed(self, part: list[Ticket[Any]]) -> bool:
+        """Take in that a group has failed; return whether its only record is found."""
+        if len(part) > 1:
+            self._pool.extendleft(reversed(part))
+            self._suspects = len(part)
+            return False
+        self._bad += 1
+        self._suspects = 0
+        return True
+
+    def outage(self) -> list[Ticket[Any]]:
+        """Return the rest of the tickets if there is no hope for them."""
+        if self._one_by_one or self._good or self._bad < OUTAGE:
+            return []
+        rest = list(self._pool)
+        self._pool.clear()
+        return rest
+
+    def _group(self) -> int:
+        if not self._good:
+            return 1
+        # The first one says little of the others.
+        share = (self._bad - 1) / (self._bad + self._good)
+        if share >= ONE_BY_ONE:
+            return 1
+        if share <= 0:
+            return len(self._pool)
+        return 1 << max(0, int(math.log2(math.log(2) / share)))
 
 
 class Processor(Generic[ResultT]):
@@ -19,7 +202,7 @@ class Processor(Generic[ResultT]):
 
     Args:
         call: Calls `process_fn`.
-        splits: Whether a batch that fails is run again in halves, to find the culprit.
+        on_error: What becomes of a batch that fails, see `DynamicBatcher`.
         recorder: Where batches and records are counted.
         clock: The batcher's clock.
     """
@@ -27,32 +210,32 @@ class Processor(Generic[ResultT]):
     def __init__(
         self,
         call: ProcessCall[Any, ResultT],
-        splits: bool,
+        on_error: OnError,
         recorder: BatchRecorder,
         clock: Callable[[], float],
     ) -> None:
         self._call = call
-        self._splits = splits
+        self._on_error = on_error
         self._recorder = recorder
         self._clock = clock
 
-    async def run(self, batch: list[Ticket[ResultT]], leave: Callable[[], None]) -> None:
-        """Process a batch; if it fails, its halves, and so on.
+    async def run(self, batch: list[Ticket[ResultT]], leave: Callable[[bool, bool], None]) -> None:
+        """Process a batch; if it fails, search for the records that it is due to.
 
         Args:
             batch: The tickets.
             leave: Called when `process_fn` won't be called again, before the last tickets end: so the
-                next batch can start before the callers of this one take the event loop.
+                next batch can start before the callers of this one take the event loop. And once more
+                when they have ended. It is told whether `process_fn` was called once, so that the time
+                taken is that of a batch, and whether all has ended.
         """
-        parts = deque((batch,))
-        # An outage fails every part there is: no need to ask for each record.
-        failures_left = 2 * len(batch).bit_length() + 1
+        search: Search | None = None
+        called = False
         try:
-            while parts:
-                part = self._still_wanted(parts.popleft())
-                if not part:
-                    continue
+            part = self._in_time(batch)
+            while part:
                 started = self._clock()
+                called = True
                 results: Sequence[ResultT] = ()
                 failure: Exception | None = None
                 try:
@@ -60,25 +243,32 @@ class Processor(Generic[ResultT]):
                 except Exception as error:
                     failure = error
                 self._count_batch(part)
-                if failure is None:
-                    failures_left = 2 * len(batch)
-                elif len(part) > 1 and failures_left and self._splits and not isinstance(failure, BadResults):
-                    failures_left -= 1
-                    middle = len(part) // 2
-                    parts += (part[:middle], part[middle:])
+                tested, part = part, []
+                if search is not None and failure is None:
+                    search.passed(tested)
+                    part = search.next()
+                elif search is not None and not search.failed(tested):
+                    part = search.next()
                     continue
-                if not parts:
-                    leave()
-                self._count_records(part, started, None if failure else results)
+                elif search is not None:
+                    tested += search.outage()
+                    part = search.next()
+                elif self._searches(tested, failure):
+                    search = Search(tested, self._on_error == "single")
+                    part = search.next()
+                    continue
+                if not part:
+                    leave(search is None, False)
                 if failure is None:
-                    self._resolve(part, results)
+                    self._resolve(tested, results, started)
                 else:
-                    self.reject(part, failure)
+                    self._count_records(tested, started, None)
+                    self.reject(tested, failure)
         except BaseException as cause:
             self.reject(batch, Aborted(f"the batch was cut short by {cause!r}"))
             raise
         finally:
-            leave()
+            leave(called and search is None, True)
 
     def reject(self, tickets: list[Ticket[ResultT]], error: Exception) -> None:
         """Fail those tickets that have not ended, each with an error object of its own."""
@@ -88,14 +278,19 @@ class Processor(Generic[ResultT]):
                 ticket.fail(error)
                 error = separate(error)
 
-    def _still_wanted(self, part: list[Ticket[ResultT]]) -> list[Ticket[ResultT]]:
+    def _searches(self, batch: list[Ticket[ResultT]], failure: Exception | None) -> bool:
+        if failure is None or isinstance(failure, BadResults):
+            return False
+        return len(batch) > 1 and self._on_error != "fail"
+
+    def _in_time(self, batch: list[Ticket[ResultT]]) -> list[Ticket[ResultT]]:
         """Return the tickets that were not cancelled; end those that come too late."""
         now = self._clock()
-        for ticket in part:
+        for ticket in batch:
             if ticket.deadline is not None and ticket.deadline <= now and not ticket.done():
                 self._recorder.expired += 1
                 ticket.fail(Expired(LATE))
-        return [ticket for ticket in part if not ticket.done()]
+        return [ticket for ticket in batch if not ticket.done()]
 
     def _count_batch(self, part: list[Ticket[ResultT]]) -> None:
         recorder = self._recorder
@@ -115,7 +310,6 @@ class Processor(Generic[ResultT]):
         run = self._clock() - started
         recorder.ran += len(part)
         recorder.run_s += run * len(part)
-        recorder.latency_s += sum(waits) + run * len(part)
         recorder.waits += waits
         recorder.runs += [run] * len(part)
         if (observations := recorder.observations) is not None:
@@ -129,20 +323,26 @@ class Processor(Generic[ResultT]):
                     Observation(ticket.tenant, ticket.priority, ticket.cost, wait, run, outcome)
                 )
 
-    def _resolve(self, part: list[Ticket[ResultT]], results: Sequence[ResultT]) -> None:
+    def _resolve(self, part: list[Ticket[ResultT]], results: Sequence[ResultT], started: float) -> None:
+        self._count_records(part, started, results)
+        recorder = self._recorder
         completed = cost = 0
+        submitted = 0.0
         seen: set[int] = set()
         for ticket, result in zip(part, results, strict=True):
             if ticket.done():
                 continue
             if isinstance(result, BaseException):
-                self._recorder.failed += 1
-                ticket.fail(separate(result) if id(result) in seen else fit(result))
+                recorder.failed += 1
+                error = fit(result)
+                ticket.fail(separate(error) if error is result and id(result) in seen else error)
                 seen.add(id(result))
             else:
                 completed += 1
                 cost += ticket.cost
+                submitted += ticket.submitted_at
                 ticket.record = None
                 ticket.set_result(result)
-        self._recorder.completed += completed
-        self._recorder.completed_cost += cost
+        recorder.completed += completed
+        recorder.completed_cost += cost
+        recorder.latency_s += completed * self._clock() - submitted

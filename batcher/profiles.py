@@ -14,9 +14,9 @@ PROFILES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         ),
         # Lengths vary and the model pads: like goes with like, and the budget is the padded one.
         "variable_length": MappingProxyType({"forming": "sorted", "padded": True, "prefetch_batches": 1}),
-        # Somebody waits for each answer: short waits, and nothing is decided before it has to be.
+        # Each answer is awaited: short waits, and nothing is decided before it has to be.
         "real_time": MappingProxyType({"batch_timeout_s": 0.05, "prefetch_batches": 0}),
-        # Nobody waits: batches of 32 to 64, one being prepared while another runs.
+        # Bulk work: batches of 32 to 64, one being prepared while another runs.
         "high_throughput": MappingProxyType(
             {
                 "min_batch_size": 32,

@@ -1,88 +1,73 @@
-"""The queue: every ordering rule, and nothing else. Pure and synchronous; the clock is passed in."""
+"""The queue: every rule of order and admission, and nothing else. Pure and synchronous."""
 
 import heapq
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from batcher import checks
+from batcher.entries import Queued
 from batcher.errors import QueueFull
-from batcher.fair_share import Lane, PriorityClass, Queued
+from batcher.fair_share import Backlog, Tenant, Tenants, Tier
 
 BACKGROUND_SHARE = 0.9
 """Share of the bounds that the background may fill."""
 
-LIGHT_SHARE = 0.01
-"""Share of what waits that a light tenant has at most: a full queue still takes its records."""
-
-OVERFLOW = 1.25
-"""The bounds for light tenants and those who come back, as a multiple of what they are for others."""
-
-
-class Entry(Queued):
-    """A record in the queue.
-
-    Args:
-        record: Anything; the queue never looks at it.
-        cost: What it costs, in whole units (tokens).
-        priority: Lower goes first.
-        tenant: Whose it is.
-        deadline: Time on the queue's clock by which it must have been taken.
-    """
-
-    __slots__ = ("_lane", "cost", "deadline", "priority", "record", "tenant")
-
-    def __init__(
-        self,
-        record: Any,
-        cost: int,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
-    ) -> None:
-        self.record = record
-        self.cost = cost
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        self._lane = None
-
+OPEN_SHARE = 0.8
+"""Share of the bounds that any tenant may fill; beyond it each has its fair share of the whole."""
 
 EntryT = TypeVar("EntryT", bound=Queued)
 
 
-class RequestQueue(Generic[EntryT]):
-    """A bounded queue that is fair between tenants and knows priorities, deadlines and cancellation.
-
-    The lowest `priority` class goes first. Inside a class the tenant goes first that was served the
-    least cost by its weight (virtual token counter, arXiv 2401.00588): a tenant that joins starts at the
-    counter of the least served active one, so neither idling nor a fresh name earns credit. Inside a
-    tenant, arrival order.
-
-    A class that has waited for its turn `priority_aging_s` longer than the class one level above goes
-    first for one record; each further level takes as long again. So no class starves, and a low class
-    with a long backlog can't hold up a high one either.
-
-    A full queue still takes records of a tenant of whom next to nothing waits (1% of all), and those that
-    come back after they were refused, up to a quarter beyond the bounds: a tenant that floods the queue is
-    refused, not its neighbours, and who waits outside as told isn't passed by who comes just then.
-
-    Every operation but a look at many takes amortised O(log n) of the tenants and deadlines that wait.
+class Bound(NamedTuple):
+    """A bound that keeps an entry out.
 
     Attributes:
-        size: Records that wait.
-        cost: Their cost together.
+        name: `max_queue_size` or `max_queue_cost`.
+        value: Its value.
+        of_tenant: It is the tenant's share of the queue that is full, not the whole queue.
+    """
+
+    name: str
+    value: int
+    of_tenant: bool
+
+
+class RequestQueue(Generic[EntryT]):
+    """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
+
+    **Order.** The lowest `priority`, or tier, goes first. Inside a tier the tenant goes first that was
+    served the least cost by its weight (virtual token counter, arXiv 2401.00588): a tenant that joins
+    starts at the counter of the least served active one, so neither idling nor a fresh name earns credit.
+    Inside a tenant, arrival order. A tier that has waited for its turn `priority_aging_s` longer than the
+    tier one level above goes first for one entry; each further level takes as long again. So no tier
+    starves, and a low tier with a long backlog can't hold up a high one either.
+
+    **Bounds.** An entry that finds no space may wait for it: it stands *outside*, in the same order as all
+    others, and may be taken from there; it just doesn't count against the bounds. Up to four fifths of the
+    bounds any tenant may enter. Beyond that a tenant has its fair share, by weight, among those that
+    had entries within the last 10 seconds: one that floods the queue is refused, its neighbours are not.
+
+    Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
+    and iteration.
+
+    Attributes:
+        total: Entries that wait, outside too.
+        total_cost: Their cost.
+        outside: Entries that wait for space.
+        outside_cost: Their cost.
+        entered: Entries that got in so far.
 
     Args:
         clock: Returns the time in seconds.
-        max_size: Most records that may wait; None: no bound.
-        max_cost: Most cost that may wait; an empty queue takes any one record. None: no bound.
-        priority_aging_s: Seconds, see above; None: a low class waits until all above it is done.
+        max_size: Most entries that may wait; None: no bound.
+        max_cost: Most cost that may wait; an empty queue takes any one entry. None: no bound.
+        priority_aging_s: Seconds, see above; None: a low tier waits until all above it is done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
-        background: The priority from which on a record finds the queue full at nine tenths of its
-            bounds, so that there is room for the others; None: all are alike.
+        background: The priority from which on an entry finds the queue full at nine tenths of its
+            bounds, so that there is space for the others; None: all are alike.
 
     Raises:
         ValueError: An argument is out of range.
@@ -105,153 +90,243 @@ class RequestQueue(Generic[EntryT]):
             checks.whole("max_cost", max_cost, 1)
         if priority_aging_s is not None:
             checks.positive("priority_aging_s", priority_aging_s)
-        checks.weights("tenant_weights", tenant_weights)
+        if background is not None:
+            checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
         self._clock = clock
-        self._max_size = max_size
-        self._max_cost = max_cost
+        self._max_size = math.inf if max_size is None else max_size
+        self._max_cost = math.inf if max_cost is None else max_cost
+        self._open_size = math.floor(OPEN_SHARE * max_size) if max_size else math.inf
+        self._open_cost = math.floor(OPEN_SHARE * max_cost) if max_cost else math.inf
         self._aging = priority_aging_s
-        self._weights = dict(tenant_weights or {})
-        self.background: float = math.inf if background is None else background
-        self.size = 0
-        self.cost = 0
-        self._classes: dict[int, PriorityClass] = {}
-        self._turns: list[tuple[float, int, PriorityClass]] = []
+        self._background: float = math.inf if background is None else background
         self._sequence = itertools.count()
-        self._deadlines: list[tuple[float, int, EntryT]] = []
+        self.total: int = 0
+        self.total_cost: int = 0
+        self.outside: int = 0
+        self.outside_cost: int = 0
+        self.entered: int = 0
+        self._tiers: dict[int, Tier] = {}
+        self._turns: list[tuple[float, int, int, Tier]] = []
+        self._tenants = Tenants(clock, tenant_weights or {})
+        # Backlogs with entries outside, in turn: those of the foreground, and those of the background.
+        self._claims: tuple[OrderedDict[Backlog, None], OrderedDict[Backlog, None]]
+        self._claims = OrderedDict(), OrderedDict()
+        self._let_in: list[EntryT] = []
+        self._deadlines: list[tuple[float, int, EntryT, Backlog]] = []
         self._timed = 0
         self._expired: list[EntryT] = []
 
+    @property
+    def size(self) -> int:
+        """Entries that count against the bounds."""
+        return self.total - self.outside
+
+    @property
+    def cost(self) -> int:
+        """The cost of the entries that count against the bounds."""
+        return self.total_cost - self.outside_cost
+
     def __len__(self) -> int:
-        return self.size
+        return self.total
 
     def __iter__(self) -> Iterator[EntryT]:
         """Yield every waiting entry, in no particular order."""
-        for group in self._classes.values():
-            for lane in group.lanes.values():
-                yield from lane.walk()
+        for tier in self._tiers.values():
+            for backlog in tier.backlogs.values():
+                yield from backlog.walk()
 
     def classes(self) -> dict[int, tuple[int, int]]:
-        """Return how many records wait, and their cost, by priority, of the classes where any does."""
-        return {group.priority: (group.live, group.cost) for group in self._classes.values() if group.live}
+        """Return how many entries count against the bounds, and their cost, by priority."""
+        return {
+            tier.priority: (tier.live - tier.outside, tier.cost - tier.outside_cost)
+            for tier in self._tiers.values()
+            if tier.live > tier.outside
+        }
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
-        """Return how many records go before one that comes now, and their cost together.
+        """Return how many entries go before one that comes now, and their cost together.
 
         Args:
-            priority: Its class: all that waits in those before it goes first.
-            tenant: Whose it is: inside the class the tenants have turns, so each of the others is served
-                once more at most than it has records waiting. None: the whole class goes first.
+            priority: Its tier: all that waits in those before it goes first.
+            tenant: Its tenant: inside the tier the tenants have turns, so each of the others is served
+                once more at most than it has entries waiting. None: the whole tier goes first.
         """
         records = cost = 0
-        for group in self._classes.values():
-            if group.priority > priority:
+        for tier in self._tiers.values():
+            if tier.priority > priority:
                 continue
-            live = group.live
-            if tenant is not None and group.priority == priority and live:
-                lane = group.lanes.get(tenant)
-                own = len(lane.entries) - lane.dead if lane is not None else 0
-                others = sum(1 for other in group.lanes.values() if other.entries and other is not lane)
+            live = tier.live
+            if tenant is not None and tier.priority == priority:
+                backlog = tier.backlogs.get(tenant)
+                own = 0 if backlog is None else len(backlog)
+                others = tier.tenants - (own > 0)
                 live = min(live, own + others * (own + 1))
             records += live
-            cost += group.cost * live // group.live if group.live else 0
+            cost += tier.cost * live // tier.live
         return records, cost
 
-    def full(self, entry: EntryT) -> tuple[str, int] | None:
-        """Return the name and value of the bound that keeps an entry out; None: there is room."""
-        share = 1.0 if entry.priority < self.background else BACKGROUND_SHARE
-        bound = self._bound(entry.cost, share)
-        if bound is None or not (entry.returning or self._light(entry.tenant)):
-            return bound
-        return self._bound(entry.cost, share * OVERFLOW)
+    def own(self, priority: int, tenant: str) -> int:
+        """Return how many entries of a tenant wait in a tier."""
+        tier = self._tiers.get(priority)
+        backlog = tier.backlogs.get(tenant) if tier is not None else None
+        return 0 if backlog is None else len(backlog)
 
-    def _bound(self, cost: int, share: float) -> tuple[str, int] | None:
-        if self._max_size is not None and self.size + 1 > share * self._max_size and self.size:
-            return "max_queue_size", self._max_size
-        if self._max_cost is not None and self.size and self.cost + cost > share * self._max_cost:
-            return "max_queue_cost", self._max_cost
-        return None
+    # Bounds
 
-    def _light(self, tenant: str) -> bool:
-        lanes = [group.lanes.get(tenant) for group in self._classes.values()]
-        waiting = sum(len(lane.entries) - lane.dead for lane in lanes if lane is not None)
-        return waiting <= LIGHT_SHARE * self.size
-
-    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the tenants' shares from now on; what they were served is not counted anew.
-
-        Args:
-            weights: Share of a tenant in relation to the others; 1.0 where not given.
+    def put(self, entry: EntryT) -> bool:
+        """Put an entry in its place, and return whether it is admitted; otherwise it waits outside.
 
         Raises:
-            ValueError: A weight is not a finite number above 0.
+            ValueError: It waits already.
         """
-        checks.weights("tenant_weights", weights)
-        self._weights = dict(weights)
-        for group in self._classes.values():
-            for lane in group.lanes.values():
-                lane.weight = self._weights.get(lane.tenant, 1.0)
-
-    def add(self, entry: EntryT) -> None:
-        """Put an entry in its place.
-
-        Raises:
-            QueueFull: There is no room for it.
-        """
-        bound = self.full(entry)
-        if bound is not None:
-            raise QueueFull(*bound, retry_after_s=0.0)
-        self.put(entry)
-
-    def weigh(self, tenant: str, weight: float) -> None:
-        """Give a tenant a weight of its own, for what it is served from now on.
-
-        Raises:
-            ValueError: The weight is no finite number above 0.
-        """
-        if self._weights.get(tenant) == weight:
-            return
-        checks.positive("weight", weight)
-        self._weights[tenant] = weight
-        for group in self._classes.values():
-            if lane := group.lanes.get(tenant):
-                lane.weight = weight
-
-    def put(self, entry: EntryT) -> None:
-        """Put an entry in its place, whether there is room or not: the caller has asked `full`."""
-        group = self._classes.get(entry.priority)
-        if group is None:
-            group = self._classes[entry.priority] = PriorityClass(entry.priority)
-        lane = group.lanes.get(entry.tenant)
-        if lane is None:
-            weight = self._weights.get(entry.tenant, 1.0)
-            lane = group.lanes[entry.tenant] = Lane(group, entry.tenant, weight)
-        if not lane.entries:
-            self._activate(lane)
-            if not group.live:
-                self._start_turn(group)
+        if entry._place is not None:
+            raise ValueError("the entry waits already")
         cost = entry.cost
-        lane.entries.append(entry)
-        group.live += 1
-        group.cost += cost
-        self.size += 1
-        self.cost += cost
-        entry._lane = lane
+        tier = self._tiers.get(entry.priority)
+        if tier is None:
+            tier = self._open_tier(entry.priority)
+        backlog = tier.backlogs.get(entry.tenant)
+        if backlog is None:
+            backlog = tier.backlogs[entry.tenant] = Backlog(tier, self._tenants.join(entry.tenant))
+        if not backlog.entries:
+            backlog.tenant = self._tenants.join(entry.tenant)
+            tier.join(backlog, next(self._sequence))
+        tenant = backlog.tenant
+        size, full_cost = self.total - self.outside, self.total_cost - self.outside_cost + cost
+        entry.admitted = not backlog.outside and (
+            (size < self._open_size and full_cost <= self._open_cost) or self._bound(entry, tenant) is None
+        )
+        entry._place = backlog
+        backlog.append(entry)
+        tier.live += 1
+        tier.cost += cost
+        tenant.live += 1
+        tenant.cost += cost
+        self.total += 1
+        self.total_cost += cost
+        if entry.admitted:
+            self.entered += 1
+        else:
+            self._claims[entry.priority >= self._background][backlog] = None
+            backlog.outside[entry] = None
+            self._count_outside(entry, backlog, 1)
         if entry.deadline is not None:
             self._timed += 1
-            heapq.heappush(self._deadlines, (entry.deadline, next(self._sequence), entry))
+            heapq.heappush(self._deadlines, (entry.deadline, next(self._sequence), entry, backlog))
+        return entry.admitted
+
+    def add(self, entry: EntryT) -> None:
+        """Put an entry in its place if there is space for it.
+
+        Raises:
+            QueueFull: There is none.
+            ValueError: It waits already.
+        """
+        if not self.put(entry):
+            bound = self.full(entry)
+            self.remove(entry)
+            raise QueueFull(bound.name, bound.value, retry_after_s=0.0)
+
+    def pass_by(self, entry: EntryT) -> None:
+        """Count an entry that is taken at once, while nothing waits that it could pass."""
+        entry.admitted = True
+        self.entered += 1
+
+    def full(self, entry: EntryT) -> Bound:
+        """Return the bound that keeps an entry outside."""
+        backlog: Backlog = entry._place
+        first = next(iter(backlog.outside))
+        bound = self._bound(entry, backlog.tenant) or self._bound(first, backlog.tenant)
+        # Behind another entry that was only just let in.
+        return bound or Bound("max_queue_size", int(min(self._max_size, checks.LARGEST)), True)
+
+    def admit(self) -> Sequence[EntryT]:
+        """Let in those that wait outside, as far as there is space.
+
+        Returns:
+            The entries that have come in from outside since the last call, also those that were taken.
+        """
+        if self.outside:
+            for claims in self._claims:
+                while claims:
+                    backlog = next(iter(claims))
+                    entry: EntryT = next(iter(backlog.outside))
+                    bound = self._bound(entry, backlog.tenant)
+                    if bound is None:
+                        self._let(entry, backlog)
+                        if backlog.outside:
+                            claims.move_to_end(backlog)
+                    elif bound.of_tenant:
+                        # Its turn comes again when one of the tenant's entries leaves.
+                        del claims[backlog]
+                        backlog.tenant.parked.append(backlog)
+                    else:
+                        break
+        if not self._let_in:
+            return ()
+        let_in, self._let_in = self._let_in, []
+        return let_in
+
+    def _bound(self, entry: EntryT, tenant: Tenant) -> Bound | None:
+        """Return the bound that an entry of a tenant would exceed, if it were let in now."""
+        size = self.total - self.outside + 1
+        cost = self.total_cost - self.outside_cost + entry.cost
+        open_size, open_cost = size <= self._open_size, cost <= self._open_cost
+        if (open_size and open_cost) or size == 1:
+            return None
+        most, most_cost = self._max_size, self._max_cost
+        if entry.priority >= self._background:
+            most, most_cost = BACKGROUND_SHARE * most, BACKGROUND_SHARE * most_cost
+        if size > most:
+            return Bound("max_queue_size", int(self._max_size), False)
+        if cost > most_cost:
+            return Bound("max_queue_cost", int(self._max_cost), False)
+        held = tenant.live - tenant.outside
+        if not held:
+            return None
+        share = self._tenants.share(tenant)
+        if not open_size and held + 1 > share * most:
+            return Bound("max_queue_size", int(self._max_size), True)
+        if not open_cost and tenant.cost - tenant.outside_cost + entry.cost > share * most_cost:
+            return Bound("max_queue_cost", int(self._max_cost), True)
+        return None
+
+    def _let(self, entry: EntryT, backlog: Backlog) -> None:
+        """Let an entry in that waits outside."""
+        self._leave_outside(entry, backlog)
+        entry.admitted = True
+        self.entered += 1
+        self._let_in.append(entry)
+
+    def _leave_outside(self, entry: EntryT, backlog: Backlog) -> None:
+        del backlog.outside[entry]
+        if not backlog.outside:
+            self._claims[entry.priority >= self._background].pop(backlog, None)
+        self._count_outside(entry, backlog, -1)
+
+    def _count_outside(self, entry: EntryT, backlog: Backlog, sign: int) -> None:
+        tier, tenant, cost = backlog.tier, backlog.tenant, sign * entry.cost
+        self.outside += sign
+        self.outside_cost += cost
+        tier.outside += sign
+        tier.outside_cost += cost
+        tenant.outside += sign
+        tenant.outside_cost += cost
+
+    # Order
 
     def head(self, before: int | None = None) -> EntryT | None:
         """Return the entry whose turn it is, without taking it; expired ones are passed over.
 
         Args:
-            before: Only of the classes before this priority; None: of all.
+            before: Only of the tiers before this priority; None: of all.
         """
         if self._deadlines:
             self._sweep()
-        lane = self._next_lane() if before is None else self._next_lane_before(before)
-        if lane is None:
+        backlog = self._next_backlog() if before is None else self._next_backlog_before(before)
+        if backlog is None:
             return None
-        head: EntryT = lane.entries[0]
+        head: EntryT = backlog.entries[0]
         return head
 
     def pick(self, entry: EntryT) -> None:
@@ -260,10 +335,9 @@ class RequestQueue(Generic[EntryT]):
         Raises:
             ValueError: The entry is not waiting.
         """
-        lane = entry._lane
-        if lane is None:
+        if entry._place is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
-        self._serve(entry, lane, self._clock())
+        self._serve(entry, entry._place, self._clock())
 
     def take(
         self, budget: int | None = None, max_records: int | None = None, *, padded: bool = False
@@ -283,10 +357,10 @@ class RequestQueue(Generic[EntryT]):
         batch: list[EntryT] = []
         total = longest = 0
         while max_records is None or len(batch) < max_records:
-            lane = self._next_lane()
-            if lane is None:
+            backlog = self._next_backlog()
+            if backlog is None:
                 break
-            entry: EntryT = lane.entries[0]
+            entry: EntryT = backlog.entries[0]
             cost = entry.cost
             if padded:
                 longest = max(longest, cost)
@@ -295,7 +369,7 @@ class RequestQueue(Generic[EntryT]):
                 total += cost
             if budget is not None and total > budget and batch:
                 break
-            self._serve(entry, lane, now)
+            self._serve(entry, backlog, now)
             batch.append(entry)
         return batch
 
@@ -304,12 +378,79 @@ class RequestQueue(Generic[EntryT]):
         self._sweep()
         return list(itertools.islice(self._walk(), count))
 
+    def settle(self, entry: EntryT, charged: int, used: int) -> None:
+        """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
+        tier = self._tiers.get(entry.priority)
+        backlog = tier.backlogs.get(entry.tenant) if tier is not None else None
+        if tier is None or backlog is None or used == charged:
+            # A tenant that was forgotten starts at the level of the others: nothing to put right.
+            return
+        backlog.counter += (used - charged) * backlog.tenant.charge
+        if backlog.item is not None and backlog.counter < backlog.item[0]:
+            tier.enlist(backlog)
+
+    def _open_tier(self, priority: int) -> Tier:
+        tier = self._tiers[priority] = Tier(priority, self._key(priority))
+        if len(self._turns) > 2 * len(self._tiers) + 64:
+            self._turns = [turn for turn in self._turns if turn[3].live]
+            heapq.heapify(self._turns)
+        heapq.heappush(self._turns, (tier.key, priority, next(self._sequence), tier))
+        return tier
+
+    def _key(self, priority: int) -> float:
+        # All tiers age alike, so comparing these keys needs no clock.
+        return float(priority) if self._aging is None else self._clock() + priority * self._aging
+
+    def _next_backlog(self) -> Backlog | None:
+        """Return the backlog whose first entry is next; None: nothing waits."""
+        turns = self._turns
+        while turns:
+            key, priority, number, tier = turns[0]
+            if not tier.live:
+                heapq.heappop(turns)
+            elif key != tier.key and len(turns) > 1:
+                heapq.heapreplace(turns, (tier.key, priority, number, tier))
+            else:
+                return tier.first()
+        return None
+
+    def _next_backlog_before(self, priority: int) -> Backlog | None:
+        """Return the backlog whose first entry is next among the tiers before a priority."""
+        tiers = [tier for tier in self._tiers.values() if tier.priority < priority]
+        return min(tiers, key=lambda tier: (tier.key, tier.priority)).first() if tiers else None
+
+    def _serve(self, entry: EntryT, backlog: Backlog, now: float) -> None:
+        """Charge a tenant for an entry and take it out."""
+        if not entry.admitted:
+            self._let(entry, backlog)
+        backlog.counter += (entry.cost or 1) * backlog.tenant.charge
+        if self._aging is not None:
+            tier = backlog.tier
+            tier.key = now + tier.priority * self._aging
+        self._drop(entry, backlog)
+
+    def _walk(self) -> Iterator[EntryT]:
+        turns = [(tier.key, tier.priority, tier.walk()) for tier in self._tiers.values()]
+        heapq.heapify(turns)
+        while turns:
+            _, priority, entries = turns[0]
+            entry = next(entries, None)
+            if entry is None:
+                heapq.heappop(turns)
+            else:
+                yield entry
+                heapq.heapreplace(turns, (self._key(priority), priority, entries))
+
+    # Leaving
+
     def remove(self, entry: EntryT) -> bool:
         """Take an entry out unserved: it was cancelled. Return whether it was still waiting."""
-        lane = entry._lane
-        if lane is None:
+        backlog: Backlog | None = entry._place
+        if backlog is None:
             return False
-        self._drop(entry, lane)
+        if not entry.admitted:
+            self._leave_outside(entry, backlog)
+        self._drop(entry, backlog)
         return True
 
     def clear(self) -> list[EntryT]:
@@ -321,134 +462,90 @@ class RequestQueue(Generic[EntryT]):
 
     def expire(self) -> list[EntryT]:
         """Take out and return the entries whose deadline has passed; each is returned once."""
-        self._sweep()
+        if self._deadlines:
+            self._sweep()
+        if not self._expired:
+            return []
         expired, self._expired = self._expired, []
         return expired
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a waiting entry."""
         deadlines = self._deadlines
-        while deadlines and deadlines[0][2]._lane is None:
+        while deadlines and not self._holds(deadlines[0]):
             heapq.heappop(deadlines)
         return deadlines[0][0] if deadlines else None
 
-    def settle(self, entry: EntryT, charged: int, used: int) -> None:
-        """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
-        group = self._classes.get(entry.priority)
-        lane = group.lanes.get(entry.tenant) if group is not None else None
-        if lane is None or used == charged:
-            # A tenant that was forgotten starts at the level of the others: nothing to put right.
-            return
-        lane.counter += (used - charged) / lane.weight
-        if lane.item is not None and lane.counter < lane.item[0]:
-            lane.group.enlist(lane)
-
-    def _next_lane(self) -> Lane | None:
-        """Return the lane whose first entry is next; None: nothing waits."""
-        turns = self._turns
-        while turns:
-            item = turns[0]
-            group = item[2]
-            if not group.live:
-                heapq.heappop(turns)
-                group.listed = False
-                self._forget_class(group)
-            elif item[0] != group.key and len(turns) > 1:
-                heapq.heapreplace(turns, (group.key, group.priority, group))
-            else:
-                return group.first()
-        return None
-
-    def _next_lane_before(self, priority: int) -> Lane | None:
-        """Return the lane whose first entry is next among the classes before a priority."""
-        groups = [group for group in self._classes.values() if group.live and group.priority < priority]
-        return min(groups, key=lambda group: (group.key, group.priority)).first() if groups else None
-
-    def _serve(self, entry: EntryT, lane: Lane, now: float) -> None:
-        """Charge a tenant for an entry and take it out."""
-        lane.counter += (entry.cost or 1) / lane.weight
-        if self._aging is not None:
-            group = lane.group
-            group.key = now + group.priority * self._aging
-        self._drop(entry, lane)
-
-    def _activate(self, lane: Lane) -> None:
-        group = lane.group
-        lane.counter = max(lane.counter, group.level())
-        if lane.item is None:
-            lane.joined = next(self._sequence)
-            group.enlist(lane)
-
-    def _start_turn(self, group: PriorityClass) -> None:
-        group.key = self._key(group.priority)
-        if not group.listed:
-            group.listed = True
-            heapq.heappush(self._turns, (group.key, group.priority, group))
-
-    def _key(self, priority: int) -> float:
-        # All classes age alike, so comparing these keys needs no clock.
-        return float(priority) if self._aging is None else self._clock() + priority * self._aging
-
-    def _drop(self, entry: EntryT, lane: Lane) -> None:
-        group = lane.group
-        entries = lane.entries
-        cost = entry.cost
-        entry._lane = None
-        group.live -= 1
-        group.cost -= cost
-        self.size -= 1
-        self.cost -= cost
+    def _drop(self, entry: EntryT, backlog: Backlog) -> None:
+        tier, tenant, cost = backlog.tier, backlog.tenant, entry.cost
+        entry._place = None
+        tier.live -= 1
+        tier.cost -= cost
+        tenant.live -= 1
+        tenant.cost -= cost
+        self.total -= 1
+        self.total_cost -= cost
         if entry.deadline is not None:
             self._timed -= 1
             if len(self._deadlines) > 2 * self._timed + 64:
-                self._deadlines = [item for item in self._deadlines if item[2]._lane is not None]
+                self._deadlines = [item for item in self._deadlines if self._holds(item)]
                 heapq.heapify(self._deadlines)
-        if entries[0] is entry:
-            entries.popleft()
-            while lane.dead and entries[0]._lane is None:
-                entries.popleft()
-                lane.dead -= 1
-        else:
-            lane.dead += 1
-            if lane.dead > len(entries) // 2 + 16:
-                lane.entries = deque(lane.walk())
-                lane.dead = 0
-        if not lane.entries:
-            self._retire(lane)
+        backlog.discard(entry)
+        if tenant.parked:
+            self._claim_again(tenant)
+        if not tier.live:
+            # Nothing is owed in a tier in which nothing waits.
+            del self._tiers[tier.priority]
+        elif not backlog.entries:
+            tier.retire(backlog, next(self._sequence))
+        if not tenant.live:
+            self._tenants.leave(tenant)
 
-    def _retire(self, lane: Lane) -> None:
-        """The tenant has nothing left in this class: remember it while it owes something."""
-        group = lane.group
-        if not group.live:
-            group.floor = max(group.floor, lane.counter)
-        if not lane.idle_listed:
-            lane.idle_listed = True
-            heapq.heappush(group.idle, (lane.counter, next(self._sequence), lane))
-        group.forget_idle()
-        self._forget_class(group)
+    def _claim_again(self, tenant: Tenant) -> None:
+        for backlog in tenant.parked:
+            if backlog.outside:
+                self._claims[backlog.tier.priority >= self._background][backlog] = None
+        tenant.parked.clear()
 
-    def _forget_class(self, group: PriorityClass) -> None:
-        if not group.listed and not group.lanes:
-            del self._classes[group.priority]
+    def _holds(self, item: tuple[float, int, EntryT, Backlog]) -> bool:
+        """Return whether an item of the deadlines is of an entry that still waits where it did."""
+        return item[2]._place is item[3] and item[2].deadline == item[0]
 
     def _sweep(self) -> None:
         if not self._deadlines:
             return
         now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now:
-            entry = heapq.heappop(self._deadlines)[2]
-            if self.remove(entry):
-                self._expired.append(entry)
+            item = heapq.heappop(self._deadlines)
+            if self._holds(item) and self.remove(item[2]):
+                self._expired.append(item[2])
 
-    def _walk(self) -> Iterator[EntryT]:
-        groups = [group for group in self._classes.values() if group.live]
-        turns = [(group.key, group.priority, group.walk()) for group in groups]
-        heapq.heapify(turns)
-        while turns:
-            _, priority, entries = turns[0]
-            entry = next(entries, None)
-            if entry is None:
-                heapq.heappop(turns)
-            else:
-                yield entry
-                heapq.heapreplace(turns, (self._key(priority), priority, entries))
+    # Tenants
+
+    def weigh(self, tenant: str, weight: float | None) -> None:
+        """Give a tenant a weight of its own, for what it is served from now on.
+
+        Args:
+            tenant: Its name.
+            weight: Its share in relation to the others; None: what `tenant_weights` says.
+
+        Raises:
+            ValueError: The weight is out of range.
+            TypeError: The tenant is not a string.
+        """
+        self._tenants.weigh(tenant, weight)
+
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Change the tenants' shares from now on; what they were served is not counted anew.
+
+        Args:
+            weights: Share of a tenant in relation to the others; 1.0 where not given.
+
+        Raises:
+            ValueError: A weight is out of range.
+        """
+        self._tenants.set_weights(weights)
+
+    def tenant(self, name: str) -> Tenant | None:
+        """Return what is known of a tenant that has entries, or had within the last 10 seconds."""
+        return self._tenants.get(name)

@@ -1,10 +1,29 @@
-"""How fast records are served: the base of every estimate of a wait."""
+"""How fast records are served, and what follows: estimates of waits, and when to come back."""
+
+import math
+import random
+from collections.abc import Callable
+
+from batcher.fair_share import Tenant
 
 MEMORY = 1 - 1 / 256
 """Weight that a finished record keeps when the next one finishes."""
 
 ENOUGH = 16
 """Records to measure first."""
+
+
+RETURNS_SHARE = 1 / 3
+"""Share of a tenant's service that is set aside for records that come back; the rest is for new ones."""
+
+SPREAD = 0.25
+"""How far a time to come back is moved at random, as a share of it."""
+
+MAX_TIERS = 64
+"""Tiers of a tenant whose times to come back are remembered."""
+
+LATEST_S = 60.0
+"""Seconds after which a refused record may come back at the latest, unless its wait is longer."""
 
 
 class ServiceRate:
@@ -14,8 +33,6 @@ class ServiceRate:
     inside / mean of them go per second. The same holds for cost, with the mean taken by cost.
     """
 
-    __slots__ = ("_cost", "_cost_seconds", "_records", "_seconds")
-
     def __init__(self) -> None:
         self._records = 0.0
         self._seconds = 0.0
@@ -24,7 +41,7 @@ class ServiceRate:
 
     @property
     def known(self) -> bool:
-        """Whether enough has been measured to refuse somebody for it."""
+        """Whether enough has been measured to refuse a record for it."""
         return self._records > ENOUGH
 
     def learn(self, cost: int, seconds: float) -> None:
@@ -46,3 +63,77 @@ class ServiceRate:
         if self._cost and cost_inside:
             wait = max(wait, max(0, cost) * self._cost_seconds / self._cost / cost_inside)
         return wait
+
+
+def retry_after(
+    tenant: Tenant,
+    priority: int,
+    wait_s: float,
+    own: int,
+    now: float,
+    draw: Callable[[], float] = random.random,
+) -> float:
+    """Return the seconds after which a record that is refused now should come back.
+
+    The records of one tenant come back one after the other, as fast as the tenant is served, and not
+    before the wait is over, nor before those of the same or a higher tier; the demand of one tenant doesn't
+    delay another. A random part spreads those of several tenants.
+
+    Args:
+        tenant: The tenant of the record.
+        priority: Its tier.
+        wait_s: Seconds that the record would wait if it were let in.
+        own: Records of the tenant that wait in the tier.
+        now: The time.
+        draw: Returns a random number from 0 to 1.
+    """
+    returns = tenant.returns
+    if priority not in returns:
+        if len(returns) > MAX_TIERS:
+            returns.clear()
+        returns[priority] = max((at for above, at in returns.items() if above < priority), default=now)
+    at = min(max(now + wait_s, returns[priority]), now + max(wait_s, LATEST_S))
+    returns[priority] = at
+    for tier in returns:
+        if tier >= priority:
+            returns[tier] = max(returns[tier], now) + wait_s / (own + 1) / RETURNS_SHARE
+    return (at - now) * (1 + SPREAD * draw())
+
+
+STEPS = 2
+"""Steps between the end of a record and the first step of one that is only then let in: the end is told
+with one step, and the next is planned by then."""
+
+FIRST_OUTPUT = 64.0
+"""Tokens that a record is expected to produce before one has ended."""
+
+OUTPUT_MEMORY = 1 - 1 / 64
+"""Weight that a record keeps in the mean output when the next one ends."""
+
+
+class Standby:
+    """Says how many records may wait in an engine beyond its places, so that none of these stays empty.
+
+    A record stays a step per token, so by Little's law `places / mean output` of them end in a step. As
+    many wait in the engine as end until others could come: more would only have left the queue, and its
+    order, too early.
+
+    Attributes:
+        places: Records in one step of the engine.
+        records: How many may wait, at most as many as there are places.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.places: int = places
+        self._ended = 1.0
+        self._tokens = FIRST_OUTPUT
+        self.records: int = self._count()
+
+    def learn(self, output_tokens: int) -> None:
+        """Take in what a record that has ended produced; 0 counts as one step."""
+        self._ended = self._ended * OUTPUT_MEMORY + 1
+        self._tokens = self._tokens * OUTPUT_MEMORY + max(1, output_tokens)
+        self.records = self._count()
+
+    def _count(self) -> int:
+        return min(self.places, math.ceil(STEPS * self.places * self._ended / self._tokens))

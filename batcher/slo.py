@@ -1,8 +1,8 @@
-"""Goals for the requests that somebody waits for, and how much else may run beside them.
+"""Goals for the requests of the foreground, and how much else may run beside them.
 
 A request that comes to a busy engine waits for the step that runs, then for its own: two steps and what
-the way takes. So what runs in the background must keep the steps short at all times, also while nobody
-waits: who comes first finds the engine as it is.
+the way takes. So what runs in the background must keep the steps short at all times, also while the
+foreground is empty: its first request finds the engine as it is.
 """
 
 from collections import deque
@@ -80,24 +80,11 @@ class Window:
         clock: Returns the time in seconds.
     """
 
-    __slots__ = (
-        "_answers",
-        "_clock",
-        "_cut_at",
-        "_excess",
-        "_judged_at",
-        "_records",
-        "_steps",
-        "_tails",
-        "goals",
-        "mean_step_s",
-    )
-
     def __init__(self, goals: Goals, clock: Callable[[], float]) -> None:
-        self.goals = goals
+        self.goals: Goals = goals
         self._clock = clock
         self._records = float(FIRST_WINDOW)
-        self.mean_step_s = 0.0
+        self.mean_step_s: float = 0.0
         # By how much each step exceeded the mean of its time.
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._steps = 0
@@ -154,7 +141,7 @@ class Window:
         mean = self.mean_step_s
         tails = self._tails
         if len(tails) < ENOUGH_ANSWERS:
-            # The way of the request and its own prompt: half a step, as long as nobody knows.
+            # The way of the request and its own prompt: half a step, as long as it is unknown.
             return 2.5 * mean + self._pair()
         way = max(0.0, sorted(tails)[len(tails) // 2] + mean / 2)
         return 2 * mean + max(self._pair() + way, nlargest(2, tails)[1])
@@ -181,18 +168,18 @@ class Window:
         goals = self.goals
         expected = self.expected_ttft_s()
         # By how much a step may become longer, as a factor.
-        room = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
+        slack = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
         late = expected > (1 + AIM) / 2 * goals.ttft_p99_s
         if goals.tpot_p99_s is not None:
             answers = self._answers
             worst = nlargest(2, answers)[1] if len(answers) >= ENOUGH_ANSWERS else 1.0
             per_token = max(worst, 1.0) * mean
-            room = min(room, AIM * goals.tpot_p99_s / per_token)
+            slack = min(slack, AIM * goals.tpot_p99_s / per_token)
             late = late or per_token > (1 + AIM) / 2 * goals.tpot_p99_s
         if late:
-            self._narrow(room, in_flight)
-        elif room > 1 and wanted:
-            self._records += max(self._records * (min(room, GROWTH) - 1), min(1.0, 2 * (room - 1)))
+            self._narrow(slack, in_flight)
+        elif slack > 1 and wanted:
+            self._records += max(self._records * (min(slack, GROWTH) - 1), min(1.0, 2 * (slack - 1)))
 
     def _narrow(self, factor: float, in_flight: int) -> None:
         # What runs can't be stopped: a second cut before it has left would count the same twice.

@@ -1,10 +1,13 @@
-"""What a batcher counts, and the frozen snapshot that it shows."""
+"""Statistics: what a batcher counts, the frozen snapshot of it, and observations of single records."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Literal, NamedTuple, TypeVar
 
-from batcher.observations import Observations
+ItemT = TypeVar("ItemT")
+
+Outcome = Literal["completed", "failed", "cancelled"]
 
 RECENT = 512
 """Records over which percentiles are taken."""
@@ -18,25 +21,25 @@ class Stats:
     `queue_depth` and `running`. Percentiles are over the last 512 records that ran.
 
     Attributes:
-        total_submitted: Records that got in.
-        total_completed: Records that ended with a result.
+        total_submitted: Records that got into the queue.
+        total_completed: Records that ended with a result; those that failed are not among them.
         total_failed: Records that ended with an error.
-        total_cancelled: Records whose caller gave up, waiting or running.
+        total_cancelled: Records that were cancelled, waiting or running.
         total_expired: Records whose deadline passed while they waited.
         total_rejected: Records that never got in: the queue was full, the record too large or too late.
-        queue_depth: Records that wait.
+        queue_depth: Records that wait in the queue.
         queue_cost: Their cost.
-        queue_classes: Records that wait, and their cost, by priority.
-        outside: Callers that wait for room in the queue.
+        queue_classes: Records that wait in the queue, and their cost, by priority.
+        outside: Records that wait for space in the queue; they are not among the submitted ones.
         running: Records that run.
         running_cost: Their cost.
         busy_time_s: Seconds during which at least one record ran.
         idle_time_s: Seconds during which none did.
-        utilization: Share of the time, 0 to 1, in which at least one record ran.
+        utilization: Busy share of the time, 0 to 1: `busy_time_s` over it and `idle_time_s`.
         throughput: Completed records per second since the start.
         cost_throughput: Completed cost per second since the start.
-        avg_latency_s: Mean seconds from submission to result.
-        avg_run_s: Mean seconds that a record ran.
+        avg_latency_s: Mean seconds from submission to result, of the completed records.
+        avg_run_s: Mean seconds that a record ran; each time that it ran, where batches were split.
         wait_p50_s: Seconds from submission to start: median.
         wait_p90_s: The same, 90th percentile.
         wait_p99_s: The same, 99th percentile.
@@ -59,7 +62,7 @@ class Stats:
     running_cost: int = 0
     busy_time_s: float = 0.0
     idle_time_s: float = 0.0
-    utilization: float = 0.0
+    utilization: float = field(init=False, default=0.0)
     throughput: float = 0.0
     cost_throughput: float = 0.0
     avg_latency_s: float = 0.0
@@ -70,6 +73,10 @@ class Stats:
     run_p50_s: float = 0.0
     run_p90_s: float = 0.0
     run_p99_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        elapsed = self.busy_time_s + self.idle_time_s
+        object.__setattr__(self, "utilization", self.busy_time_s / elapsed if elapsed else 0.0)
 
     def report(self) -> str:
         """Return the statistics as a few lines for a terminal."""
@@ -86,7 +93,7 @@ class Stats:
             ),
             (
                 "waiting",
-                f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {self.outside:,} callers for room",
+                f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {self.outside:,} more for space",
             ),
             ("running", f"{self.running:,} records, cost {self.running_cost:,}"),
             (
@@ -136,17 +143,17 @@ class ContinuousStats(Stats):
     """A snapshot of a `ContinuousBatcher`.
 
     Attributes:
-        outside_cost: Cost of what callers bring that wait for room in the queue.
+        outside_cost: Cost of the records that wait for space in the queue.
         capacity: Cost that may run at once.
         max_running: Records that may run at once, without the few that wait in the engine; None: no bound.
         occupancy: Mean share of the capacity in use since the start.
         output_tokens: Tokens that were reported as produced.
-        background_running: Records that run of those that nobody waits for; 0 where there are no goals.
+        background_running: Background records that run; 0 where there are no goals.
         background_window: How many of them may run now; None: there are no goals.
-        goal_ttft_s: Seconds to the first token that 99 of 100 requests of the others are to keep; None:
-            there are no goals.
-        expected_ttft_s: What they are expected to keep. Above the goal with a window of 1, the goal is out
-            of reach: the others miss it by themselves.
+        goal_ttft_s: Seconds to the first token that are the goal for 99 of 100 requests of the foreground;
+            None: there are no goals.
+        expected_ttft_s: What is expected of them. Above the goal with a window of 1, the goal is out of
+            reach: the foreground misses it by itself.
     """
 
     outside_cost: int = 0
@@ -194,40 +201,77 @@ def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float
     return [ranked[min(last, int(point * len(ranked)))] for point in points]
 
 
+class Observation(NamedTuple):
+    """One record that ran.
+
+    Attributes:
+        tenant: Its tenant.
+        priority: Its tier.
+        cost: What its tenant was charged for: prompt and output where they are known, else its cost.
+        wait_s: Seconds from submission to start.
+        run_s: Seconds from start to end.
+        outcome: How it ended.
+    """
+
+    tenant: str
+    priority: int
+    cost: int
+    wait_s: float
+    run_s: float
+    outcome: Outcome
+
+
+class BatchObservation(NamedTuple):
+    """One batch that was given to `process_fn`: its records and their cost."""
+
+    size: int
+    cost: int
+
+
+class Kept(Generic[ItemT]):
+    """The latest items until they are taken; beyond the limit the oldest are dropped.
+
+    Args:
+        limit: Items that are kept at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._items: deque[ItemT] = deque(maxlen=limit)
+        # The deque's own method: one call per record.
+        self.append: Callable[[ItemT], None] = self._items.append
+
+    def take(self) -> list[ItemT]:
+        """Return what was kept since the last call."""
+        items = list(self._items)
+        self._items.clear()
+        return items
+
+
+class Observations:
+    """What a batcher has observed since it was last asked.
+
+    Args:
+        limit: Records, and batches, that are kept at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.records: Kept[Observation] = Kept(limit)
+        self.batches: Kept[BatchObservation] = Kept(limit)
+
+
 class Recorder:
     """What a batcher counts while it runs: plain attributes, so that counting costs nothing."""
 
-    __slots__ = (
-        "_busy",
-        "_busy_s",
-        "_idle_s",
-        "_since",
-        "cancelled",
-        "completed",
-        "completed_cost",
-        "expired",
-        "failed",
-        "latency_s",
-        "observations",
-        "ran",
-        "rejected",
-        "run_s",
-        "runs",
-        "submitted",
-        "waits",
-    )
-
     def __init__(self) -> None:
-        self.submitted = 0
-        self.completed = 0
-        self.completed_cost = 0
-        self.failed = 0
-        self.cancelled = 0
-        self.expired = 0
-        self.rejected = 0
-        self.ran = 0
-        self.run_s = 0.0
-        self.latency_s = 0.0
+        self.completed: int = 0
+        self.completed_cost: int = 0
+        self.failed: int = 0
+        self.cancelled: int = 0
+        self.expired: int = 0
+        self.rejected: int = 0
+        self.ran: int = 0
+        self.run_s: float = 0.0
+        self.latency_s: float = 0.0
         self.waits: deque[float] = deque(maxlen=RECENT)
         self.runs: deque[float] = deque(maxlen=RECENT)
         self.observations: Observations | None = None
@@ -268,7 +312,6 @@ class Recorder:
         wait = percentiles(self.waits, (0.5, 0.9, 0.99))
         run = percentiles(self.runs, (0.5, 0.9, 0.99))
         return {
-            "total_submitted": self.submitted,
             "total_completed": self.completed,
             "total_failed": self.failed,
             "total_cancelled": self.cancelled,
@@ -276,7 +319,6 @@ class Recorder:
             "total_rejected": self.rejected,
             "busy_time_s": busy,
             "idle_time_s": idle,
-            "utilization": busy / elapsed if elapsed else 0.0,
             "throughput": self.completed / elapsed if elapsed else 0.0,
             "cost_throughput": self.completed_cost / elapsed if elapsed else 0.0,
             "avg_latency_s": self.latency_s / self.completed if self.completed else 0.0,
@@ -293,11 +335,9 @@ class Recorder:
 class WindowRecorder(Recorder):
     """What a `ContinuousBatcher` counts; `fill` is the share of the capacity in use."""
 
-    __slots__ = ("_fill", "_filled_at", "_filled_s", "output_tokens")
-
     def __init__(self) -> None:
         super().__init__()
-        self.output_tokens = 0
+        self.output_tokens: int = 0
         self._fill = 0.0
         self._filled_s = 0.0
         self._filled_at = 0.0
@@ -327,11 +367,9 @@ class WindowRecorder(Recorder):
 class BatchRecorder(Recorder):
     """What a `DynamicBatcher` counts."""
 
-    __slots__ = ("batch_cost", "batch_records", "batches", "padded_cost")
-
     def __init__(self) -> None:
         super().__init__()
-        self.batches = 0
-        self.batch_records = 0
-        self.batch_cost = 0
-        self.padded_cost = 0
+        self.batches: int = 0
+        self.batch_records: int = 0
+        self.batch_cost: int = 0
+        self.padded_cost: int = 0

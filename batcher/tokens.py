@@ -1,14 +1,47 @@
 """TokenBatcher: a DynamicBatcher whose cost is tokens."""
 
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Literal, TypedDict, TypeVar, Unpack
 
-from batcher.calls import ProcessFn
 from batcher.costs import CostEstimatorFn
 from batcher.dynamic import DynamicBatcher
 from batcher.entries import Ticket
+from batcher.forming import Forming
+from batcher.processing import OnError, ProcessFn
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
+
+
+class BatchOptions(TypedDict, total=False):
+    """The arguments of `DynamicBatcher` that `TokenBatcher` has no names of its own for."""
+
+    max_batch_size: int
+    min_batch_size: int
+    batch_timeout_s: float
+    max_queue_size: int
+    prefetch_batches: int
+    max_queue_cost: int | None
+    max_concurrent_batches: int
+    forming: Forming
+    lookahead: int | None
+    padded: bool
+    oversize: Literal["alone", "reject"]
+    on_error: OnError
+    priority_aging_s: float | None
+    tenant_weights: Mapping[str, float] | None
+    clock: Callable[[], float]
+
+
+class SubmitOptions(TypedDict, total=False):
+    """The arguments of `DynamicBatcher.submit` beside the record."""
+
+    cost: int | None
+    priority: int
+    tenant: str
+    deadline: float | None
+    timeout: float | None
+    estimated_cost: int | None
 
 
 class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
@@ -23,9 +56,9 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
         cost_estimator: The same, if `token_estimator` is not given.
         target_batch_tokens: Most tokens of a batch; None: `target_batch_cost`.
         target_batch_cost: The same.
-        default_token_estimate: Tokens of a record of which nothing is known; None: `default_cost`.
+        default_token_estimate: Tokens of a record without an estimate; None: `default_cost`.
         default_cost: The same.
-        options: All other arguments of `DynamicBatcher`.
+        options: The other arguments of `DynamicBatcher`.
 
     Raises:
         TypeError: Neither function is given, or one is not callable.
@@ -45,11 +78,11 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
         target_batch_cost: int = 32_000,
         default_token_estimate: int | None = None,
         default_cost: int = 1,
-        **options: Any,
+        **options: Unpack[BatchOptions],
     ) -> None:
         function = process_fn if inference_fn is None else inference_fn
         if function is None:
-            raise TypeError("TokenBatcher needs inference_fn, or process_fn, and got neither")
+            raise TypeError("TokenBatcher requires either inference_fn or process_fn")
         super().__init__(
             function,
             cost_estimator=cost_estimator if token_estimator is None else token_estimator,
@@ -59,51 +92,32 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
         )
 
     async def submit(
-        self,
-        record: RecordT,
-        *,
-        estimated_tokens: int | None = None,
-        estimated_cost: int | None = None,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
+        self, record: RecordT, *, estimated_tokens: int | None = None, **options: Unpack[SubmitOptions]
     ) -> Ticket[ResultT]:
         """Queue one record and return the future of its result; waits while the queue is full.
 
         Args:
             record: What `inference_fn` is given.
-            estimated_tokens: Its tokens; None: `estimated_cost`.
-            estimated_cost: The same; this and the rest are as in `DynamicBatcher.submit`.
+            estimated_tokens: Its tokens; None: `cost`, or `estimated_cost`.
+            options: The other arguments of `DynamicBatcher.submit`.
         """
-        return await super().submit(
-            record,
-            estimated_cost=estimated_cost if estimated_tokens is None else estimated_tokens,
-            priority=priority,
-            tenant=tenant,
-            deadline=deadline,
-        )
+        return await super().submit(record, **_in_tokens(estimated_tokens, options))
 
     def submit_nowait(
-        self,
-        record: RecordT,
-        *,
-        estimated_tokens: int | None = None,
-        estimated_cost: int | None = None,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
+        self, record: RecordT, *, estimated_tokens: int | None = None, **options: Unpack[SubmitOptions]
     ) -> Ticket[ResultT]:
         """Queue one record at once and return the future of its result, or raise `QueueFull`.
 
         Args:
             record: What `inference_fn` is given.
-            estimated_tokens: Its tokens; None: `estimated_cost`.
-            estimated_cost: The same; this and the rest are as in `DynamicBatcher.submit_nowait`.
+            estimated_tokens: Its tokens; None: `cost`, or `estimated_cost`.
+            options: The other arguments of `DynamicBatcher.submit_nowait`.
         """
-        return super().submit_nowait(
-            record,
-            estimated_cost=estimated_cost if estimated_tokens is None else estimated_tokens,
-            priority=priority,
-            tenant=tenant,
-            deadline=deadline,
-        )
+        return super().submit_nowait(record, **_in_tokens(estimated_tokens, options))
+
+
+def _in_tokens(tokens: int | None, options: SubmitOptions) -> SubmitOptions:
+    """Return the options with the tokens that go before another cost."""
+    if tokens is None:
+        return options
+    return {**options, "cost": None, "estimated_cost": tokens}

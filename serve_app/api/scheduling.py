@@ -19,8 +19,6 @@ TIER_PRIORITY: dict[ServiceTier, int] = {
     "scale": 0,
     "flex": 1,
 }
-RETRY_COUNT = b"x-stainless-retry-count"
-"""The header with which OpenAI's clients mark a request that is not the first try."""
 
 MAX_TENANT = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
@@ -34,14 +32,12 @@ class Scheduling(NamedTuple):
         tenant: The tenant; tenants share an engine fairly.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
         weight: The tenant's share in relation to the others; None: what the model's batcher says.
-        returning: It was refused before, as its header says.
     """
 
     priority: int = 0
     tenant: str = "default"
     queue_timeout_s: float | None = None
     weight: float | None = None
-    returning: bool = False
 
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""
@@ -107,8 +103,6 @@ def scheduling_of(headers: Headers, fields: SchedulingFields, *, tenant: str | N
         scheduling = scheduling._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
         scheduling = scheduling._replace(queue_timeout_s=_seconds(seconds))
-    if given.get(RETRY_COUNT, b"0") != b"0":
-        scheduling = scheduling._replace(returning=True)
     return scheduling
 
 

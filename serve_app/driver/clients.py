@@ -10,7 +10,6 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import RETRY_COUNT
 from serve_app.driver.errors import DriverError
 from serve_app.system import cancellation
 
@@ -23,12 +22,11 @@ MESSAGE_BYTES = 64 << 20
 class Client(Protocol):
     """A service, as a run uses it."""
 
-    async def generate(self, body: JSON, tries: int = 0) -> JSON:
+    async def generate(self, body: JSON) -> JSON:
         """Send one `/generate` call and return its answer.
 
         Args:
             body: The call's body.
-            tries: Number of times that it was sent before.
 
         Raises:
             RequestError: The call failed. Another try may succeed if the status is 408, 425, 429 or at
@@ -81,12 +79,9 @@ class HTTPClient:
             transport=transport,
         )
 
-    async def generate(self, body: JSON, tries: int = 0) -> JSON:
+    async def generate(self, body: JSON) -> JSON:
         """Send one `/generate` call and return its answer."""
         headers = {"content-type": "application/json"}
-        if tries:
-            # The service keeps room in its queue for retries.
-            headers[RETRY_COUNT.decode()] = str(tries)
         try:
             response = await self._http.post(
                 f"{self.url}/generate",
@@ -170,8 +165,8 @@ class HandleClient:
         self._read_s = read_s
         self._handle: Any = serve.get_deployment_handle(name, app_name=app)
 
-    async def generate(self, body: JSON, tries: int = 0) -> JSON:
-        """Send one `generate` call and return its answer; `tries` is not transmitted over a handle."""
+    async def generate(self, body: JSON) -> JSON:
+        """Send one `generate` call and return its answer."""
         import grpc
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException

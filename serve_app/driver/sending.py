@@ -133,7 +133,7 @@ class Sender:
         answered = deque([what.answered], maxlen=RECENT_FAILURES)
         while True:
             try:
-                answer = await self._call(body, failures + refusals)
+                answer = await self._call(body)
             except RequestError as error:
                 if error.status == 429:
                     # A full queue isn't a failure: live traffic may fill it for hours.
@@ -150,11 +150,11 @@ class Sender:
             else:
                 return _rows(what.items, answer, what.attempts + failures + refusals + 1)
 
-    async def _call(self, body: JSON, tries: int) -> JSON:
+    async def _call(self, body: JSON) -> JSON:
         started = time.monotonic()
         self._stats.in_flight += 1
         try:
-            answer = await self._client.generate(body, tries)
+            answer = await self._client.generate(body)
         finally:
             self._stats.in_flight -= 1
         count = len(body[self._field])

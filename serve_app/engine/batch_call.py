@@ -74,8 +74,7 @@ async def run_records(
         RequestError: The call was refused, or a record of one that isn't partial failed.
     """
     deadline = scheduling.deadline(time.monotonic())
-    if scheduling.weight is not None:
-        batcher.weigh(scheduling.tenant, scheduling.weight)
+    batcher.weigh(scheduling.tenant, scheduling.weight)
     tickets: list[Ticket[Any] | None] = []
     failed = False
 

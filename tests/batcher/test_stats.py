@@ -54,7 +54,6 @@ def test_the_report_of_batches() -> None:
         running_cost=300,
         busy_time_s=95.5,
         idle_time_s=4.5,
-        utilization=0.955,
         throughput=119.0,
         cost_throughput=15_000.0,
         avg_latency_s=0.25,
@@ -69,7 +68,7 @@ def test_the_report_of_batches() -> None:
     )
     assert stats.report() == (
         "records      12,000 submitted: 11,900 completed, 60 failed, 30 cancelled, 10 expired, 5 rejected\n"
-        "waiting      7 records, cost 700; 0 callers for room\n"
+        "waiting      7 records, cost 700; 0 more for space\n"
         "running      2 records, cost 300\n"
         "utilization  95.5% (95.50 s busy, 4.50 s idle)\n"
         "throughput   119.0 records/s, cost 15,000.0/s\n"

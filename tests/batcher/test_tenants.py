@@ -100,22 +100,54 @@ def test_without_tenants_the_light_one_would_wait_and_be_refused_with_the_other(
 
 
 @virtual
-async def test_a_full_queue_takes_light_tenants_and_those_who_come_back_up_to_a_quarter_more() -> None:
-    async with ContinuousBatcher(capacity=1, max_queue_size=20, max_queue_cost=20, clock=now) as batcher:
+async def test_one_tenant_may_fill_the_whole_queue_while_it_is_the_only_one() -> None:
+    async with ContinuousBatcher(capacity=1, max_queue_size=20, clock=now) as batcher:
         holders = Holders(batcher)
         for number in range(21):
             await holders.enter(f"heavy {number}", 1, tenant="heavy")
-        with pytest.raises(QueueFull, match="max_queue_size=20"):
-            await batcher.slot(1, tenant="heavy").__aenter__()
-        for name in "abc":
-            await holders.enter(name, 1, tenant=name)
-        await holders.enter("d", 1, tenant="heavy", returning=True)
-        await holders.enter("e", 1, tenant="heavy", returning=True)
-        assert batcher.stats.queue_depth == 25
-        for options in ({"tenant": "f"}, {"returning": True}):
+        assert batcher.stats.queue_depth == 20
+        for tenant in ("heavy", "light"):
             with pytest.raises(QueueFull, match="max_queue_size=20"):
-                await batcher.slot(1, **options).__aenter__()
+                await batcher.slot(1, tenant=tenant).__aenter__()
+        # The light one was seen: the next place is for it, not for the one that has more than its share.
+        await holders.leave("heavy 0")
+        with pytest.raises(QueueFull):
+            await batcher.slot(1, tenant="heavy").__aenter__()
+        await holders.enter("light", 1, tenant="light")
+        assert batcher.stats.queue_depth == 20
         await batcher.stop(drain=False, timeout=0)
+
+
+@virtual
+async def test_beyond_four_fifths_of_the_queue_a_tenant_has_its_share_by_weight() -> None:
+    async with ContinuousBatcher(
+        capacity=1, max_queue_size=40, tenant_weights={"gold": 9.0}, clock=now
+    ) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("runs", 1, tenant="gold")
+        await holders.enter("gold", 1, tenant="gold")
+        # Four fifths are open to all; of the rest tin has no share, since a tenth of the whole is 4.
+        for tenant, most in (("tin", 31), ("gold", 8)):
+            for number in range(50):
+                await holders.enter(f"{tenant} {number}", 1, tenant=tenant)
+            tasks = [task for name, task in holders.tasks.items() if name.startswith(f"{tenant} ")]
+            assert sum(not task.done() for task in tasks) == most
+            assert all(isinstance(task.exception(), QueueFull) for task in tasks if task.done())
+        assert batcher.stats.queue_depth == 40
+        await batcher.stop(drain=False, timeout=0)
+
+
+@virtual
+async def test_the_bound_holds_whatever_tenants_are_invented() -> None:
+    async with ContinuousBatcher(capacity=1, max_queue_size=100, max_queue_cost=150, clock=now) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("runs", 1)
+        tasks = [asyncio.create_task(batcher.slot(1, tenant=f"t{i}").__aenter__()) for i in range(1_000)]
+        await blocked()
+        assert batcher.stats.queue_depth == 100
+        assert sum(isinstance(task.exception(), QueueFull) for task in tasks if task.done()) == 900
+        await batcher.stop(drain=False, timeout=0)
+        assert all(task.exception() is not None for task in tasks)
 
 
 @virtual

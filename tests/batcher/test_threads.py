@@ -82,12 +82,12 @@ async def test_an_error_comes_back_to_the_thread() -> None:
         await in_thread(lambda: client.process(1))
 
 
-async def test_a_thread_waits_for_room_no_longer_than_its_timeout() -> None:
+async def test_a_thread_waits_for_space_no_longer_than_its_timeout() -> None:
     held = Held()
     async with DynamicBatcher(held, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
         client = ThreadClient(batcher)
         futures = [await batcher.submit(i) for i in range(2)]
-        with pytest.raises(TimeoutError, match=r"no room in the queue for 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"no space in the queue for 0.01 s"):
             await in_thread(lambda: client.submit(2, timeout=0.01))
         await settled(lambda: batcher.stats.outside == 0)
         held.go.set()

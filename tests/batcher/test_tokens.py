@@ -69,12 +69,12 @@ async def test_the_token_budget_goes_before_the_cost_budget() -> None:
 
 
 def test_a_function_is_needed() -> None:
-    with pytest.raises(TypeError, match="TokenBatcher needs inference_fn, or process_fn"):
+    with pytest.raises(TypeError, match="TokenBatcher requires either inference_fn or process_fn"):
         TokenBatcher[Any, Any]()
     with pytest.raises(TypeError, match="process_fn must be a function or another callable, not 1"):
         TokenBatcher(1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_batch"):
-        TokenBatcher(upper, max_batch=3)
+        TokenBatcher(upper, max_batch=3)  # type: ignore[call-arg]
 
 
 def test_the_documented_names_are_there() -> None:

@@ -73,9 +73,8 @@ class Flood:
         tenant: str = "probe",
         tier: str = "default",
         timeout_s: float | None = None,
-        again: bool = False,
     ) -> Answer:
-        """Send one request and return its answer; again: it is the second try."""
+        """Send one request and return its answer."""
         self._number += 1
         body = {
             "prompts": [f"{self._number:06} What is 1+1?"],
@@ -85,9 +84,8 @@ class Flood:
             "service_tier": tier,
         } | ({} if timeout_s is None else {"queue_timeout_s": timeout_s})
         async with asyncio.timeout(LONGEST_S):
-            header = "x-stainless-retry-count: 1\r\n" if again else ""
             answer = Answer(TOKENS, 1, 0.0)
-            return await self._connections.post("/generate", json.dumps(body).encode(), answer, header)
+            return await self._connections.post("/generate", json.dumps(body).encode(), answer)
 
     async def peak(self, clients: int) -> float:
         """Return the answers per second of so many clients that each send one request after the other."""
@@ -146,7 +144,7 @@ class Flood:
                 told.append(answer.retry_after_s)
                 if comes_back and answer.retry_after_s <= patience_s:
                     await asyncio.sleep(answer.retry_after_s)
-                    again = await self.ask(tenant, tier, again=True)
+                    again = await self.ask(tenant, tier)
                     found.retried += 1
                     found.succeeded += again.status == 200
 

@@ -1,4 +1,4 @@
-"""Latency that batching adds to a single record, and the size of batches under load."""
+"""What waiting for others costs a record that has none, and whether batches form when there is others."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ Open = Callable[[ProcessFn], Any]
 
 
 def submitting(batcher_class: Any) -> Open:
-    """Return an opener of a batcher with a `submit`, with default settings."""
+    """Return how to open a batcher that has a `submit`, with the settings it has when none are given."""
 
     @asynccontextmanager
     async def opened(process: ProcessFn) -> AsyncIterator[Call]:
@@ -42,12 +42,12 @@ def submitting(batcher_class: Any) -> Open:
 
 @asynccontextmanager
 async def serve_opened(process: ProcessFn) -> AsyncIterator[Call]:
-    """Open `@serve.batch` with default settings."""
+    """Open `@serve.batch` with the settings it has when none are given."""
     yield serve_batch(process)
 
 
 async def added_latency(opened: Open) -> float:
-    """Return the median milliseconds from call to result, with an empty function."""
+    """Return the median milliseconds from call to result, when the function takes none of them."""
     loop = asyncio.get_running_loop()
 
     async def process(records: list[int]) -> list[int]:
@@ -64,7 +64,7 @@ async def added_latency(opened: Open) -> float:
 
 
 async def mean_batch(opened: Open, batch_s: float, load: Callable[[Call], Awaitable[None]]) -> float:
-    """Return the mean number of records in a batch under a load."""
+    """Return the mean number of records in a batch under some load."""
     sizes = []
 
     async def process(records: list[int]) -> list[int]:
@@ -78,7 +78,7 @@ async def mean_batch(opened: Open, batch_s: float, load: Callable[[Call], Awaita
 
 
 async def callers(call: Call) -> None:
-    """Send records from many callers, each of which awaits a result before it sends the next record."""
+    """Some callers, each of which sends its next record when it has its result."""
     numbers = iter(range(LOAD_RECORDS))
 
     async def caller() -> None:
@@ -89,14 +89,14 @@ async def callers(call: Call) -> None:
 
 
 async def arrivals(call: Call) -> None:
-    """Send records at random times, independent of results."""
+    """Records that arrive at random, whether or not there are results."""
     loop = asyncio.get_running_loop()
     draw = random.Random(1)
     at = loop.time()
     pending = []
     for number in range(LOAD_RECORDS):
         at += draw.expovariate(RATE)
-        # A timer is late by a millisecond or so; records that are due by then arrive at once.
+        # A timer is late by a millisecond or so; whatever is due by then arrives at once.
         if (pause := at - loop.time()) > 0:
             await asyncio.sleep(pause)
         pending.append(asyncio.ensure_future(call(number)))
@@ -104,29 +104,29 @@ async def arrivals(call: Call) -> None:
 
 
 async def batch_of_callers(opened: Open) -> float:
-    """Return the mean batch size with callers that await their results."""
+    """Return the mean batch when each caller waits for its result."""
     return await mean_batch(opened, SHORT_S, callers)
 
 
 async def batch_of_arrivals(opened: Open) -> float:
-    """Return the mean batch size with records at random times."""
+    """Return the mean batch when records come whether or not there are results."""
     return await mean_batch(opened, LONG_S, arrivals)
 
 
 def sample(run: Callable[[Open], Coroutine[Any, Any, float]], opened: Open) -> Sample:
-    """Return the sample of a run."""
+    """Return one run as a sample."""
     return lambda: asyncio.run(run(opened))
 
 
 def measure(options: Options) -> Table:
-    """Return the table of latencies of single records and of batch sizes under load."""
+    """Return latencies of lone records and sizes of batches under load."""
     flyte = flyte_batcher()
     opens: dict[str, Open] = {"ours": submitting(DynamicBatcher), "@serve.batch": serve_opened}
     if flyte is not None:
         opens["flyte"] = submitting(flyte)
     rows = []
     for title, run, unit, at_most, at_least in (
-        ("single record: added latency", added_latency, "ms", 1.0, None),
+        ("lone record: added latency", added_latency, "ms", 1.0, None),
         (f"{CALLERS} callers: mean batch", batch_of_callers, "records", None, 0.9 * CALLERS),
         (f"{RATE:,.0f} records/s: mean batch", batch_of_arrivals, "records", None, 0.9 * RATE * LONG_S),
     ):
@@ -135,7 +135,7 @@ def measure(options: Options) -> Table:
         rows.append(Row(f"{title}, ours", unit, found.pop("ours"), at_most, at_least))
         rows += [Row(f"{title}, {name}", unit, found[name]) for name in found]
     setting = (
-        f"default settings everywhere. A single record: one at a time, {PAUSE_S * 1e3:.0f} ms after the last "
+        f"default settings everywhere. A lone record: one at a time, {PAUSE_S * 1e3:.0f} ms after the last "
         f"result, empty function. Under load: {CALLERS} callers and {SHORT_S * 1e3:.0f} ms per batch; "
         f"{RATE:,.0f} random arrivals a second and {LONG_S * 1e3:.0f} ms per batch, during which "
         f"{RATE * LONG_S:.0f} come."

@@ -1,4 +1,4 @@
-"""Memory per queued record, and growth of memory while many records pass."""
+"""What a queued record takes, and whether what has passed through leaves anything behind."""
 
 import asyncio
 import gc
@@ -26,7 +26,7 @@ Hold = Callable[[], Coroutine[Any, Any, float]]
 
 
 class Traced:
-    """Counts the bytes that are allocated after its creation and not freed."""
+    """Counts the bytes that are allocated from now on and still there in the end."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -41,19 +41,19 @@ class Traced:
         return held / QUEUED
 
 
-class HeldFunction:
-    """A function of a batch that returns once it is released."""
+class Held:
+    """A function of a batch that takes until it is opened."""
 
     def __init__(self) -> None:
-        self.released = asyncio.Event()
+        self.opened = asyncio.Event()
 
     async def __call__(self, records: list[int]) -> list[int]:
-        await self.released.wait()
+        await self.opened.wait()
         return records
 
 
 async def bare_future() -> float:
-    """Measure a list of futures."""
+    """A list of futures."""
     loop = asyncio.get_running_loop()
     traced = Traced()
     held: list[Any] = [loop.create_future() for _ in range(QUEUED)]
@@ -63,7 +63,7 @@ async def bare_future() -> float:
 
 
 async def bare_task() -> float:
-    """Measure tasks that await a future each."""
+    """Tasks that wait for a future each."""
     loop = asyncio.get_running_loop()
 
     async def caller() -> None:
@@ -79,7 +79,7 @@ async def bare_task() -> float:
 
 
 async def queue_entry() -> float:
-    """Measure an `Entry` in a `RequestQueue`."""
+    """`Entry` in a `RequestQueue`."""
     queue: RequestQueue[Entry] = RequestQueue(clock=time.monotonic)
     traced = Traced()
     for number in range(QUEUED):
@@ -87,9 +87,9 @@ async def queue_entry() -> float:
     return traced.per_record()
 
 
-async def batcher_record() -> float:
-    """Measure a record in a `DynamicBatcher`, future included."""
-    held = HeldFunction()
+async def ticket() -> float:
+    """A record in a `DynamicBatcher`, future included."""
+    held = Held()
     async with DynamicBatcher(held, max_queue_size=2 * QUEUED) as batcher:
         traced = Traced()
         for number in range(QUEUED):
@@ -98,12 +98,12 @@ async def batcher_record() -> float:
             )
         await asyncio.sleep(0)
         found = traced.per_record()
-        held.released.set()
+        held.opened.set()
     return found
 
 
 async def slot() -> float:
-    """Measure a caller that waits for a slot of a `ContinuousBatcher`, task included."""
+    """A caller that waits for a slot of a `ContinuousBatcher`, its task included."""
     async with ContinuousBatcher(capacity=1, max_queue_size=2 * QUEUED) as batcher:
 
         async def caller(number: int) -> None:
@@ -120,36 +120,36 @@ async def slot() -> float:
 
 
 async def serve_caller() -> float:
-    """Measure a caller that awaits `@serve.batch`, task included, which it needs to wait."""
-    held = HeldFunction()
+    """A caller that waits for `@serve.batch`, its task included: there is no other way to wait."""
+    held = Held()
     call = serve_batch(held, max_batch_size=256)
     traced = Traced()
     tasks = [asyncio.ensure_future(call(0)) for _ in range(QUEUED)]
     await asyncio.sleep(0)
     found = traced.per_record()
-    held.released.set()
+    held.opened.set()
     await asyncio.wait(tasks)
     return found
 
 
 def flyte_record(batcher_class: Any) -> Hold:
-    """Return the measurement of a record in flyte's batcher, future included."""
+    """A record in the seeds' batcher, future included."""
 
     async def hold() -> float:
-        held = HeldFunction()
+        held = Held()
         async with batcher_class(held, max_queue_size=2 * QUEUED) as batcher:
             traced = Traced()
             for _ in range(QUEUED):
                 await batcher.submit(0, estimated_cost=1)
             found = traced.per_record()
-            held.released.set()
+            held.opened.set()
         return found
 
     return hold
 
 
 async def pass_through(records: int) -> tuple[list[float], list[float]]:
-    """Return resident MiB and allocated blocks after each part of the records, with none in the batcher.
+    """Return resident MiB and allocated blocks at rest, after each part of the records has passed.
 
     Every hundredth record is a new tenant's, every tenth has a deadline, every thousandth is cancelled.
     """
@@ -184,25 +184,25 @@ async def pass_through(records: int) -> tuple[list[float], list[float]]:
 
 
 def passed_through(records: int) -> tuple[list[float], list[float]]:
-    """Run `pass_through`; entry point of a process of its own."""
+    """Return what `pass_through` does; for a process of its own."""
     return asyncio.run(pass_through(records))
 
 
 def measure(options: Options) -> Table:
-    """Return the table of bytes per queued record, and of growth while many pass."""
+    """Return bytes per queued record, and what grew while many passed."""
     flyte = flyte_batcher()
     holds: dict[str, Hold] = {
         "a bare future": bare_future,
         "a bare future, with a task": bare_task,
         "ours, RequestQueue": queue_entry,
-        "ours, DynamicBatcher": batcher_record,
+        "ours, DynamicBatcher": ticket,
         "ours, ContinuousBatcher, with a task": slot,
         "@serve.batch, with a task": serve_caller,
     }
     if flyte is not None:
         holds["flyte"] = flyte_record(flyte)
     records = QUICK_PASSED if options.quick else PASSED
-    # In a process of its own: memory that this one has freed and not returned would hide a leak.
+    # In a process of its own: what this one has freed and not given back would hide a leak.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
         resident, blocks = fresh.submit(passed_through, records).result()
     rows = []
@@ -210,7 +210,7 @@ def measure(options: Options) -> Table:
         progress(f"memory: {name}")
         rows.append(Row(f"per queued record: {name}", "bytes", [asyncio.run(hold())]))
     progress("")
-    # The first half fills bounded structures, such as those for idle tenants.
+    # The first half fills what is bounded, such as the memory of tenants that are idle.
     half = PARTS // 2
     rows += [
         Row(f"after {records // PARTS:,} records: resident", "MiB", resident[:1]),

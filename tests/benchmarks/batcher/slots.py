@@ -1,4 +1,4 @@
-"""CPU time to enter and leave a slot of the ContinuousBatcher."""
+"""What it costs to enter and leave a slot of the ContinuousBatcher."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,14 +16,14 @@ Enter = Callable[[int], AbstractAsyncContextManager[Any]]
 
 
 async def alone(count: int, enter: Enter) -> None:
-    """Run one caller, for which there is always room."""
+    """One caller, for which there is always space."""
     for number in range(count):
         async with enter(number):
             pass
 
 
 async def crowded(count: int, enter: Enter) -> None:
-    """Run many more callers than places; each holds its place for one pass of the event loop."""
+    """Many more callers than places, each of which holds its place for one pass of the event loop."""
     numbers = iter(range(count))
 
     async def caller() -> None:
@@ -39,31 +39,31 @@ def _slots(batcher: ContinuousBatcher) -> Enter:
 
 
 async def ours_alone(count: int) -> None:
-    """Run one caller on the batcher."""
+    """Space for all."""
     async with ContinuousBatcher(capacity=10 * PLACES) as batcher:
         await alone(count, _slots(batcher))
 
 
 async def ours_crowded(count: int) -> None:
-    """Run many callers on the batcher, with priorities and tenants."""
+    """Priorities and tenants in use."""
     async with ContinuousBatcher(capacity=10 * PLACES) as batcher:
         await crowded(count, _slots(batcher))
 
 
 async def semaphore_alone(count: int) -> None:
-    """Run one caller on a semaphore."""
+    """The floor."""
     semaphore = asyncio.Semaphore(PLACES)
     await alone(count, lambda number: semaphore)
 
 
 async def semaphore_crowded(count: int) -> None:
-    """Run many callers on a semaphore."""
+    """The floor."""
     semaphore = asyncio.Semaphore(PLACES)
     await crowded(count, lambda number: semaphore)
 
 
 def measure(options: Options) -> Table:
-    """Return the table of µs of CPU per slot, beside a semaphore, which has no costs and no order."""
+    """Return µs of CPU per slot, beside those of a semaphore that knows neither cost nor order."""
     runs = {
         "alone: asyncio.Semaphore": semaphore_alone,
         "alone: ours": ours_alone,
@@ -77,7 +77,7 @@ def measure(options: Options) -> Table:
         ratio = ratios(found[f"{case}: ours"], found[f"{case}: asyncio.Semaphore"])
         rows.append(Row(f"{case}: ours / asyncio.Semaphore", "x", ratio))
     setting = (
-        f"CPU time to enter and leave one slot, {options.records:,} times. Alone: one caller, always room. "
+        f"CPU time to enter and leave one slot, {options.records:,} times. Alone: one caller, always space. "
         f"Crowded: {CALLERS:,} callers for {PLACES} places, 3 priorities, {len(TENANTS)} tenants; each holds "
         "its place for one pass of the event loop, which is in the figures."
     )

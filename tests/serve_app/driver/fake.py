@@ -24,7 +24,6 @@ class FakeService:
 
     Attributes:
         calls: Bodies of all calls.
-        tries: Retry counts of all calls.
         served: Number of answers by prompt.
         most_at_once: Highest number of concurrent calls.
         trouble: Returns the failure of a call, or None.
@@ -36,7 +35,6 @@ class FakeService:
 
     def __init__(self) -> None:
         self.calls: list[JSON] = []
-        self.tries: list[int] = []
         self.served: Counter[str] = Counter()
         self.most_at_once = 0
         self.trouble: Trouble = lambda body: None
@@ -57,7 +55,6 @@ class FakeService:
         body = await request.json()
         number = len(self.calls)
         self.calls.append(body)
-        self.tries.append(int(request.headers.get("x-stainless-retry-count", 0)))
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
         try:

@@ -22,7 +22,7 @@ from serve_app.driver.running import Run
 from serve_app.driver.sources import open_source
 
 class Echo:
-    async def generate(self, body, tries):
+    async def generate(self, body):
         await asyncio.sleep(0)
         detail = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
         prompts = body["prompts"]

@@ -46,14 +46,14 @@ async def test_a_chunk_is_one_call_and_rows_without_a_prompt_are_not_sent() -> N
     assert (stats.calls, stats.retries, stats.in_flight) == (1, 0, 0)
 
 
-async def test_a_call_is_retried_with_its_count_until_it_is_answered() -> None:
+async def test_a_call_is_retried_until_it_is_answered() -> None:
     service = FakeService()
     troubles = [failure(503), failure(429)]
     service.trouble = lambda body: troubles.pop() if troubles else None
     one, stats = sender(service)
     rows = await one.send(CHUNK)
     assert [row["attempts"] for row in rows] == [3] * 5
-    assert service.tries == [0, 1, 2]
+    assert len(service.calls) == 3
     assert stats.retries == 2
     assert stats.trouble == ""
 

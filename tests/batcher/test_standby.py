@@ -1,4 +1,4 @@
-"""Lead: what waits in the engine beyond its places, so that none of them stays empty."""
+"""Standby: what waits in the engine beyond its places, so that none of them stays empty."""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batcher import ContinuousBatcher
-from batcher.lead import Lead
+from batcher.rates import Standby
 from tests.batcher.test_continuous import Holders, batcher_of, check_empty
 from tests.batcher.virtual import virtual
 
@@ -73,7 +73,7 @@ async def steps_for_all(**settings: int) -> int:
 async def test_no_place_of_the_engine_stays_empty_while_records_wait() -> None:
     least = RECORDS * TOKENS / PLACES
     assert await steps_for_all(places=PLACES) < 1.1 * least
-    # Without a lead each place is empty from the end of a record until the next one comes.
+    # Without a standby each place is empty from the end of a record until the next one comes.
     assert await steps_for_all(places=PLACES, max_running=PLACES) > 1.3 * least
 
 
@@ -120,20 +120,20 @@ def test_a_number_of_places_is_checked() -> None:
         ContinuousBatcher(capacity=1, places=0)
 
 
-def leads(outputs: list[int]) -> Iterator[int]:
-    lead = Lead(PLACES)
+def counts(outputs: list[int]) -> Iterator[int]:
+    standby = Standby(PLACES)
     for tokens in outputs:
-        lead.learn(tokens)
-        yield lead.records
+        standby.learn(tokens)
+        yield standby.records
 
 
 @given(st.lists(st.integers(0, 100_000), min_size=1))
-def test_the_lead_stays_between_one_and_the_places(outputs: list[int]) -> None:
-    assert all(1 <= records <= PLACES for records in leads(outputs))
+def test_the_standby_stays_between_one_and_the_places(outputs: list[int]) -> None:
+    assert all(1 <= records <= PLACES for records in counts(outputs))
 
 
-def test_the_lead_follows_the_mean_output() -> None:
-    assert [*leads([TOKENS] * 500)][-1] == 2 * PLACES // TOKENS
+def test_the_standby_follows_the_mean_output() -> None:
+    assert [*counts([TOKENS] * 500)][-1] == 2 * PLACES // TOKENS
     # What has no tokens, like an embedding, takes a step.
-    assert [*leads([0] * 500)][-1] == PLACES
-    assert [*leads([1_000] * 500)][-1] == 1
+    assert [*counts([0] * 500)][-1] == PLACES
+    assert [*counts([1_000] * 500)][-1] == 1
