@@ -113,6 +113,11 @@ class ContinuousBatcher(Batcher[Slot]):
         self.set_capacity(capacity, max_running=max_running)
 
     @property
+    def capacity(self) -> int:
+        """Cost that may run at once."""
+        return self._capacity
+
+    @property
     def stats(self) -> ContinuousStats:
         """A snapshot, true at this moment."""
         now = self._clock()

@@ -65,6 +65,15 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         most = limit if output is None else min(length + output, limit)
         n = sampling_params.n
         reserved = n * self._blocks(length)
+        capacity = self.batcher.capacity
+        if n > 1 and n * self._blocks(most) > capacity:
+            # One sequence that is as large as the engine runs alone; many of them would keep all others out.
+            message = (
+                f"n: {n} answers of {most} tokens with their prompts need {n * self._blocks(most)} tokens of "
+                f"KV cache, and the engine has {capacity}; lower n or max_tokens"
+            )
+            result.refusal = RequestError(400, "invalid_request_error", message, param="n")
+            raise RefusedError(result.refusal)
         if self.by_priority:
             # Not the priority in the body: the Ingress has decided what its client may ask for.
             options["priority"] = request.scheduling.priority

@@ -249,3 +249,28 @@ async def test_a_request_that_was_admitted_has_met_its_deadline(
     # A beam search takes a slot for each of its tokens.
     await asyncio.sleep(0.06)
     assert len(await run(llm)) == 1
+
+
+async def test_answers_that_never_fit_together_are_refused(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    result = AdmissionResult()
+    set_current(AdmissionRequest(), result)
+    # The capacity is eight contexts.
+    with pytest.raises(RefusedError) as caught:
+        await run(llm, params=SamplingParams(n=9, max_tokens=None))
+    assert caught.value.error is result.refusal
+    assert (caught.value.error.status, caught.value.error.param) == (400, "n")
+    assert "lower n or max_tokens" in caught.value.error.message
+    assert script.calls == []
+    await run(llm, params=SamplingParams(n=8, max_tokens=None))
+    await run(llm, params=SamplingParams(n=9, max_tokens=4))
+
+
+async def test_one_answer_as_large_as_the_engine_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ContinuousBatcher(capacity=CONTEXT - BLOCK, oversize="alone") as batcher:
+        script = Script(output(1, finish="stop"))
+        await run(gated(monkeypatch, script, batcher), params=SamplingParams(max_tokens=None))
+        assert len(script.calls) == 1
