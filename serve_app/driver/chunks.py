@@ -56,7 +56,7 @@ class Item:
 Chunk = Sequence[Item]
 
 
-def cut(
+def chunked(
     rows: Iterable[Row],
     prompter: Prompter,
     size: int,

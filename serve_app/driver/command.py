@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from serve_app.driver.chunks import cut
+from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
 from serve_app.driver.errors import CommandError, DriverError
 from serve_app.driver.manifest import Manifest
@@ -148,7 +148,7 @@ class Session:
         self._stats = run.stats
         self._catch_signals(run)
         tell = _metrics(options)
-        chunks = cut(
+        chunks = chunked(
             self._rows(),
             self._prompter,
             options.chunk_size,

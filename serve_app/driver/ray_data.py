@@ -6,7 +6,7 @@ from typing import Any
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
-from serve_app.driver.chunks import cut
+from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import HandleClient
 from serve_app.driver.pacing import Backoff, Fixed
 from serve_app.driver.parquet import result_columns
@@ -63,7 +63,7 @@ class Generate:
         import pyarrow as pa
 
         rows: list[JSON] = batch.to_pylist()
-        for chunk in cut(numbered(iter(rows)), self._prompter, max(1, len(rows))):
+        for chunk in chunked(numbered(iter(rows)), self._prompter, max(1, len(rows))):
             done = await self._sender.send(chunk)
             for name, kind in result_columns():
                 batch = batch.append_column(name, pa.array([row[name] for row in done], kind))

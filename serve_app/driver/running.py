@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
-from serve_app.driver.chunks import Chunk, cut
+from serve_app.driver.chunks import Chunk, chunked
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError
 from serve_app.driver.pacing import Auto, Backoff, Concurrency, Fixed
@@ -191,7 +191,7 @@ async def run(
     concurrency = Auto() if max_concurrency == "auto" else Fixed(max_concurrency)
     body = call_body(sampling or {}, model, service_tier)
     dataset_run = Run(client, body, chat=prompter.chat, concurrency=concurrency, retries=retries)
-    chunks = cut(rows, prompter, chunk_size, id_column=id_column, limit=limit)
+    chunks = chunked(rows, prompter, chunk_size, id_column=id_column, limit=limit)
     async with aclosing(dataset_run.results(chunks)) as results:
         async for done in results:
             for row in done:

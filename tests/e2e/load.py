@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 
-JSON = dict[str, Any]
+from serve_app.api.protocol import JSON
 
 PROMPTS = [f"What is {number}+{number + 7}?" for number in range(10, 90, 10)]
 TOKENS = 300

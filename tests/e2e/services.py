@@ -9,9 +9,8 @@ from typing import Any
 import httpx
 import yaml
 
+from serve_app.api.protocol import JSON
 from tests.e2e.service import ROOT, Service
-
-JSON = dict[str, Any]
 
 LIMIT_S = 180.0
 """Seconds for a change of a service, at most."""

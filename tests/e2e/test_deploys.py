@@ -2,11 +2,11 @@
 
 import asyncio
 import copy
-from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.api.protocol import JSON
 from tests.e2e.load import Load
 from tests.e2e.service import Service
 from tests.e2e.services import engine, redeploy
@@ -14,7 +14,6 @@ from tests.e2e.services import engine, redeploy
 pytestmark = pytest.mark.timeout(400)
 
 LIMIT_S = 180
-JSON = dict[str, Any]
 
 
 async def replicas(service: Service, count: int) -> dict[str, JSON]:

@@ -4,16 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from serve_app.api.protocol import JSON
 from serve_app.demo.questions import QUESTIONS_FILE
 from serve_app.driver import HTTPClient, Prompter, run
 from tests.e2e.service import Service
 
-JSON = dict[str, Any]
 QUESTIONS = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
 COMMAND = [sys.executable, "-m", "serve_app.driver"]
 CHAT = [{"role": "user", "content": "What is 47+28?"}]

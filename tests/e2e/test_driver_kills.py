@@ -9,18 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from serve_app.api.protocol import JSON
 from serve_app.demo.questions import all_questions, to_jsonl
 from tests.e2e.service import Service
 from tests.e2e.services import local, use_exact_arithmetic
 
 LIMIT_S = 180
 ENGINE = "ServeReplica:llm:Engine:demo"
-
-JSON = dict[str, Any]
 
 
 class Restartable:

@@ -1,13 +1,11 @@
 """A stream that goes on from the tokens of a broken one, on the real engine, is the whole stream."""
 
 import json
-from typing import Any
 
 import pytest
 
+from serve_app.api.protocol import JSON
 from tests.e2e.service import Service
-
-JSON = dict[str, Any]
 
 SCRIPT = """
 import asyncio, json, sys

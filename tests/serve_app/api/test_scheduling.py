@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from serve_app.api.errors import RequestError
+from serve_app.api.headers import Headers
 from serve_app.api.scheduling import (
     DEFAULT_SCHEDULING,
     TIER_PRIORITY,
@@ -19,7 +20,6 @@ from serve_app.api.scheduling import (
     scheduling_of,
 )
 
-Headers = list[tuple[bytes, bytes]]
 NOTHING = SchedulingFields()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.driver.chunks import Item, cut
+from serve_app.driver.chunks import Item, chunked
 from serve_app.driver.errors import CommandError, RowError
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import Row, numbered
@@ -16,8 +16,8 @@ from serve_app.driver.spans import Spans
 def test_a_wrong_column_is_an_error_and_one_bad_row_is_not() -> None:
     rows = [{"question": "a"}, {"question": "b"}]
     with pytest.raises(CommandError, match=r"there are: question\. Name the one"):
-        list(cut(numbered(iter(rows)), Prompter(), 5))
-    (chunk,) = cut(numbered(iter([*rows, {"prompt": "c"}])), Prompter(), 5)
+        list(chunked(numbered(iter(rows)), Prompter(), 5))
+    (chunk,) = chunked(numbered(iter([*rows, {"prompt": "c"}])), Prompter(), 5)
     assert [item.number for item in chunk] == [0, 1, 2]
 
 
@@ -27,7 +27,7 @@ def test_chunks_are_contiguous_and_skip_finished_rows(done: set[int], size: int,
     for number in done:
         spans.add(number)
     rows = numbered({"prompt": str(number)} for number in range(31))
-    chunks = list(cut(rows, Prompter(), size, done=spans, limit=limit))
+    chunks = list(chunked(rows, Prompter(), size, done=spans, limit=limit))
     numbers = [item.number for chunk in chunks for item in chunk]
     assert numbers == [n for n in range(min(31, 31 if limit is None else limit)) if n not in done]
     for chunk in chunks:
@@ -46,13 +46,13 @@ def test_chunks_are_contiguous_and_skip_finished_rows(done: set[int], size: int,
     ],
 )
 def test_the_id_of_a_row_is_its_column_or_its_number(values: dict[str, Any], id: object) -> None:
-    ((item,),) = cut(numbered([values]), Prompter(), 5)
+    ((item,),) = chunked(numbered([values]), Prompter(), 5)
     assert item == Item(0, id, "a")
 
 
 def test_an_unreadable_row_keeps_its_error() -> None:
     error = RowError("invalid_row", "line 1: not valid JSON")
-    ((item, other),) = cut([Row(0, error), Row(1, {"prompt": "a"})], Prompter(), 5)
+    ((item, other),) = chunked([Row(0, error), Row(1, {"prompt": "a"})], Prompter(), 5)
     assert item.prompt is error
     assert other.prompt == "a"
 

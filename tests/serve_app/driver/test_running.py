@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from serve_app.api.protocol import JSON
 from serve_app.driver import DriverError, HTTPClient, Prompter
-from serve_app.driver.chunks import cut
+from serve_app.driver.chunks import chunked
 from serve_app.driver.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver.rows import numbered
 from serve_app.driver.running import Run, call_body, run
@@ -44,7 +44,7 @@ async def send(
         retries=retries,
         backoff=NOW,
     )
-    chunks = cut(numbered({"prompt": prompt} for prompt in prompts), prompter, size)
+    chunks = chunked(numbered({"prompt": prompt} for prompt in prompts), prompter, size)
     rows = [row async for done in dataset_run.results(chunks) for row in done]
     return sorted(rows, key=lambda row: int(row["row"])), dataset_run
 
@@ -162,7 +162,7 @@ async def test_a_service_that_is_gone_ends_the_run() -> None:
     service.trouble = lambda body: failure(503) if len(service.calls) > 3 else None
     rows: list[JSON] = []
     dataset_run = Run(client(service), {}, concurrency=Fixed(1), retries=2, backoff=NOW)
-    chunks = cut(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
+    chunks = chunked(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
 
     async def collect() -> None:
         async for done in dataset_run.results(chunks):
@@ -180,7 +180,7 @@ async def test_an_outage_is_not_taken_for_an_error_of_rows() -> None:
     service.trouble = lambda body: None if texts(body) == PROMPTS[5:10] else failure(503)
     rows: list[JSON] = []
     dataset_run = Run(client(service), {}, concurrency=Fixed(2), retries=10, backoff=NOW)
-    chunks = cut(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
+    chunks = chunked(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
 
     async def collect() -> None:
         async for done in dataset_run.results(chunks):
@@ -222,7 +222,7 @@ async def test_calls_in_flight_are_finished_after_stop() -> None:
     service = FakeService()
     service.release.clear()
     dataset_run = Run(client(service), {}, concurrency=Fixed(2), backoff=NOW)
-    chunks = cut(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
+    chunks = chunked(numbered({"prompt": prompt} for prompt in PROMPTS), Prompter(), 5)
     rows: list[JSON] = []
 
     async def collect() -> None:
@@ -335,7 +335,7 @@ async def test_a_connection_that_breaks_is_sent_again() -> None:
     http = HTTPClient("http://fake", transport=httpx.MockTransport(answer))
     dataset_run = Run(http, {}, backoff=NOW)
     (rows,) = [
-        rows async for rows in dataset_run.results(cut(numbered(iter([{"prompt": "a"}])), Prompter(), 5))
+        rows async for rows in dataset_run.results(chunked(numbered(iter([{"prompt": "a"}])), Prompter(), 5))
     ]
     assert rows[0]["result"] == "A"
     assert rows[0]["attempts"] == 4

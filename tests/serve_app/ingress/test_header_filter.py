@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.api.headers import Headers
 from serve_app.ingress.header_filter import HeaderFilter, middlewares
-
-Headers = list[tuple[bytes, bytes]]
 
 
 async def through(headers: Headers) -> Headers:

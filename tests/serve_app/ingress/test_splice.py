@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_app.api.protocol import JSON
 from serve_app.ingress.splice import MAX_KEPT_BYTES, Sent, Splice, UnresumableError
 from serve_app.relay.events import DONE
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import to_ids
-
-JSON = dict[str, Any]
 
 
 def event(body: object) -> bytes:
