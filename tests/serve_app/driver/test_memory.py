@@ -13,7 +13,7 @@ MOST_MIB = 12.0
 SCRIPT = """
 import asyncio, json, resource, sys
 from pathlib import Path
-from serve_app.driver.chunks import cut
+from serve_app.driver.chunks import chunked
 from serve_app.driver.manifest import Manifest
 from serve_app.driver.output import Output
 from serve_app.driver.prompts import Prompter
@@ -36,7 +36,7 @@ async def main(source, out):
     output = Output(Path(out), Manifest({}, {}))
     run = Run(Echo(), {})
     rows = numbered(open_source(source).values())
-    async for done in run.results(cut(rows, Prompter(), 50, done=output.done)):
+    async for done in run.results(chunked(rows, Prompter(), 50, done=output.done)):
         output.append(done)
     output.complete()
     return run.stats.totals.rows
