@@ -17,7 +17,10 @@ async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
         flood = asyncio.ensure_future(client.post("/generate", json=ENDLESS))
         for _ in range(200):
-            if (await asyncio.to_thread(batcher, http))["queue_depth"] == 5000:
+            stats = await asyncio.to_thread(batcher, http)
+            if stats["outside"]:
+                # Tenants that were active a moment ago have a share of the queue too.
+                assert 4000 <= stats["queue_depth"] <= 5000
                 break
         else:
             pytest.fail("the queue did not fill")
