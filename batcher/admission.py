@@ -1,4 +1,4 @@
-"""What both batchers have in common: their life, and the one place that decides what becomes of records."""
+"""The base of both batchers: their states, and the one function that decides about records."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ LEAST_DELAY_S = 1e-6
 
 
 class State(Enum):
-    """Where a batcher is in its life."""
+    """State of a batcher."""
 
     STOPPED = "not running; call start() or use `async with`"
     RUNNING = "running"
@@ -60,7 +60,7 @@ class Batcher(ABC, Generic[EntryT]):
 
     @property
     def is_running(self) -> bool:
-        """Whether records are let in."""
+        """True while records are let in."""
         return self._state is State.RUNNING
 
     @property
@@ -334,7 +334,7 @@ class Batcher(ABC, Generic[EntryT]):
         if entry.space is not None and not entry.space.done():
             entry.space.set_result(None)
 
-    # What the batchers do each in their own way
+    # Steps that each batcher takes in its own way
 
     def _unchanged(self) -> bool:
         """Return whether one more entry in the queue gives nothing to decide."""

@@ -15,7 +15,7 @@ RECENT_S = 10.0
 """Seconds for which a tenant without entries still has its share of the queue."""
 
 UNIT = 1 << 20
-"""What a tenant of weight 1 is charged per unit of cost: whole numbers, so that no precision is lost."""
+"""Charge to a tenant of weight 1 per unit of cost: whole numbers, so that no precision is lost."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ RECENT = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What both batchers show.
+    """Statistics of both batchers.
 
     Every record that was submitted is completed, failed, cancelled or expired, or is among
     `queue_depth` and `running`. Percentiles are over the last 512 records that ran.
@@ -248,7 +248,7 @@ class Kept(Generic[ItemT]):
 
 
 class Observations:
-    """What a batcher has observed since it was last asked.
+    """Observations of a batcher since they were last taken.
 
     Args:
         limit: Records, and batches, that are kept at most.

@@ -1,6 +1,7 @@
 """Limits on the grammars of a request, checked before vLLM parses them on its event loop."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -40,7 +41,7 @@ class GrammarCheck:
     def __init__(self, cpu_s: float) -> None:
         self._cpu_s = cpu_s
         self._process: asyncio.subprocess.Process | None = None
-        self._known: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._known: OrderedDict[bytes, bool] = OrderedDict()
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
@@ -65,7 +66,7 @@ class GrammarCheck:
                 raise _refusal(grammar, reason)
 
     async def _passes(self, grammar: Grammar) -> bool:
-        key = (grammar.kind, grammar.text)
+        key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode()).digest()
         if key not in self._known:
             async with self._lock:
                 if key not in self._known:
@@ -80,15 +81,20 @@ class GrammarCheck:
         assert process.stdin
         assert process.stdout
         line = json.dumps([grammar.kind, grammar.text]) + "\n"
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(WAIT_S):
-                process.stdin.write(line.encode())
-                await process.stdin.drain()
-                if await process.stdout.readline():
-                    return True
-        logger.warning("refused a grammar of %d characters that takes too long", len(grammar.text))
-        await self.stop()
-        return False
+        answered = False
+        try:
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(WAIT_S):
+                    process.stdin.write(line.encode())
+                    await process.stdin.drain()
+                    answered = bool(await process.stdout.readline())
+        finally:
+            if not answered:
+                # The next check would read the answer of one that is cancelled.
+                self._kill()
+        if not answered:
+            logger.warning("refused a grammar of %d characters that takes too long", len(grammar.text))
+        return answered
 
     async def _ready(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
@@ -100,19 +106,30 @@ class GrammarCheck:
                 stdout=asyncio.subprocess.PIPE,
             )
             assert process.stdout
-            async with asyncio.timeout(WAIT_S):
-                while (line := await process.stdout.readline()) != f"{READY}\n".encode():
-                    if not line:
-                        raise RuntimeError("the process that parses grammars did not start")
+            ready = False
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    while (line := await process.stdout.readline()) != f"{READY}\n".encode():
+                        if not line:
+                            raise RuntimeError("the process that parses grammars did not start")
+                ready = True
+            finally:
+                if not ready:
+                    self._kill()
+            return process
         return self._process
 
     async def stop(self) -> None:
         """End the process."""
+        if process := self._kill():
+            await process.wait()
+
+    def _kill(self) -> asyncio.subprocess.Process | None:
         process, self._process = self._process, None
         if process is not None:
             with suppress(ProcessLookupError):
                 process.kill()
-            await process.wait()
+        return process
 
 
 def _refusal(grammar: Grammar, reason: str) -> RequestError:

@@ -97,3 +97,15 @@ async def test_the_limit_holds_for_a_caller_that_blocks_signals(grammars: Gramma
                 await grammars.check([HOSTILE])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+async def test_a_check_that_is_cancelled_leaves_no_answer_for_the_next_one(grammars: GrammarCheck) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await grammars.start()
+        check = asyncio.ensure_future(grammars.check(HARMLESS[:1]))
+        # It has sent its grammar now, and waits for the answer.
+        await asyncio.sleep(0)
+        check.cancel()
+        await asyncio.wait([check])
+        with pytest.raises(RequestError):
+            await grammars.check([HOSTILE])
