@@ -75,3 +75,24 @@ async def test_a_new_version_of_the_engine_fails_nothing(pair: Service) -> None:
     assert load.failures() == []
     assert not set(after) & set(before)
     assert {one["batcher"]["max_running"] for one in after.values()} == {32}
+
+
+@pytest.mark.long
+async def test_new_replicas_of_the_ingress_fail_nothing(pair: Service) -> None:
+    """Connections from before a change go through an HAProxy that knows the old replicas only."""
+    load = Load(pair.url)
+    await load.learn()
+    for turn in range(4):
+        config = copy.deepcopy(pair.config)
+        deployments = config["applications"][0]["deployments"]
+        ingress = next(one for one in deployments if one["name"] == "Ingress")
+        ingress["ray_actor_options"] = {"num_cpus": 0.01 * (turn + 1)}
+        async with load.running(streams=6, singles=2, lists=1):
+            await load.wait_for(5)
+            await asyncio.to_thread(pair.deploy, config)
+            await load.wait_for(5)
+            await replicas(pair, 2)
+            # The connections of before the change are used once more.
+            await load.wait_for(20)
+    print(load.summary(), flush=True)
+    assert load.failures() == []
