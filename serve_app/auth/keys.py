@@ -3,11 +3,13 @@
 A key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect secrets that can be
 guessed, such as passwords. The file holds only hashes, so reading it gives no access.
 
-    saturate keys new --name ada --tenant research
+    saturate keys new --name ada --tenant research >> keys.yaml
 """
 
 import hashlib
+import re
 import secrets
+import sys
 from typing import Annotated, Any, Literal
 
 import click
@@ -61,6 +63,9 @@ class Key(Strict):
 
 
 _KEYS = TypeAdapter(list[Key])
+
+_PLAIN = re.compile(r"sk-[A-Za-z0-9_-]{43}")
+"""A key as `new_key` makes it."""
 
 
 def hash_key(key: bytes) -> str:
@@ -119,6 +124,17 @@ def read_keys(text: str, source: str) -> list[Key]:
     return keys
 
 
+def plain_keys(text: str, keys: list[Key]) -> list[str]:
+    """Return the names of the keys that a text holds in plain, in a comment for example.
+
+    Args:
+        text: The text of a list of keys.
+        keys: The keys in it.
+    """
+    found = {hash_key(match.encode()) for match in _PLAIN.findall(text)}
+    return [key.name for key in keys if key.sha256 in found]
+
+
 def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
     if type == "extra_forbidden":
         message = f"unknown field; allowed are {', '.join(Key.model_fields)}"
@@ -172,7 +188,8 @@ def keys() -> None:
 def new(tiers: tuple[str, ...], more_tiers: tuple[str, ...], **values: Any) -> None:
     """Make a key and print its entry for the keys file.
 
-    The key is printed once, in a comment, and kept nowhere; the entry has its hash.
+    The entry, on standard output, has the key's hash. The key is shown once, on standard error, and kept
+    nowhere.
 
     \b
     Examples:
@@ -192,7 +209,8 @@ def new(tiers: tuple[str, ...], more_tiers: tuple[str, ...], **values: Any) -> N
         read_keys(text, "the key")
     except SettingsError as error:
         raise click.ClickException(str(error)) from None
-    print(f"# The key, which is kept nowhere. Give it to {entry['name']}:\n# {key}\n{text}", end="")
+    print(text, end="", flush=True)
+    print(f"The key of {entry['name']}, shown only now:\n{key}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.api.errors import RequestError, error_response
 from serve_app.api.headers import Headers, bearer_token
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
-from serve_app.auth.keys import Key, check_together, hash_key, read_keys
+from serve_app.auth.keys import Key, check_together, hash_key, plain_keys, read_keys
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.settings.schema import AccessSettings, SettingsError
 
@@ -90,7 +90,7 @@ class KeyStore:
         if name := settings.keys_env:
             if name not in environment:
                 raise SettingsError(f"access.keys_env: the environment has no variable {name}")
-            self._fixed = read_keys(environment[name], f"access.keys_env ({name})")
+            self._fixed = _read(environment[name], f"access.keys_env ({name})")
         self._seen: object = None
         self._callers: dict[str, Caller] = {}
         if self._file:
@@ -138,7 +138,7 @@ class KeyStore:
             except (OSError, ValueError) as error:
                 reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
                 raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
-            keys = keys + read_keys(text, f"access.keys_file ({self._file})")
+            keys = keys + _read(text, f"access.keys_file ({self._file})")
         check_together(keys, "access: keys_file and keys_env together")
         # One assignment, since other threads read it meanwhile.
         self._callers = {key.sha256: Caller(key, self._rate_limit(key)) for key in keys}
@@ -150,6 +150,19 @@ class KeyStore:
         rate_limit.rate_per_minute = key.requests_per_minute
         rate_limit.max_concurrency = key.max_concurrency
         return rate_limit
+
+
+def _read(text: str, source: str) -> list[Key]:
+    """Read a list of keys; log a warning if the text has one of them in plain.
+
+    Such a text is not refused: a key that has just been revoked in it would stay valid.
+    """
+    keys = read_keys(text, source)
+    if names := plain_keys(text, keys):
+        logger.warning(
+            "%s: has the key of %s in plain text; remove it, the hash is enough", source, ", ".join(names)
+        )
+    return keys
 
 
 class AuthMiddleware:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.auth.keys import hash_key, new_key, read_keys
+from serve_app.auth.keys import hash_key, new_key, plain_keys, read_keys
 from serve_app.settings.schema import SettingsError
 
 HASH = "a" * 64
@@ -90,13 +90,23 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_command_prints_a_key_once_and_its_entry() -> None:
+def test_the_command_shows_a_key_once_and_prints_only_its_hash() -> None:
     done = run("new", "--name", "ada", "--tenant", "research", "--tiers", "flex", "--max-concurrency", "5")
     assert done.returncode == 0, done.stderr
     (key,) = read_keys(done.stdout, "stdout")
-    (secret,) = (word for word in done.stdout.split() if word.startswith("sk-"))
+    # Standard output goes to a file, and the file into a Secret.
+    assert "sk-" not in done.stdout
+    (secret,) = (word for word in done.stderr.split() if word.startswith("sk-"))
     assert key.sha256 == hash_key(secret.encode())
     assert (key.name, key.tenant, key.tiers, key.max_concurrency) == ("ada", "research", ("flex",), 5)
+
+
+def test_a_key_in_a_comment_is_found_and_another_text_is_not() -> None:
+    key = new_key()
+    text = json.dumps([ADA | {"sha256": hash_key(key.encode())}, ADA | {"name": "bob"}])
+    keys = read_keys(text, "keys.yaml")
+    assert plain_keys(f"# {key}\n{text}", keys) == ["ada"]
+    assert plain_keys(f"# {new_key()}\n{text}", keys) == []
 
 
 def test_the_command_refuses_a_key_that_the_service_would_refuse() -> None:

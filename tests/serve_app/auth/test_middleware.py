@@ -21,7 +21,7 @@ from starlette.types import Message
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
 from serve_app.auth import middleware
-from serve_app.auth.keys import hash_key
+from serve_app.auth.keys import hash_key, new_key
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.settings.schema import AccessSettings, SettingsError
 
@@ -241,6 +241,19 @@ def test_a_file_and_the_environment_may_both_hold_keys(write: Callable[..., Path
     assert names(keys, "sk-a", "sk-b") == ["a", "b"]
     with pytest.raises(SettingsError, match="two keys with the same name: a, a"):
         KeyStore(both, environment={"KEYS": json.dumps([entry("sk-a")])})
+
+
+def test_a_source_with_a_key_in_plain_text_works_and_warns(
+    write: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    key = new_key()
+    path = write(f"# {key}\n{json.dumps([entry(key, name='a')])}")
+    keys = KeyStore(AccessSettings(keys_file=str(path)))
+    assert names(keys, key) == ["a"]
+    (record,) = caplog.records
+    assert str(path) in record.getMessage()
+    assert "plain text" in record.getMessage()
+    assert key not in record.getMessage()
 
 
 # The middleware
