@@ -14,7 +14,13 @@ from serve_app.cli.preflight import allow_open_files, check_port, forget_dead_cl
 from serve_app.cli.progress import Progress
 from serve_app.cli.readiness import wait_ready
 from serve_app.cli.runs import MARK, Run, find_runs, this_run
-from serve_app.cli.serve_config import answer_s, asks_for_keys, read_config, with_request_log
+from serve_app.cli.serve_config import (
+    answer_s,
+    asks_for_keys,
+    custom_resources,
+    read_config,
+    with_request_log,
+)
 from serve_app.cli.serve_run import ServeRun
 from serve_app.cli.stop_signals import StopSignals
 from serve_app.system.processes import adopt_orphans
@@ -59,6 +65,7 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
             path,
             None if verbose else log,
             own_ray=starts_ray(),
+            resources=custom_resources(config),
             environment={MARK: this_run(port).mark},
         )
         failed = False

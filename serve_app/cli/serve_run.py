@@ -1,5 +1,6 @@
 """The process of `serve run`, under a supervisor that leaves none of its descendants behind."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,11 +27,18 @@ class ServeRun:
         config: Path of the config.
         log: File for its output; None: the terminal.
         own_ray: Whether it starts a Ray of its own.
+        resources: Custom resources that its own Ray offers, with their amounts.
         environment: Environment variables, beside those of this process.
     """
 
     def __init__(
-        self, config: Path, log: IO[bytes] | None, *, own_ray: bool, environment: Mapping[str, str]
+        self,
+        config: Path,
+        log: IO[bytes] | None,
+        *,
+        own_ray: bool,
+        resources: Mapping[str, float],
+        environment: Mapping[str, str],
     ) -> None:
         self._interrupt_s = OWN_RAY_S if own_ray else SHARED_RAY_S
         supervisor = [sys.executable, "-m", "serve_app.system.supervisor", str(self._interrupt_s)]
@@ -42,7 +50,14 @@ class ServeRun:
             stdout=log,
             stderr=log,
             # Ray gives its workers, and so the engine, a lower priority than other processes unless told.
-            env={"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", **os.environ, **environment},
+            env={
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_worker_niceness": "0",
+                # `serve run` has no option for resources; Ray reads this when it starts.
+                **({"RAY_OVERRIDE_RESOURCES": json.dumps(dict(resources))} if own_ray and resources else {}),
+                **os.environ,
+                **environment,
+            },
             # A session of its own: Ctrl-C reaches only this process, which stops the service in order.
             start_new_session=True,
         )

@@ -1,5 +1,6 @@
 """Checks that a RayService agrees with the config that it carries, and with the code."""
 
+import json
 from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
@@ -72,8 +73,35 @@ def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
             yield f"{here}.maxReplicas: {group['maxReplicas']}, but the config's replicas need {high:g} pods"
         if group.get("replicas") != group["minReplicas"]:
             yield f"{here}.replicas: must be minReplicas: the autoscaler adds the others"
+    yield from _places(cluster["workerGroupSpecs"], options)
     if not cluster.get("enableInTreeAutoscaling"):
         yield f"{path}.enableInTreeAutoscaling: must be true"
+
+
+def _places(groups: list[dict[str, Any]], options: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Ingress replicas run on the pods that have the API keys, and none takes the cores of an engine."""
+    asked = set(options["Ingress"].get("resources", {}))
+    for index, group in enumerate(groups):
+        path = f"spec.rayClusterConfig.workerGroupSpecs[{index}].rayStartParams.resources"
+        try:
+            offered = set(_custom_resources(group["rayStartParams"].get("resources", '"{}"')))
+        except ValueError:
+            yield f"{path}: Ray's autoscaler can't read it; write '\"{{\\\"NAME\\\": 1}}\"'"
+            continue
+        fits = asked <= offered and group["rayStartParams"]["num-cpus"] != "0"
+        if group["groupName"] == "cpu" and not fits:
+            yield f"{path}: must offer what Ingress asks for: {sorted(asked)}"
+        if group["groupName"] != "cpu" and fits:
+            where = path if asked else "spec.serveConfigV2"
+            yield f"{where}: a replica of Ingress may run on a pod of group {group['groupName']}"
+
+
+def _custom_resources(value: str) -> dict[str, float]:
+    """Read custom resources as Ray's autoscaler does."""
+    if value[:2] != '"{' or value[-2:] != '}"':
+        raise ValueError(value)
+    found: dict[str, float] = json.loads(value[1:-1].replace("\\", ""))
+    return found
 
 
 def _replicas(deployment: dict[str, Any]) -> tuple[int, int]:

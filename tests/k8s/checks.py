@@ -1,6 +1,6 @@
 """All checks of a set of rendered documents."""
 
-from tests.k8s import agreement, monitoring, safety, schemas
+from tests.k8s import agreement, monitoring, reach, safety, schemas
 from tests.k8s.rendering import Document
 
 
@@ -15,5 +15,6 @@ def problems(documents: list[Document]) -> list[str]:
     return found or [
         *agreement.problems(documents),
         *safety.problems(documents),
+        *reach.problems(documents),
         *monitoring.problems(documents),
     ]

@@ -55,9 +55,9 @@ exec "$@"
 
 ASK = """
 import json, sys, urllib.error, urllib.request
-url, method, body, timeout = json.load(sys.stdin)
+url, method, body, timeout, headers = json.load(sys.stdin)
 data = None if body is None else json.dumps(body).encode()
-request = urllib.request.Request(url, data, {"content-type": "application/json"}, method=method)
+request = urllib.request.Request(url, data, {"content-type": "application/json"} | headers, method=method)
 try:
     with urllib.request.urlopen(request, timeout=timeout) as answer:
         seen = [answer.status, answer.read().decode()]
@@ -200,7 +200,12 @@ class Machine:
         self._ip("link", "set", "pods", "up")
 
     def start(
-        self, name: str, group: Mapping[str, Any], head: str = "", secrets: Mapping[str, str] | None = None
+        self,
+        name: str,
+        group: Mapping[str, Any],
+        head: str = "",
+        secrets: Mapping[str, str] | None = None,
+        token: str = "",
     ) -> Running:
         """Start a pod.
 
@@ -209,13 +214,14 @@ class Machine:
             group: Its group.
             head: Name of the head's service; nothing: this is a head.
             secrets: What the Secrets have that its environment names, by key.
+            token: Ray's token; nothing: Ray asks for none.
         """
         self._count += 1
         address = f"{NET}.{self._count}"
         self.name(name, address)
         command = start_command(group, head)
         container = group["template"]["spec"]["containers"][0]
-        env = self._env(container, head or name, secrets or {})
+        env = self._env(container, head or name, secrets or {}, token)
         log = self._folder / f"{name}.log"
         namespaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         layout = ["layout", IMAGE, address, str(self._folder), _shm(group)]
@@ -247,13 +253,18 @@ class Machine:
         self._write_hosts()
 
     def ask(
-        self, url: str, body: object = None, method: str = "", timeout_s: float = 10.0
+        self,
+        url: str,
+        body: object = None,
+        method: str = "",
+        timeout_s: float = 10.0,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, str]:
         """Call a pod from outside of it; return the status and the answer, or 0 and why there is none."""
         method = method or ("GET" if body is None else "POST")
         done = subprocess.run(
             [*self._inside(), sys.executable, "-I", "-S", "-c", ASK],
-            input=json.dumps([url, method, body, timeout_s]),
+            input=json.dumps([url, method, body, timeout_s, dict(headers or {})]),
             capture_output=True,
             text=True,
             timeout=timeout_s + 30,
@@ -265,6 +276,22 @@ class Machine:
     def unplug(self, pod: Running) -> None:
         """Cut a pod off: no packet reaches it or leaves it, and no connection is closed."""
         self._ip("link", "set", pod.link, "down")
+
+    def block(self, pod: Running, target: Running, opened: Sequence[tuple[int, int]]) -> None:
+        """Keep a pod from connecting to another, but for some ranges of ports, as a network policy does.
+
+        Args:
+            pod: The pod that connects.
+            target: The pod that listens.
+            opened: First and last port of each range, in order.
+        """
+        first = 1
+        for start, end in (*opened, (65536, 65536)):
+            if first < start:
+                rule = ["to", target.address, "ipproto", "tcp", "dport", f"{first}-{start - 1}", "prohibit"]
+                done = pod.run(["ip", "rule", "add", *rule], 10)
+                assert done.returncode == 0, done.stderr
+            first = end + 1
 
     def program(self, module: str, *arguments: str) -> "subprocess.Popen[str]":
         """Start a module of these tests in the pods' network; it ends with the pods at the latest."""
@@ -295,7 +322,9 @@ class Machine:
     def _ip(self, *arguments: str) -> None:
         subprocess.run([*self._inside(), "ip", *arguments], check=True, timeout=10)
 
-    def _env(self, container: Mapping[str, Any], head: str, secrets: Mapping[str, str]) -> list[str]:
+    def _env(
+        self, container: Mapping[str, Any], head: str, secrets: Mapping[str, str], token: str
+    ) -> list[str]:
         if IMAGE:
             path, home = "/opt/venv/bin:/usr/local/bin:/usr/bin:/bin", "/home/saturate"
         else:
@@ -311,6 +340,8 @@ class Machine:
             "RAY_ADDRESS": f"{head}:6379",
             "RAY_USAGE_STATS_KUBERAY_IN_USE": "1",
         }
+        if token:
+            variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         for variable in container.get("env", []):
             source = variable.get("valueFrom")
             variables[variable["name"]] = (

@@ -3,10 +3,11 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from secrets import token_hex
 from typing import Any
 
 from tests.k8s.machine import Machine, Running
-from tests.k8s.pods import groups
+from tests.k8s.pods import cluster_spec, groups
 from tests.k8s.rendering import Document
 
 READY_S = 240.0
@@ -25,6 +26,7 @@ class RayCluster:
 
     Attributes:
         head: Its head, which is ready.
+        token: Ray's token, from the Secret that KubeRay makes; empty: Ray asks for none.
         workers: Its other pods.
     """
 
@@ -34,17 +36,21 @@ class RayCluster:
         self.machine = machine
         self.workers: list[Running] = []
         self._name = document["metadata"]["name"]
+        options = cluster_spec(document).get("authOptions", {})
+        self.token = token_hex(16) if options.get("mode") == "token" else ""
         self._groups = {name: group for name, _, group in groups(document)}
-        self.head = machine.start(f"{self._name}-head-svc", self._groups["head"], secrets=secrets)
+        self.head = machine.start(
+            f"{self._name}-head-svc", self._groups["head"], secrets=secrets, token=self.token
+        )
         # The head of a job has no probe of its own.
         if "readinessProbe" in self.head.container:
             self.wait_for(self.head)
-        self._wait(lambda: self.machine.ask(self._url("/api/version"))[0] == 200)
+        self._wait(lambda: self._ask("/api/version")[0] == 200)
 
     def add(self, group: str) -> Running:
         """Start a worker of a group; return when Ray runs on it."""
         name = f"{self._name}-{group}-{len(self.workers)}"
-        pod = self.machine.start(name, self._groups[group], self.head.name)
+        pod = self.machine.start(name, self._groups[group], self.head.name, token=self.token)
         self.workers.append(pod)
         self.wait_for(pod, "livenessProbe")
         return pod
@@ -60,7 +66,7 @@ class RayCluster:
 
     def call(self, path: str, body: object = None, method: str = "") -> Any:
         """Call the head's dashboard."""
-        status, text = self.machine.ask(self._url(path), body, method)
+        status, text = self._ask(path, body, method)
         assert status == 200, text
         return json.loads(text) if text else None
 
@@ -95,6 +101,11 @@ class RayCluster:
         logs: str = self.call(f"{path}/logs")["logs"]
         assert self.call(path)["status"] == "SUCCEEDED", logs
         return logs
+
+    def _ask(self, path: str, body: object = None, method: str = "") -> tuple[int, str]:
+        # As KubeRay sends it.
+        headers = {"x-ray-authorization": f"Bearer {self.token}"} if self.token else {}
+        return self.machine.ask(self._url(path), body, method, headers=headers)
 
     def _url(self, path: str) -> str:
         return f"http://{self.head.address}:8265{path}"

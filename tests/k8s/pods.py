@@ -63,10 +63,16 @@ class Pod:
         return [Container(f"{self.path}.containers[{i}]", spec) for i, spec in containers]
 
 
+def cluster_spec(document: Document) -> dict[str, Any]:
+    """Return the cluster of a RayService or RayJob; empty for a job in another one's cluster."""
+    cluster: dict[str, Any] = document.get("spec", {}).get(RAY.get(document["kind"], ""), {})
+    return cluster
+
+
 def groups(document: Document) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield the groups of a RayService's or RayJob's cluster: name, path and group; the head's is "head"."""
-    where = RAY.get(document["kind"], "")
-    if cluster := document.get("spec", {}).get(where):
+    if cluster := cluster_spec(document):
+        where = RAY[document["kind"]]
         yield "head", f"spec.{where}.headGroupSpec", cluster["headGroupSpec"]
         for index, group in enumerate(cluster.get("workerGroupSpecs", [])):
             yield group["groupName"], f"spec.{where}.workerGroupSpecs[{index}]", group

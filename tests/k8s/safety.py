@@ -25,15 +25,7 @@ ROOTS = [
     "huggingface_hub/utils/_auth.py",
 ]
 """Modules that read the variables that we set."""
-CLIENT_PORTS = {8000}
-"""Ports that other pods may reach..."""
-OPERATOR_PORTS = {8000, 8265}
-"""...what KubeRay may..."""
-SCRAPER_PORTS = {8080, 44217, 44227}
-"""...and what Prometheus may."""
-SCRAPER = {"namespaceSelector": {"matchLabels": {"saturate/metrics": "true"}}}
-SELF = {"app.kubernetes.io/part-of": "saturate"}
-OPERATOR = {"app.kubernetes.io/name": "kuberay-operator"}
+TOKEN_VARIABLES = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}
 KUBERAYS = {"app.kubernetes.io/name", "app.kubernetes.io/created-by"}
 """Labels that KubeRay gives pods, and finds them by."""
 UPGRADES = {"None", "NewCluster", "NewClusterWithIncrementalUpgrade"}
@@ -48,14 +40,17 @@ def problems(documents: list[Document]) -> Iterator[str]:
             yield from _image(container)
             yield from _resources(container)
             yield from _environment(container)
-    for policy in of_kind(documents, "NetworkPolicy"):
-        yield from _open_ports(policy["spec"])
     for budget in of_kind(documents, "PodDisruptionBudget"):
         yield from _selected(budget["spec"]["selector"]["matchLabels"], documents)
     for service in of_kind(documents, "RayService"):
         yield from _upgrade(service["spec"])
+        yield from _token(service["spec"]["rayClusterConfig"], "spec.rayClusterConfig")
+    for secret in of_kind(documents, "Secret"):
+        yield f"Secret/{secret['metadata']['name']}: secrets are made by hand, not kept with the manifests"
     for job in of_kind(documents, "RayJob"):
         yield from _job(job["spec"])
+        if cluster := job["spec"].get("rayClusterSpec"):
+            yield from _token(cluster, "spec.rayClusterSpec")
 
 
 def _identity_and_rights(pod: Pod) -> Iterator[str]:
@@ -115,6 +110,9 @@ def _resources(container: Container) -> Iterator[str]:
 def _environment(container: Container) -> Iterator[str]:
     readme = (K8S / "README.md").read_text()
     for name, (path, variable) in container.env.items():
+        if name in TOKEN_VARIABLES:
+            yield f"{path}.name: {name} comes from KubeRay; it leaves one that is here as it is"
+            continue
         if not any(f'"{name}"' in text for text in _sources()) and name not in {
             "SATURATE_API_KEY",
             "REDIS_PASSWORD",
@@ -137,22 +135,11 @@ def _sources() -> list[str]:
     return found
 
 
-def _open_ports(spec: dict[str, Any]) -> Iterator[str]:
-    if spec.get("policyTypes") != ["Ingress"]:
-        yield "spec.policyTypes: must be [Ingress]"
-    for index, rule in enumerate(spec["ingress"]):
-        peers = rule.get("from", [])
-        labels = [peer.get("podSelector", {}).get("matchLabels") for peer in peers]
-        if peers and all(label == SELF for label in labels):
-            continue
-        allowed = CLIENT_PORTS
-        if peers and all(label == OPERATOR for label in labels):
-            allowed = OPERATOR_PORTS
-        elif peers and all(peer == SCRAPER for peer in peers):
-            allowed = SCRAPER_PORTS
-        ports = {port["port"] for port in rule.get("ports", [])}
-        if not ports or not ports <= allowed:
-            yield f"spec.ingress[{index}].ports: {sorted(ports)}, but only {sorted(allowed)} may be open"
+def _token(cluster: dict[str, Any], path: str) -> Iterator[str]:
+    """Ray serves nobody without the token of KubeRay's Secret."""
+    # KubeRay refuses Kubernetes' own tokens for services and jobs.
+    if cluster.get("authOptions") != {"mode": "token"}:
+        yield f"{path}.authOptions: must be {{mode: token}}"
 
 
 def _selected(labels: dict[str, str], documents: list[Document]) -> Iterator[str]:

@@ -95,6 +95,9 @@ def test_the_demo_of_a_cluster_is_the_local_one_but_for_what_several_nodes_need(
                 "DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
             ):
                 section["runtime_env"]["env_vars"].pop(f"RAY_SERVE_{name}", None)
+    # Nodes that take an Ingress replica offer this. Plain `serve run` of the local one needs no such node.
+    (front,) = [d for d in cluster["applications"][0]["deployments"] if d["name"] == "Ingress"]
+    assert front["ray_actor_options"].pop("resources") == {"ingress": 0.001}
     assert cluster == local
 
 

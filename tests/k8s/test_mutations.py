@@ -132,6 +132,9 @@ def test_a_misspelt_key_of_the_serve_config_is_found(full: list[Document]) -> No
         # Variables are compared with the containers' below.
         if "env_vars" in path or "runtime_env" in path[:-1]:
             continue
+        # The names of custom resources are free; they are compared with the groups' below.
+        if "resources" in path[:-1]:
+            continue
         wrong = renamed(config, path)
         assert list(schemas.serve_config(yaml.safe_dump(wrong))), path
         tried += 1
@@ -172,9 +175,17 @@ WRONG: list[tuple[str, str, object]] = [
     ("RayService", f"{GPU}.{CONTAINER}.volumeMounts[1].name", "model"),
     ("RayService", f"{GPU}.{CONTAINER}.volumeMounts[0].mountPath", "/dev/sh"),
     ("RayService", f"{GPU}.{CONTAINER}.securityContext.allowPrivilegeEscalation", True),
-    ("NetworkPolicy", "spec.ingress[2].ports[0].port", 8265),
-    ("NetworkPolicy", "spec.ingress[1].ports[0].port", 6379),
+    ("RayService", f"{FRONT}.rayStartParams.resources", r'"{\"front\": 1}"'),
+    ("RayService", f"{FRONT}.rayStartParams.resources", '{"ingress": 1}'),
+    ("RayService", f"{GPU}.rayStartParams.resources", r'"{\"ingress\": 1}"'),
+    ("RayService", "spec.rayClusterConfig.authOptions.mode", "disabled"),
+    ("RayService", "spec.rayClusterConfig.authOptions.mode", "tokens"),
+    ("RayService", "spec.rayClusterConfig.authOptions.enableK8sTokenAuth", True),
+    ("RayService", "spec.rayClusterConfig.authOptions", {}),
+    ("RayService", f"{GPU}.{CONTAINER}.env[6].name", "RAY_AUTH_MODE"),
     ("NetworkPolicy", "spec.policyTypes", ["Egress"]),
+    ("NetworkPolicy", "spec.ingress[1].from[0]", {"namespaceSelector": {"matchLabels": {"a": "b"}}}),
+    ("NetworkPolicy", "spec.ingress[1].from[0].namespaceSelector", {}),
     ("PodDisruptionBudget", "spec.selector.matchLabels", {"ray.io/group": "ingress"}),
     ("PodDisruptionBudget", "spec.minAvailable", [1]),
     ("Ingress", "metadata.annotations.nginx/ingress/kubernetes/io|proxy-read-timeout", "60"),
@@ -190,7 +201,6 @@ WRONG: list[tuple[str, str, object]] = [
     ("PodMonitor/saturate-head", "spec.podMetricsEndpoints[1].port", "autoscaler-metrics"),
     ("PodMonitor/saturate-workers", "spec.podMetricsEndpoints[0].port", "as-metrics"),
     ("PodMonitor/saturate-workers", "spec.podMetricsEndpoints[0].interval", "10 s"),
-    ("NetworkPolicy/saturate-metrics", "spec.ingress[0].ports[0].port", 8265),
 ]
 
 
@@ -215,6 +225,11 @@ def shorten_hard_stop(config: Any) -> None:
         section["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "60"
 
 
+def forget_the_resource(config: Any) -> None:
+    (front,) = [d for d in config["applications"][0]["deployments"] if d["name"] == "Ingress"]
+    del front["ray_actor_options"]["resources"]
+
+
 def refuse_all(config: Any) -> None:
     config["applications"][0]["args"]["models"][0]["batcher"]["max_queue_size"] = -1
 
@@ -226,6 +241,7 @@ CONFIG: list[tuple[str, Callable[[Any], None]]] = [
     ("maxReplicas", lambda config: deployment(config)["autoscaling_config"].update(max_replicas=5)),
     ("num-cpus", lambda config: deployment(config)["ray_actor_options"].update(num_cpus=6)),
     ("env[4]", shorten_hard_stop),
+    ("serveConfigV2: a replica of Ingress may run on a pod of group gpu", forget_the_resource),
 ]
 
 
@@ -257,6 +273,7 @@ JOB: list[tuple[str, str, object]] = [
         DRIVER.format("/data/b --url http://saturate:8000"),
     ),
     ("http", "spec.rayClusterSpec.headGroupSpec.template.spec.containers[0].env[0].name", "API_KEY"),
+    ("http", "spec.rayClusterSpec.authOptions", {"mode": "disabled"}),
 ]
 
 
@@ -265,6 +282,17 @@ def test_a_wrong_job_is_found(jobs: dict[str, list[Document]], job: str, path: s
     found = checks.problems(changed(jobs[job], "RayJob", path, value, f"saturate-batch-{job}"))
     near = {"spec.shutdownAfterJobFinishes": "spec.ttlSecondsAfterFinished"}.get(path, path)
     assert any(near in problem for problem in found), found
+
+
+def test_a_secret_among_the_manifests_is_found(full: list[Document]) -> None:
+    secret = {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": "saturate-api-keys"},
+        "stringData": {"keys.yaml": "[]"},
+    }
+    (problem,) = checks.problems([*full, secret])
+    assert problem.startswith("Secret/saturate-api-keys: ")
 
 
 def test_a_wrong_overlay_fails_with_the_path(tmp_path: Path) -> None:

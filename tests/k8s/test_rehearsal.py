@@ -3,6 +3,7 @@
 SATURATE_IMAGE names the unpacked root of the image `cpu`: then the pods run from that, as its user.
 """
 
+import dataclasses
 import json
 import threading
 import time
@@ -73,6 +74,24 @@ def test_the_worker_answers(cluster: RayCluster) -> None:
     assert ask(cluster, cluster.workers[0]) == ["75"]
 
 
+def test_the_dashboard_asks_for_the_token(cluster: RayCluster) -> None:
+    url = f"http://{cluster.head.address}:8265"
+    job = {"entrypoint": "touch /tmp/ray/mine"}
+    assert cluster.machine.ask(f"{url}/api/jobs/", job)[0] == 401
+    wrong = {"x-ray-authorization": "Bearer mine"}
+    assert cluster.machine.ask(f"{url}/api/jobs/", job, headers=wrong)[0] == 403
+    # The kubelet's probes have no token.
+    assert cluster.machine.ask(f"{url}/api/gcs_healthz")[0] == 200
+
+
+def test_a_node_without_the_token_is_not_let_in(cluster: RayCluster) -> None:
+    without = [part for part in cluster.workers[0].env if not part.startswith("RAY_AUTH_")]
+    stranger = dataclasses.replace(cluster.workers[0], env=without)
+    done = stranger.run(["ray", "list", "nodes"], 60)
+    assert done.returncode != 0
+    assert "nauthe" in done.stderr + done.stdout or "401" in done.stderr + done.stdout
+
+
 def test_no_replica_runs_on_the_head(cluster: RayCluster) -> None:
     assert set(cluster.replicas().values()) == {cluster.workers[0].address}
 
@@ -108,6 +127,11 @@ def bounds(cluster: RayCluster) -> list[int]:
 def test_a_job_sends_a_dataset_over_http(cluster: RayCluster, tmp_path: Path) -> None:
     job, data = made_ready("http", tmp_path)
     own = RayCluster(cluster.machine, job, secrets={"key": "any"})
+    # Its network policy.
+    cluster.machine.block(own.head, cluster.workers[0], [(8000, 8000)])
+    cluster.machine.block(own.head, cluster.head, [])
+    assert [port for port in (6379, 8265) if connects(own.head, cluster.head, port)] == []
+    assert [port for port in (8000, 52365) if connects(own.head, cluster.workers[0], port)] == [8000]
     try:
         own.run(job)
     finally:
@@ -119,11 +143,20 @@ def test_a_job_sends_a_dataset_through_the_handle(cluster: RayCluster, tmp_path:
     job, data = made_ready("handle", tmp_path)
     worker = cluster.add("batch")
     cluster.wait_for(worker)
+    # The ports of its network policy.
+    for pod in (cluster.head, cluster.workers[0]):
+        cluster.machine.block(worker, pod, [(6379, 6379), (10002, 65535)])
+    assert [port for port in (6379, 8265, 52365) if connects(worker, cluster.head, port)] == [6379, 52365]
     try:
         cluster.run(job)
     finally:
         cluster.remove(worker)
     assert errors(data / "answers-handle.jsonl") == [None] * 500
+
+
+def connects(pod: Running, target: Running, port: int) -> bool:
+    """Return whether a pod can connect to a port of another."""
+    return pod.run(["bash", "-c", f"exec 3<>/dev/tcp/{target.address}/{port}"], 10).returncode == 0
 
 
 def made_ready(name: str, folder: Path) -> tuple[Document, Path]:
