@@ -80,7 +80,7 @@ def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
 
 def _places(groups: list[dict[str, Any]], options: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Ingress replicas run on the pods that have the API keys, and none takes the cores of an engine."""
-    asked = set(options["Ingress"].get("resources", {}))
+    asked = set(options.get("Ingress", {}).get("resources", {}))
     for index, group in enumerate(groups):
         path = f"spec.rayClusterConfig.workerGroupSpecs[{index}].rayStartParams.resources"
         try:
