@@ -3,6 +3,9 @@
 Headers = list[tuple[bytes, bytes]]
 """Names, in lower case, and values."""
 
+KEEP_ALIVE = "x-keep-alive"
+"""Header of a call whose answer may begin with spaces, sent while the call waits or runs."""
+
 
 def bearer_token(headers: Headers) -> bytes:
     """Return the token of the `Authorization: Bearer` header; empty if there is none."""

@@ -9,6 +9,7 @@ import httpx
 from pydantic_core import from_json, to_json
 
 from serve_app.api.errors import RequestError
+from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.driver.errors import DriverError
 from serve_app.system import cancellation
@@ -44,11 +45,11 @@ class HTTPClient:
     """A service behind a URL.
 
     Args:
-        url: Base URL of the service.
+        url: Base URL of the service; `/v1` at its end is left out.
         model: Model to read statistics of; None: the first one.
         api_key: Sent as a bearer token.
         connect_s: Seconds to get a connection.
-        read_s: Seconds to wait for an answer: all work on a chunk, and a cold start.
+        read_s: Longest silence of the service, in seconds; a call that waits or runs gets a byte every 5 s.
         write_s: Seconds to send a chunk.
         pool_s: Seconds to wait for one of the connections.
         transport: Another transport, for tests.
@@ -68,7 +69,8 @@ class HTTPClient:
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise DriverError(f"--url {url}: must begin with http:// or https://")
-        self.url = url.rstrip("/")
+        # The address that OpenAI's clients take ends in /v1.
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self._model = model
         self._read_s = read_s
         self._http = httpx.AsyncClient(
@@ -81,7 +83,8 @@ class HTTPClient:
 
     async def generate(self, body: JSON) -> JSON:
         """Send one `/generate` call and return its answer."""
-        headers = {"content-type": "application/json"}
+        # The read timeout is a limit on the silence of the service, not on the time that a call waits.
+        headers = {"content-type": "application/json", KEEP_ALIVE: "1"}
         try:
             response = await self._http.post(
                 f"{self.url}/generate",
@@ -98,6 +101,9 @@ class HTTPClient:
             answer: JSON = from_json(response.content)
         except ValueError:
             raise RequestError(502, "service_unavailable", f"{self.url}: the answer is not JSON") from None
+        if error := isinstance(answer, dict) and answer.get("error"):
+            # The answer had begun before the call failed.
+            raise RequestError(error["code"], error["type"], error["message"], param=error["param"])
         return answer
 
     async def replicas(self) -> list[JSON] | None:
@@ -128,7 +134,8 @@ class HandleClient:
     Args:
         app: The Serve application.
         model: The model's id.
-        read_s: Seconds to wait for an answer.
+        read_s: Seconds after which a call without an answer is given up, unless all replicas report that they
+            work.
 
     Raises:
         DriverError: There is no cluster, or no such Engine in it.
@@ -174,18 +181,18 @@ class HandleClient:
         # By value, that is over gRPC: Ray's object store costs the driver more CPU. Options are set here,
         # since setting them starts the handle's router, which may need the running loop.
         response = self._handle.options(_by_reference=False).generate.remote(body)
+        answering: asyncio.Future[JSON] = asyncio.ensure_future(response)
         try:
-            async with asyncio.timeout(self._read_s):
-                answer: JSON = await response
-        except TimeoutError:
-            response.cancel()
-            message = f"{self._name}: no answer in {self._read_s:g} s"
-            raise RequestError(503, "service_unavailable", message) from None
+            while not (await asyncio.wait([answering], timeout=self._read_s))[0]:
+                # A call behind live traffic may wait for long; given up, it would go to the end of the queue.
+                if not await self.replicas():
+                    message = f"{self._name}: no answer in {self._read_s:g} s"
+                    raise RequestError(503, "service_unavailable", message)
+            answer = answering.result()
         except asyncio.CancelledError:
             if not cancellation.is_own():
                 message = f"{self._name}: its replica was removed"
                 raise RequestError(503, "service_unavailable", message) from None
-            response.cancel()
             raise
         except RequestError:
             raise
@@ -196,6 +203,10 @@ class HandleClient:
         except (RayError, RayServeException, ConnectionError) as error:
             message = f"{self._name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
             raise RequestError(503, "service_unavailable", message) from None
+        finally:
+            if not answering.done():
+                response.cancel()
+                answering.cancel()
         return answer
 
     def _broken(self, error: Any) -> RequestError:

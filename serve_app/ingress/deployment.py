@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.api.errors import ErrorType, RequestError, error_response
+from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
@@ -232,7 +233,8 @@ class Ingress:
 
         most = self._settings.ingress.max_tokens
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, max_tokens=most)
-        return ProxyResponse(ask, relayed)
+        keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
+        return ProxyResponse(ask, relayed, keep_alive=keep_alive)
 
 
 async def _no_metrics(request: Request) -> Response:

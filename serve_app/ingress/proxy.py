@@ -4,6 +4,7 @@ When the Engine dies, another one is asked: before anything was sent, for the sa
 a stream, for what follows, where the request's parameters allow that.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -18,8 +19,9 @@ from serve_app.ingress.retry import TRIES, back_off, is_lost
 from serve_app.ingress.splice import Sent, Splice, UnresumableError
 from serve_app.relay.events import error_event
 from serve_app.relay.frame import Head, Piece
+from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import SCOPE_KEY
+from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY
 
 logger = logging.getLogger("ray.serve")
 
@@ -33,11 +35,21 @@ class ProxyResponse(Response):
     Args:
         ask: Sends a request to an Engine.
         request: The request.
+        keep_alive: Send a space every few seconds until the answer is there, which is JSON. The status is
+            then 200; that of an error is in the answer's `error.code`.
     """
 
-    def __init__(self, ask: Callable[[RelayRequest], EngineCall], request: RelayRequest) -> None:
+    def __init__(
+        self,
+        ask: Callable[[RelayRequest], EngineCall],
+        request: RelayRequest,
+        *,
+        keep_alive: bool = False,
+    ) -> None:
         self._ask = ask
         self._request = request
+        self._keep_alive = keep_alive
+        self._started = False
         self._tried = 1
         self._call = ask(request)
         self.background = None
@@ -51,22 +63,44 @@ class ProxyResponse(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            head, piece = await self._begin()
+            head, piece = await (self._begin_alive(send) if self._keep_alive else self._begin())
         except Exception as error:
             logger.warning("an engine failed before it answered: %r", error)
-            await error_response(unavailable(error), self._request.path)(scope, receive, send)
+            response = error_response(unavailable(error), self._request.path)
+            if self._started:
+                scope[STATUS_KEY] = response.status_code
+                await send({"type": "http.response.body", "body": response.body, "more_body": False})
+            else:
+                await response(scope, receive, send)
             return
         headers = head.headers
         if piece.usage is not None and not any(name.lower() == b"content-length" for name, _ in headers):
             # Clients of HTTP/1.0 can't read chunks.
             headers = [*headers, (b"content-length", str(len(piece.body)).encode())]
-        await send({"type": "http.response.start", "status": head.status, "headers": headers})
+        if self._started:
+            scope[STATUS_KEY] = head.status
+        else:
+            await send({"type": "http.response.start", "status": head.status, "headers": headers})
         if piece.usage is not None:
             _keep_usage(scope, piece)
             await send({"type": "http.response.body", "body": piece.body, "more_body": False})
             return
         await self._send_pieces(head, piece, scope, send)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _begin_alive(self, send: Send) -> tuple[Head, Piece]:
+        """Do as `_begin`, and send a space every few seconds meanwhile: JSON may begin with spaces."""
+        beginning = asyncio.ensure_future(self._begin())
+        try:
+            while not (await asyncio.wait([beginning], timeout=KEEPALIVE_S))[0]:
+                if not self._started:
+                    self._started = True
+                    headers = [(b"content-type", b"application/json")]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            return beginning.result()
+        finally:
+            beginning.cancel()
 
     async def _begin(self) -> tuple[Head, Piece]:
         """Return the head and the first piece, from the first Engine that answers."""

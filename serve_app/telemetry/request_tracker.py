@@ -8,7 +8,7 @@ from typing import Any, Literal
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import SCOPE_KEY, RequestUsage
+from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
 
 RequestOutcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
 
@@ -165,6 +165,7 @@ class RequestTracker:
         """End a request; it is reported later."""
         request.ended_at = time.monotonic()
         request.usage = request.scope.get(SCOPE_KEY)
+        request.status = request.scope.get(STATUS_KEY, request.status)
         # The two refer to each other; this spares the garbage collector a cycle per request.
         del request.scope[KEY]
         self.under_way -= 1

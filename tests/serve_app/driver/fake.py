@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from tests.e2e.service import free_port
 
@@ -31,6 +32,9 @@ class FakeService:
         replicas: Statistics of replicas in `/stats`.
         release: Calls wait for it before they are answered.
         held_from: Number of calls that don't wait for it.
+        keep_alive_s: Seconds between two spaces, which a call that waits gets if it asks for them; None: the
+            service sends none.
+        spaces: Number of spaces that were sent.
     """
 
     def __init__(self) -> None:
@@ -43,6 +47,8 @@ class FakeService:
         self.release = threading.Event()
         self.release.set()
         self.held_from = 0
+        self.keep_alive_s: float | None = None
+        self.spaces = 0
         self._at_once = 0
         self.app = Starlette(
             routes=[
@@ -57,12 +63,21 @@ class FakeService:
         self.calls.append(body)
         self._at_once += 1
         self.most_at_once = max(self.most_at_once, self._at_once)
+        held = not self.release.is_set() and number >= self.held_from
         try:
-            if not self.release.is_set() and number >= self.held_from:
+            if held and self.keep_alive_s and KEEP_ALIVE in request.headers:
+                return StreamingResponse(self._alive(body, self.keep_alive_s), media_type="application/json")
+            if held:
                 await asyncio.to_thread(self.release.wait, 60)
             return self.trouble(body) or JSONResponse(self._answer(body))
         finally:
             self._at_once -= 1
+
+    async def _alive(self, body: JSON, interval_s: float) -> AsyncIterator[bytes]:
+        while not await asyncio.to_thread(self.release.wait, interval_s):
+            self.spaces += 1
+            yield b" "
+        yield bytes((self.trouble(body) or JSONResponse(self._answer(body))).body)
 
     def _answer(self, body: JSON) -> JSON:
         results: list[str | None] = []

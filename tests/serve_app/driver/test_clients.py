@@ -13,6 +13,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.driver.clients import HandleClient, HTTPClient
 from serve_app.driver.errors import DriverError
+from tests.serve_app.driver.fake import FakeService, failure, listening
 from tests.serve_app.driver.handle import Handle
 
 LIMIT_S = 5.0
@@ -98,6 +99,38 @@ def test_a_url_without_a_scheme_is_an_error() -> None:
         HTTPClient("localhost:8000")
 
 
+SILENCE_S = 3.0
+
+
+@pytest.mark.parametrize("status", [200, 503])
+async def test_a_call_may_wait_longer_than_the_read_timeout(status: int) -> None:
+    service = FakeService()
+    service.keep_alive_s = SILENCE_S / 60
+    service.release.clear()
+    service.trouble = lambda body: None if status == 200 else failure(status)
+    with listening(service) as url:
+        async with HTTPClient(url, read_s=SILENCE_S) as client:
+            call = asyncio.ensure_future(client.generate(BODY | {"task_id": None}))
+            async with asyncio.timeout(20 * SILENCE_S):
+                while service.spaces < 80 and not call.done():  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert not call.done(), "the service is not silent"
+            service.release.set()
+            if status == 200:
+                assert (await call)["results"] == ["A"]
+            else:
+                with pytest.raises(RequestError, match="failed with 503") as caught:
+                    await call
+                assert caught.value.status == 503
+    assert len(service.calls) == 1
+
+
+async def test_an_answer_that_breaks_off_can_be_retried() -> None:
+    with pytest.raises(RequestError, match="not JSON") as caught:
+        await http_client(lambda _: httpx.Response(200, content=b"   ")).generate(BODY)
+    assert caught.value.status == 502
+
+
 # Handle
 
 
@@ -131,6 +164,25 @@ async def test_a_call_without_an_answer_times_out_and_is_cancelled(handle: Handl
         await asyncio.wait_for(HandleClient("llm", "demo", read_s=0.01).generate(BODY), LIMIT_S)
     assert caught.value.status == 503
     assert handle.responses[0].cancelled
+
+
+async def test_a_call_waits_on_while_the_replicas_work(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = HandleClient("llm", "demo", read_s=0.01)
+    asked = 0
+
+    async def replicas() -> list[JSON]:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            handle.responses[0].future.set_result({"results": ["A"]})
+        return [{"replica": "a"}]
+
+    monkeypatch.setattr(client, "replicas", replicas)
+    assert await asyncio.wait_for(client.generate(BODY), LIMIT_S) == {"results": ["A"]}
+    assert asked == 3
+    assert len(handle.responses) == 1
 
 
 async def test_a_call_that_serve_cancels_can_be_retried(handle: Handle) -> None:

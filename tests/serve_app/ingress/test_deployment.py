@@ -54,6 +54,30 @@ async def test_a_request_goes_to_the_engine_of_its_model_and_its_answer_comes_ba
     assert json.loads(request.body) == {"model": "b", "messages": []}
 
 
+@pytest.mark.parametrize(
+    ("path", "headers", "spaces"),
+    [
+        ("/generate", {"x-keep-alive": "1"}, True),
+        ("/generate", {}, False),
+        (CHAT, {"x-keep-alive": "1"}, False),
+    ],
+)
+async def test_a_call_that_asks_for_signs_of_life_gets_them(
+    monkeypatch: pytest.MonkeyPatch, path: str, headers: dict[str, str], spaces: bool
+) -> None:
+    monkeypatch.setattr("serve_app.ingress.proxy.KEEPALIVE_S", 0)
+
+    async def late(request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        yield complete(PLAIN, b'{"results": []}')
+
+    async with Client({"a": Engine(late)}) as client:
+        response = await client.post(path, json={"prompts": ["x"]}, headers=headers)
+    assert response.json() == {"results": []}
+    assert response.content.startswith(b" ") == spaces
+
+
 @pytest.mark.parametrize("path", [CHAT, "/generate"])
 async def test_an_unknown_model_is_answered_with_those_that_are_served(path: str) -> None:
     async with Client({"a": Engine(echo), "b": Engine(echo)}) as client:

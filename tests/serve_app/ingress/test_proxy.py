@@ -23,7 +23,7 @@ from serve_app.relay.events import DONE
 from serve_app.relay.frame import LOST, Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import ResumeMode, to_ids
-from serve_app.relay.usage import SCOPE_KEY, RequestUsage
+from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
 
 LIMIT_S = 5.0
 PLAIN = [(b"content-type", b"application/json")]
@@ -203,6 +203,88 @@ async def test_nothing_is_tried_for_a_client_that_has_left(monkeypatch: pytest.M
         task.cancel()
         await asyncio.wait({task})
     assert len(engines.asked) == 1
+
+
+# Signs of life
+
+
+class LateAnswer(Answer):
+    """An answer that comes after the client has got some spaces."""
+
+    def __init__(self, script: Script, ready: asyncio.Event) -> None:
+        super().__init__(script)
+        self._ready = ready
+
+    async def __anext__(self) -> bytes:
+        await self._ready.wait()
+        return await super().__anext__()
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "body"),
+    [
+        ([ANSWER], 200, {"text": "abc"}),
+        ([FULL], 429, None),
+        ([DEAD], 503, None),
+    ],
+    ids=["answered", "refused", "died"],
+)
+async def test_spaces_come_before_an_answer_that_takes_long(
+    monkeypatch: pytest.MonkeyPatch, script: Script, status: int, body: Any
+) -> None:
+    monkeypatch.setattr("serve_app.ingress.proxy.KEEPALIVE_S", 0.001)
+    ready = asyncio.Event()
+    received = Reply()
+
+    async def take(message: Message) -> None:
+        await received.take(message)
+        if received.body == b"   ":
+            ready.set()
+
+    scope: dict[str, Any] = {"type": "http"}
+    request = RelayRequest("POST", "/generate", b"", [], b"{}")
+    response = ProxyResponse(
+        lambda _: EngineCall(LateAnswer(script, ready), served), request, keep_alive=True
+    )
+    async with asyncio.timeout(LIMIT_S):
+        await response(scope, no_body, take)
+    assert received.ended
+    assert received.status == 200
+    assert scope[STATUS_KEY] == status
+    assert received.body.startswith(b"   {")
+    answer = json.loads(received.body)
+    if body is None:
+        assert answer["error"]["code"] == status
+    else:
+        assert answer == body
+        assert scope[SCOPE_KEY] == USAGE
+
+
+@pytest.mark.parametrize(("script", "status"), [([ANSWER], 200), ([FULL], 429)])
+async def test_an_answer_that_comes_soon_keeps_its_status(script: Script, status: int) -> None:
+    engines = Engines([script])
+    received = Reply()
+    scope: dict[str, Any] = {"type": "http"}
+    request = RelayRequest("POST", "/generate", b"", [], b"{}")
+    await ProxyResponse(engines.ask, request, keep_alive=True)(scope, no_body, received.take)
+    assert received.status == status
+    assert received.body.startswith(b"{")
+    assert STATUS_KEY not in scope
+
+
+async def test_a_client_that_leaves_ends_a_call_that_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.ingress.proxy.KEEPALIVE_S", 0.001)
+    answer = LateAnswer([ANSWER], asyncio.Event())
+    received = Reply()
+    request = RelayRequest("POST", "/generate", b"", [], b"{}")
+    response = ProxyResponse(lambda _: EngineCall(answer, served), request, keep_alive=True)
+    task = asyncio.ensure_future(response({"type": "http"}, no_body, received.take))
+    async with asyncio.timeout(LIMIT_S):
+        while not received.body:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+    assert answer.left
 
 
 # In the middle of a stream

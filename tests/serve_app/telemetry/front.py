@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import SCOPE_KEY, PromptUsage, RequestUsage
+from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, PromptUsage, RequestUsage
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_tracker import (
@@ -33,6 +33,8 @@ async def answer(request: Request) -> Response:
     status = int(request.query_params.get("status", 200))
     if status == 200:
         request.scope[SCOPE_KEY] = USAGE
+    if late := request.query_params.get("late"):
+        request.scope[STATUS_KEY] = int(late)
     return Response(b"answer", status)
 
 

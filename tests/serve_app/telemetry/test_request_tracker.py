@@ -60,6 +60,12 @@ async def test_the_status_of_an_error_is_its_outcome(front: Front, status: int, 
     assert [(request.status, request.outcome) for request in front.ended] == [(status, outcome)]
 
 
+async def test_the_status_of_an_answer_that_began_before_it_was_known(front: Front) -> None:
+    response = await front.ask("POST", "/answer?late=503")
+    assert response.status_code == 200
+    assert [(request.status, request.outcome) for request in front.ended] == [(503, "failed")]
+
+
 async def test_a_client_that_leaves_cancels(front: Front) -> None:
     task = asyncio.ensure_future(front.ask("GET", "/hang"))
     await asyncio.wait_for(front.begun.wait(), 10)
