@@ -3,13 +3,17 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import isfinite
 from typing import Any
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import CommandError, RowError
+from serve_app.driver.errors import CommandError, MissingColumnError, RowError
 from serve_app.driver.prompts import Prompt, Prompter
 from serve_app.driver.rows import Row
 from serve_app.driver.spans import Spans
+
+UNREADABLE = {"invalid_row", "unreadable_rows"}
+"""Errors of rows that say nothing about their columns."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,7 +80,7 @@ def chunked(
         limit: Number of input rows to take, from the beginning.
 
     Raises:
-        CommandError: No row of the first chunk has the prompt's column.
+        CommandError: No row of the first chunk has a column that the prompt needs.
     """
     chunk: list[Item] = []
     first = True
@@ -104,8 +108,11 @@ def _item(row: Row, prompter: Prompter, id_column: str) -> Item:
     if isinstance(row.values, RowError):
         return Item(row.number, row.number, row.values)
     id = row.values.get(id_column, row.number)
-    if not isinstance(id, str | int | float):
-        id = row.number if id is None else str(id)
+    if id is None or (isinstance(id, float) and not isfinite(id)):
+        # NaN stands for a missing value in many tools, and is no JSON.
+        id = row.number
+    elif not isinstance(id, str | int | float):
+        id = str(id)
     try:
         return Item(row.number, id, prompter.prompt(row.values))
     except RowError as error:
@@ -113,10 +120,12 @@ def _item(row: Row, prompter: Prompter, id_column: str) -> Item:
 
 
 def _check_columns(chunk: Chunk) -> None:
-    """Raise if all rows of a chunk lack the column: then its name is wrong, not the rows."""
-    errors = [item.prompt for item in chunk if isinstance(item.prompt, RowError)]
-    if len(errors) == len(chunk) and all(error.type == "missing_column" for error in errors):
-        raise CommandError(
-            f"the rows have {errors[0].message}. Name the one that holds the prompt with --prompt-column, or "
-            "make a prompt of several with --template"
-        )
+    """Raise if all rows of a chunk that can be read lack a column: then its name is wrong, not the rows."""
+    missing = None
+    for item in chunk:
+        if isinstance(item.prompt, MissingColumnError):
+            missing = missing or item.prompt
+        elif not (isinstance(item.prompt, RowError) and item.prompt.type in UNREADABLE):
+            return
+    if missing:
+        raise CommandError(f"the first rows fail: {missing.message}. {missing.fix}")

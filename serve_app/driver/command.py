@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +12,10 @@ from typing import Any
 
 import click
 
+from serve_app.api.protocol import JSON
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
-from serve_app.driver.errors import CommandError, DriverError
+from serve_app.driver.errors import CommandError, DiskError, DriverError
 from serve_app.driver.manifest import Manifest
 from serve_app.driver.options import ARGUMENTS, EPILOG, GROUPS, HELP, GroupedCommand, chosen, sampling_fields
 from serve_app.driver.output import Existing, Output, check_output
@@ -25,10 +26,10 @@ from serve_app.driver.report import report, table, write_report
 from serve_app.driver.rows import Row, numbered
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.running import Run, call_body
-from serve_app.driver.sources import open_source
+from serve_app.driver.sources import Pipe, open_source
 from serve_app.system.command_line import INTERRUPTED, USAGE, run
 
-FAILED, SOME_FAILED = 1, 3
+FAILED, SOME_FAILED, DISK_FAILED = 1, 3, 4
 """Exit codes, beside 0, `USAGE` and `INTERRUPTED`."""
 
 SYNC_S = 1.0
@@ -51,15 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 )
 def batch(**values: Any) -> int:
     """Drive one run; return its exit code."""
+    session = None
     try:
-        code = Session(chosen(values)).run()
+        session = Session(chosen(values))
+        code = session.run()
     except DriverError as error:
         print(f"error: {error}", file=sys.stderr)
-        return USAGE
+        return DISK_FAILED if isinstance(error, DiskError) else USAGE
     except KeyboardInterrupt:
         # Before the first call, or after the last row was written.
         code = INTERRUPTED
-    if code == INTERRUPTED:
+    if code == INTERRUPTED or (session and session.waits_for_input):
         sys.stdout.flush()
         sys.stderr.flush()
         # A thread may wait for a pipe that stays silent, and Python would wait for the thread.
@@ -110,9 +113,15 @@ class Session:
         existing: Existing = "overwrite" if options.overwrite else "resume" if options.resume else "same"
         self._output = Output(options.output, Manifest(decisive, self._source.fingerprint()), existing)
         self._progress: Progress = open_progress(options.quiet)
+        self._run: Run | None = None
         self._stats = RunStats()
         self._read = 0
         self._interrupts = 0
+
+    @property
+    def waits_for_input(self) -> bool:
+        """Whether a thread of a run that has ended still waits for a pipe."""
+        return isinstance(self._source, Pipe) and self._run is not None and self._run.reading
 
     def run(self) -> int:
         """Run to the end and return the exit code."""
@@ -120,24 +129,19 @@ class Session:
             self._progress.close()
             self._say(f"{self._output.path}: complete, {finished['rows']:,} rows; nothing is left to do")
             return SOME_FAILED if finished["failed"] else 0
-        message = ""
+        failure: DriverError | None = None
         try:
             if self._output.before:
                 self._progress.say(f"{self._output.before:,} rows are done already; going on from there")
             asyncio.run(self._drive())
-        except CommandError as error:
-            self._progress.close()
-            self._output.close()
-            print(f"error: {error}", file=sys.stderr)
-            return USAGE
         except DriverError as error:
-            message = str(error)
+            failure = error
         except asyncio.CancelledError:
             # The second interrupt.
             pass
         finally:
             self._progress.close()
-        return self._end(message)
+        return self._end(failure)
 
     async def _drive(self) -> None:
         options = self._options
@@ -145,7 +149,7 @@ class Session:
         run = Run(
             self._client, self._body, chat=self._prompter.chat, concurrency=pace, retries=options.retries
         )
-        self._stats = run.stats
+        self._run, self._stats = run, run.stats
         self._catch_signals(run)
         tell = _metrics(options)
         chunks = chunked(
@@ -156,17 +160,24 @@ class Session:
             id_column=options.id_column,
             limit=options.limit,
         )
-        tasks = [asyncio.create_task(self._show(run, tell)), asyncio.create_task(self._sync())]
+        showing = asyncio.create_task(self._show(run, tell))
+        syncing = asyncio.create_task(self._sync())
+        writing = asyncio.create_task(self._write(run.results(chunks)))
         try:
-            async with aclosing(run.results(chunks)) as results:
-                async for rows in results:
-                    self._output.append(rows)
+            # A sync that fails ends the run: calls in flight could not be written.
+            await asyncio.wait([syncing, writing], return_when=asyncio.FIRST_COMPLETED)
+            await (writing if writing.done() else syncing)
         finally:
-            for task in tasks:
+            for task in (writing, syncing, showing):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(writing, syncing, showing, return_exceptions=True)
             tell(run.stats)
             await self._client.close()
+
+    async def _write(self, results: AsyncGenerator[list[JSON], None]) -> None:
+        async with aclosing(results):
+            async for rows in results:
+                self._output.append(rows)
 
     def _rows(self) -> Iterator[Row]:
         for row in numbered(self._source.values()):
@@ -211,24 +222,20 @@ class Session:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
 
-    def _end(self, message: str) -> int:
+    def _end(self, failure: DriverError | None) -> int:
         """Give the output its final form, write the report, and return the exit code."""
+        if not failure and not self._interrupts:
+            failure = _failure_of(self._output.complete)
+        failure = _failure_of(self._output.close, failure)
         totals = self._output.totals
-        outcome = "failed" if message else "interrupted" if self._interrupts else "complete"
-        try:
-            if outcome == "complete":
-                self._output.complete()
-            else:
-                self._output.close()
-            body = report(
-                self._output.path, outcome, self._output.before, self._stats.body(), totals, message
-            )
-            write_report(self._report_path, body)
-        except DriverError as error:
-            message = message or str(error)
-        if message:
-            print(f"error: {message}", file=sys.stderr)
-            return FAILED
+        outcome = "failed" if failure else "interrupted" if self._interrupts else "complete"
+        message = str(failure or "")
+        body = report(self._output.path, outcome, self._output.before, self._stats.body(), totals, message)
+        if not isinstance(failure, CommandError):
+            failure = _failure_of(lambda: write_report(self._report_path, body), failure)
+        if failure:
+            print(f"error: {failure}", file=sys.stderr)
+            return _exit_code(failure)
         if not self._options.quiet:
             print(table(body))
         if self._interrupts:
@@ -254,6 +261,25 @@ class Session:
             write_s=options.write_timeout,
             pool_s=options.pool_timeout,
         )
+
+
+def _failure_of(step: Callable[[], None], before: DriverError | None = None) -> DriverError | None:
+    """Do one step of a run's end, and return its error; the error of an earlier step goes before it."""
+    try:
+        step()
+    except DriverError as error:
+        return before or error
+    return before
+
+
+def _exit_code(failure: DriverError) -> int:
+    match failure:
+        case CommandError():
+            return USAGE
+        case DiskError():
+            return DISK_FAILED
+        case _:
+            return FAILED
 
 
 def _metrics(options: SimpleNamespace) -> Callable[[RunStats], None]:

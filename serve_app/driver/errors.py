@@ -1,5 +1,8 @@
 """Errors that end a run, and errors of single rows."""
 
+import errno
+from pathlib import Path
+
 
 class DriverError(Exception):
     """The run can't go on; the message says what to change."""
@@ -17,6 +20,37 @@ class OutputError(DriverError):
     """The output can't be written, or belongs to another run."""
 
 
+class DiskError(OutputError):
+    """The disk of the output is full, or fails.
+
+    Args:
+        path: The file.
+        error: The system's error.
+    """
+
+    ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+    """Errors of a disk; others are mistakes in a file's name."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"{path}: {error.strerror or error}\n"
+            "The rows that are on the disk stay there. Once it takes more, run the same command again: it "
+            "goes on from there"
+        )
+
+
+def extra(name: str) -> str:
+    """Return how to install an optional part of this package, for errors."""
+    return f"saturate[{name}]; in a checkout: pip install -e '.[{name}]'"
+
+
+def output_error(path: Path, error: OSError) -> OutputError:
+    """Return the error of a file that can't be written."""
+    if error.errno in DiskError.ERRNOS:
+        return DiskError(path, error)
+    return OutputError(f"{path}: {error.strerror or error}")
+
+
 class RowError(Exception):
     """A row has no result, and no retry would help; the run goes on.
 
@@ -32,3 +66,17 @@ class RowError(Exception):
 
     def __str__(self) -> str:
         return self.message
+
+
+class MissingColumnError(RowError):
+    """A row doesn't have a column that the command names.
+
+    Args:
+        type: A name for programs.
+        message: A sentence for people.
+        fix: The correction of the command, if no row has the column.
+    """
+
+    def __init__(self, type: str, message: str, fix: str) -> None:
+        super().__init__(type, message)
+        self.fix = fix

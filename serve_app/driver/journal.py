@@ -4,12 +4,13 @@ import fcntl
 import os
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import OutputError
+from serve_app.driver.errors import DiskError, OutputError, output_error
 from serve_app.driver.run_stats import Totals
 from serve_app.driver.spans import Spans
 
@@ -31,25 +32,27 @@ class Journal:
 
     Raises:
         OutputError: Another process has the file open, or its content isn't rows.
+        DiskError: The disk fails.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.done = Spans()
-        self.totals = Totals()
         self.torn = False
-        # Pieces of the file with consecutive rows: the number of the first row, and its offset.
-        self._firsts = array("Q")
-        self._offsets = array("Q")
-        self._next: int | None = None
-        self._synced = True
+        # The first failure of the disk: nothing is written after it. The kernel reports the failure of a sync
+        # once, and the next sync would seem to succeed.
+        self._write_error: DiskError | None = None
+        self._sync_error: DiskError | None = None
         try:
-            self._file = path.open("a+b")
+            # Without a buffer, which would keep what a full disk didn't take, and write it later.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise OutputError(f"{path}: {error.strerror}") from None
+            raise output_error(path, error) from None
         try:
             self._lock()
-            self._end = self._recover()
+            self._recover()
+            # A run that was killed may have left rows that only the memory of this machine has.
+            self._synced_end = 0
+            self.sync()
         except BaseException:
             self._file.close()
             raise
@@ -60,37 +63,55 @@ class Journal:
         return all(one < other for one, other in zip(self._firsts, self._firsts[1:], strict=False))
 
     def append(self, rows: Sequence[JSON]) -> None:
-        """Add finished rows, in one write.
+        """Add finished rows: all of them, or none if the disk fails.
 
         Raises:
-            OutputError: The disk is full, or fails.
+            DiskError: The disk is full, or fails.
         """
-        text = bytearray()
+        if error := self._write_error or self._sync_error:
+            raise error
         for row in rows:
-            line = to_json(row) + b"\n"
-            self._note(row, self._end + len(text))
-            text += line
-        try:
-            self._file.write(text)
-            self._file.flush()
-        except OSError as error:
-            raise OutputError(f"{self.path}: {error.strerror}") from None
-        self._end += len(text)
-        self._synced = False
+            if row["row"] in self.done:
+                raise AssertionError(f"row {row['row']} is done twice")
+        # NaN and Infinity are no JSON.
+        lines = [to_json(row, inf_nan_mode="null") + b"\n" for row in rows]
+        self._write(b"".join(lines))
+        for row, line in zip(rows, lines, strict=True):
+            self._note(row, self._end)
+            self._end += len(line)
 
     def sync(self) -> None:
-        """Flush added rows to the disk."""
-        if not self._synced:
-            self._synced = True
-            try:
-                os.fsync(self._file.fileno())
-            except OSError as error:
-                raise OutputError(f"{self.path}: {error.strerror}") from None
+        """Flush added rows to the disk. Another thread may do it.
+
+        Raises:
+            DiskError: The disk is full, or fails: rows since the last sync may be lost.
+        """
+        if self._sync_error:
+            raise self._sync_error
+        end = self._end
+        if end == self._synced_end:
+            return
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._sync_error = DiskError(self.path, error)
+            raise self._sync_error from None
+        self._synced_end = end
 
     def close(self) -> None:
-        """Sync, and close the file."""
+        """Sync, and close the file. If the disk fails, rows that it may not have are cut off.
+
+        Raises:
+            DiskError: The disk is full, or fails.
+        """
         try:
             self.sync()
+        except DiskError:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), self._synced_end)
+            with suppress(OSError, OutputError):
+                self._recover()
+            raise
         finally:
             self._file.close()
 
@@ -113,6 +134,19 @@ class Journal:
         if not self.in_order:
             write_whole(self.path, self.pieces())
 
+    def _write(self, text: bytes) -> None:
+        """Write text at the end of the file, or nothing of it if the disk fails."""
+        rest = memoryview(text)
+        handle = self._file.fileno()
+        try:
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(handle, self._end)
+            self._write_error = DiskError(self.path, error)
+            raise self._write_error from None
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,33 +155,36 @@ class Journal:
         if os.fstat(self._file.fileno()).st_ino != self.path.stat().st_ino:
             raise OutputError(f"{self.path}: another driver has just finished it; run the same command again")
 
-    def _recover(self) -> int:
-        """Read the rows in the file; return the end of the last complete line."""
-        end = 0
+    def _recover(self) -> None:
+        """Read the rows in the file, up to the end of the last complete line."""
+        self.done = Spans()
+        self.totals = Totals()
+        # Pieces of the file with consecutive rows: the number of the first row, and its offset.
+        self._firsts = array("Q")
+        self._offsets = array("Q")
+        self._next: int | None = None
+        self._end = 0
         bad = 0
-        self._file.seek(0)
-        for number, line in enumerate(self._file, 1):
-            row = _parse(line)
-            if row is None:
-                bad = bad or number
-                continue
-            if bad or row["row"] in self.done:
-                raise OutputError(
-                    f"{self.path}: line {bad or number} is not what a driver wrote there; put the file "
-                    "back as it was, or begin anew with --overwrite"
-                )
-            self._note(row, end)
-            end += len(line)
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                row = _parse(line)
+                if row is None:
+                    bad = bad or number
+                    continue
+                if bad or row["row"] in self.done:
+                    raise OutputError(
+                        f"{self.path}: line {bad or number} is not what a driver wrote there; put the file "
+                        "back as it was, or begin anew with --overwrite"
+                    )
+                self._note(row, self._end)
+                self._end += len(line)
         if bad:
             self.torn = True
-            self._file.truncate(end)
-            self._synced = False
-        return end
+            os.ftruncate(self._file.fileno(), self._end)
 
     def _note(self, row: JSON, offset: int) -> None:
         number = row["row"]
-        if not self.done.add(number):
-            raise AssertionError(f"row {number} is done twice")
+        self.done.add(number)
         if number != self._next:
             self._firsts.append(number)
             self._offsets.append(offset)
@@ -159,23 +196,33 @@ def write_whole(path: Path, pieces: Iterator[bytes]) -> None:
     """Write a file atomically: after a crash it is complete or absent.
 
     Raises:
-        OutputError: The disk is full, or fails.
+        OutputError: The file can't be written.
+    """
+    with drafted(path) as draft, draft.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """Give the path of a draft, and put it in the file's place at the end, durably.
+
+    Its content is on the disk before its name. A draft that failed is removed: it may take the space that is
+    missing.
+
+    Raises:
+        OutputError: The file can't be written.
     """
     draft = path.with_name(f"{path.name}.draft")
     try:
-        with draft.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-        put_in_place(draft, path)
+        yield draft
+        _sync(draft)
+        draft.replace(path)
+        _sync(path.parent)
     except OSError as error:
-        raise OutputError(f"{path}: {error.strerror}") from None
-
-
-def put_in_place(draft: Path, path: Path) -> None:
-    """Rename a finished draft, durably: its content is on the disk before its name."""
-    _sync(draft)
-    draft.replace(path)
-    _sync(path.parent)
+        with suppress(OSError):
+            draft.unlink()
+        raise output_error(path, error) from None
 
 
 def _sync(path: Path) -> None:

@@ -60,6 +60,7 @@ Exit codes:
   1    the run could not go on
   2    an error in the command
   3    some rows have an error
+  4    the disk of the output is full, or fails
   130  interrupted
 """
 
@@ -149,14 +150,21 @@ ARGUMENTS: list[click.Parameter] = [
 
 TIMEOUTS = (
     ("connect", 60, "to get a connection."),
-    ("read", 600, "for the answer to a chunk: all of its work, and before it the start of a replica."),
+    (
+        "read",
+        600,
+        "without a sign of life from the service; it gives one every 5 s while a chunk waits or runs.",
+    ),
     ("write", 30, "to send a chunk."),
     ("pool", 10, "for a free connection."),
 )
 
 GROUPS: dict[str, list[click.Parameter]] = {
     "Service": [
-        _option("--url", f"Reach the service over HTTP, at this address.  [default: {DEFAULT_URL}]"),
+        _option(
+            "--url",
+            f"Reach the service over HTTP, at this address, with or without /v1.  [default: {DEFAULT_URL}]",
+        ),
         _option(
             "--app",
             "Reach it over a deployment handle of this Serve application; for Ray jobs. Needs --model.",

@@ -42,6 +42,10 @@ class Output:
         if existing == "overwrite":
             self._remove(journal_path)
         found = read_manifest(self._manifest_path)
+        if found and found.differences(manifest) and not self._rows_there(found, journal_path):
+            # The first command of a user may have a mistake. There is nothing to protect.
+            self._remove(journal_path)
+            found = None
         self._check(found, journal_path, existing)
         self.finished = found.totals if found and found.complete and path.exists() else None
         if self.finished is not None and found and found.differences(manifest):
@@ -49,6 +53,7 @@ class Output:
                 raise OutputError(f"{path}: complete, nothing can be added to it; --overwrite begins anew")
             self.finished = None
         self._journal: Journal | None = None
+        self._closed = False
         self.before, self.torn = 0, False
         if self.finished is None:
             self._journal = journal = Journal(journal_path)
@@ -62,8 +67,10 @@ class Output:
 
     @property
     def totals(self) -> JSON:
-        """Totals of all rows, those of earlier runs included."""
-        return self._open.totals.body()
+        """Totals of all rows, those of earlier runs included; also of an output that is closed."""
+        if self._journal is None:
+            raise AssertionError("the output was complete before")
+        return self._journal.totals.body()
 
     def append(self, rows: Sequence[JSON]) -> None:
         """Add finished rows."""
@@ -74,7 +81,11 @@ class Output:
         self._open.sync()
 
     def complete(self) -> None:
-        """Bring the output into its final form: rows in the order of the input."""
+        """Bring the output into its final form: rows in the order of the input.
+
+        Raises:
+            OutputError: The disk is full, or fails. The output is still open.
+        """
         journal = self._open
         if self._parquet:
             journal.sync()
@@ -82,23 +93,37 @@ class Output:
         else:
             journal.put_in_order()
         self._manifest.completed(journal.totals.body()).write(self._manifest_path)
+        self._closed = True
         journal.close()
-        self._journal = None
         if self._parquet:
             journal.path.unlink()
 
     def close(self) -> None:
-        """Close an incomplete output, so that another run can go on from it."""
-        if journal := self._journal:
-            self._journal = None
-            journal.close()
-            self._manifest.progress(len(journal.done)).write(self._manifest_path)
+        """Close an incomplete output, so that another run can go on from it; again: do nothing.
+
+        Raises:
+            OutputError: The disk is full, or fails.
+        """
+        if self._journal is None or self._closed:
+            return
+        self._closed = True
+        self._journal.close()
+        self._manifest.progress(len(self._journal.done)).write(self._manifest_path)
 
     @property
     def _open(self) -> Journal:
-        if self._journal is None:
+        if self._journal is None or self._closed:
             raise AssertionError("the output is closed")
         return self._journal
+
+    def _rows_there(self, found: Manifest, journal: Path) -> int:
+        """Return the number of rows of an earlier run."""
+        if found.complete:
+            return found.rows if self.path.exists() else 0
+        if not journal.exists():
+            return 0
+        with journal.open("rb") as file:
+            return sum(line.endswith(b"\n") for line in file)
 
     def _remove(self, journal: Path) -> None:
         if journal.exists():
@@ -123,7 +148,7 @@ class Output:
         differences = found.differences(self._manifest)
         if differences and existing != "resume":
             raise OutputError(
-                f"{self.path} has {found.rows:,} rows of another run:\n  "
+                f"{self.path} has {self._rows_there(found, journal):,} rows of another run:\n  "
                 + "\n  ".join(differences)
                 + "\nName another output, begin anew with --overwrite, or keep these rows and go on "
                 "with --resume"

@@ -8,8 +8,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import OutputError
-from serve_app.driver.journal import put_in_place
+from serve_app.driver.journal import drafted
 
 GROUP_ROWS = 5_000
 """Rows in a row group, which is held in memory."""
@@ -23,20 +22,15 @@ def write_parquet(path: Path, lines: Iterator[bytes]) -> None:
         lines: The rows as JSON, in their final order.
 
     Raises:
-        OutputError: The disk is full, or fails.
+        OutputError: The file can't be written.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    draft = path.with_name(f"{path.name}.draft")
     schema = pa.schema([("row", pa.int64()), ("id", pa.string()), *result_columns()])
-    try:
-        with pq.ParquetWriter(draft, schema) as writer:
-            while group := [_flat(from_json(line)) for line in islice(lines, GROUP_ROWS)]:
-                writer.write_table(pa.Table.from_pylist(group, schema=schema))
-        put_in_place(draft, path)
-    except OSError as error:
-        raise OutputError(f"{path}: {error.strerror or error}") from None
+    with drafted(path) as draft, pq.ParquetWriter(draft, schema) as writer:
+        while group := [_flat(from_json(line)) for line in islice(lines, GROUP_ROWS)]:
+            writer.write_table(pa.Table.from_pylist(group, schema=schema))
 
 
 def result_columns() -> list[tuple[str, Any]]:

@@ -1,10 +1,11 @@
 """Prompts from rows: texts to complete, or the messages of a chat."""
 
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import DriverError, RowError
+from serve_app.driver.errors import DriverError, MissingColumnError, RowError, extra
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""
@@ -59,6 +60,8 @@ class Prompter:
                 raise RowError("invalid_row", f"{self._messages_column}: must be a list of messages")
             if not messages:
                 raise RowError("invalid_row", f"{self._messages_column}: no messages in it")
+            if not _is_json(messages):
+                raise RowError("invalid_row", f"{self._messages_column}: has values that JSON doesn't have")
             return messages
         text = self._text(values)
         if not self.chat:
@@ -72,8 +75,13 @@ class Prompter:
             if not isinstance(text, str):
                 raise RowError("invalid_row", f"{self._column}: must be text, not {type(text).__name__}")
             return text
+        import jinja2
+
         try:
             rendered: str = self._template.render({"row": values} | values)
+        except jinja2.UndefinedError as error:
+            message = f"the template: {error}; there are: {_columns(values)}"
+            raise MissingColumnError("template_error", message, "Correct --template") from None
         except Exception as error:
             # A template runs on arbitrary values, so it may raise anything.
             raise RowError("template_error", f"the template: {error}") from None
@@ -81,9 +89,30 @@ class Prompter:
 
     def _value(self, values: JSON, column: str) -> Any:
         if column not in values:
-            there = ", ".join(map(str, values)) or "none"
-            raise RowError("missing_column", f"no column {column!r}; there are: {there}")
+            message = f"no column {column!r}; there are: {_columns(values)}"
+            fix = (
+                "Name the one that holds the prompt with --prompt-column, or make a prompt of several with "
+                "--template"
+            )
+            raise MissingColumnError("missing_column", message, fix)
         return values[column]
+
+
+def _columns(values: JSON) -> str:
+    return ", ".join(map(str, values)) or "none"
+
+
+def _is_json(value: object) -> bool:
+    """Return whether a value can be sent as it is; Parquet has others, and Python reads NaN."""
+    match value:
+        case dict():
+            return all(isinstance(key, str) for key in value) and all(map(_is_json, value.values()))
+        case list():
+            return all(map(_is_json, value))
+        case float():
+            return isfinite(value)
+        case _:
+            return value is None or isinstance(value, str | int)
 
 
 def read_template(text: str) -> str:
@@ -106,7 +135,7 @@ def _compile(template: str) -> Any:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
-        raise DriverError("--template needs jinja2: pip install 'saturate[driver]'") from None
+        raise DriverError(f"--template needs {extra('driver')}") from None
     # By default Jinja renders an unknown column as nothing, which would hide the error.
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     try:

@@ -37,6 +37,7 @@ class Run:
         stats: Statistics of the run.
         concurrency: Limit on concurrent calls.
         asleep: Whether the model has no replica, as of the last statistics.
+        reading: Whether a thread reads the input now; it may do so after the end, if the input is silent.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Run:
         self.stats = RunStats()
         self.concurrency = concurrency or Fixed(10)
         self.asleep = False
+        self.reading = False
         self._client = client
         self._stopping = asyncio.Event()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="read")
@@ -135,7 +137,14 @@ class Run:
             self._reader.shutdown(wait=False)
 
     def _read(self, chunks: Iterator[Chunk]) -> "asyncio.Future[Chunk | None]":
-        return asyncio.get_running_loop().run_in_executor(self._reader, next, chunks, None)
+        return asyncio.get_running_loop().run_in_executor(self._reader, self._next, chunks)
+
+    def _next(self, chunks: Iterator[Chunk]) -> Chunk | None:
+        self.reading = True
+        try:
+            return next(chunks, None)
+        finally:
+            self.reading = False
 
     async def _poll(self) -> None:
         while True:

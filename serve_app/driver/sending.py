@@ -42,14 +42,14 @@ class _Try:
         answered: Answered calls of the whole run at an earlier time. If there are more now, the service
             works, and these rows are the cause of the failures.
         attempts: Number of earlier calls with these rows.
-        part: Whether the rows are part of a call that failed at every try.
+        whole: Number of calls with all rows of the chunk, if these are a part of them; else 0.
     """
 
     items: Sequence[Item]
     retries: int
     answered: int
     attempts: int = 0
-    part: bool = False
+    whole: int = 0
 
     def after(self, attempts: int, answered: int) -> "_Try":
         """Return a copy after more attempts."""
@@ -59,15 +59,18 @@ class _Try:
         """Return both halves, with few retries since the whole has failed at all of its tries."""
         middle = len(self.items) // 2
         few = min(self.retries, HALF_RETRIES)
+        half = replace(self, retries=few, whole=self.whole or self.attempts)
         return (
-            replace(self, items=self.items[:middle], retries=few, part=True),
-            replace(self, items=self.items[middle:], retries=few, part=True),
+            replace(half, items=self.items[:middle]),
+            replace(half, items=self.items[middle:]),
         )
 
 
 def _gave_up(what: _Try, error: RequestError) -> GaveUpError:
+    tries = what.whole or what.attempts
+    parts = f", and {what.attempts - tries} of a part of it" if what.whole else ""
     return GaveUpError(
-        f"gave up after {what.attempts} tries: {error.message}\n"
+        f"gave up after {tries} {'try' if tries == 1 else 'tries'} of a call{parts}: {error.message}\n"
         "When the service is back, run the same command again: it goes on from here"
     )
 
@@ -178,7 +181,7 @@ class Sender:
                 raise _gave_up(what, error)
             (item,) = what.items
             return [item.failed(error.type, error.message, what.attempts)]
-        if retryable and what.part and self._stats.calls == what.answered:
+        if retryable and what.whole and self._stats.calls == what.answered:
             raise _gave_up(what, error)
         first, second = what.halves()
         try:

@@ -5,17 +5,18 @@ import io
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Protocol
 
 from serve_app.api.protocol import JSON
-from serve_app.driver.errors import InputError, RowError
+from serve_app.driver.errors import InputError, RowError, extra
+from serve_app.driver.raw_input import BLOCK, CorruptError, Decompressed, RawFile
 from serve_app.driver.rows import Values, read_csv, read_jsonl, read_parquet
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
-COMPRESSED = {".gz", ".bz2", ".zst", ".lz4"}
-BLOCK = 1 << 20
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 SAMPLED_BLOCKS = 64
 """Blocks of 1 MiB in a fingerprint: all of an input up to this size, else evenly spaced ones."""
 
@@ -69,7 +70,7 @@ class Files:
     def values(self) -> Values:
         """Yield the rows of all files."""
         for file in self._files:
-            yield from self._values(file)
+            yield from self._readable(file)
         self._read = float(self._size)
 
     def fingerprint(self) -> JSON:
@@ -122,18 +123,39 @@ class Files:
             raise InputError(f"{text}: no file there that ends in one of {', '.join(FORMATS)}")
         return sorted(files, key=lambda file: str(file.path))
 
+    def _readable(self, file: Any) -> Values:
+        """Yield the rows of a file; if it is broken, those before that place and one error for the others."""
+        count = 0
+        try:
+            for row in self._values(file):
+                yield row
+                count += 1
+        except CorruptError as error:
+            if not count and len(self._files) == 1:
+                # Nothing of the input can be read: rather a wrong name or format.
+                raise
+            yield RowError("unreadable_rows", f"{error}. What follows row {count} of this file can't be read")
+
     def _values(self, file: Any) -> Values:
         name = PurePosixPath(file.path).name
         format = self._format or _format(file.path)
+        compression = COMPRESSED.get(PurePosixPath(file.path).suffix)
         try:
             if format == "parquet":
                 with self._system.open_input_file(file.path) as seekable:
-                    yield from read_parquet(seekable, name, self._advance, file.size or 0)
+                    raw = RawFile(seekable, file.path)
+                    yield from read_parquet(raw, name, self._advance, file.size or 0)
                 return
-            with self._system.open_input_stream(file.path, compression="detect") as raw:
-                if PurePosixPath(file.path).suffix in COMPRESSED:
+            with ExitStack() as opened:
+
+                def begin() -> RawFile:
+                    stored = self._system.open_input_stream(file.path, compression=None)
+                    return RawFile(opened.enter_context(stored), file.path)
+
+                if compression:
                     self._read = None
-                stream = io.BufferedReader(raw, BLOCK)
+                content = Decompressed(begin, compression, name) if compression else begin()
+                stream = io.BufferedReader(content, BLOCK)
                 yield from (read_csv if format == "csv" else read_jsonl)(stream, name, self._advance)
         except OSError as error:
             raise InputError(f"{file.path}: {error}") from None
@@ -184,9 +206,7 @@ class HubDataset:
         try:
             import datasets
         except ImportError:
-            raise InputError(
-                f"{text}: this needs the package `datasets`: pip install 'saturate[hf]'"
-            ) from None
+            raise InputError(f"{text}: this needs {extra('hf')}") from None
         try:
             loaded = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
         except Exception as error:
@@ -210,9 +230,14 @@ class HubDataset:
 
     def values(self) -> Values:
         """Yield the rows."""
-        for row in self._rows:
-            self._read += 1
-            yield row if isinstance(row, dict) else RowError("invalid_row", "not an object with columns")
+        try:
+            for row in self._rows:
+                self._read += 1
+                yield row if isinstance(row, dict) else RowError("invalid_row", "not an object with columns")
+        except Exception as error:
+            # The library has errors of its own for a network that fails and for broken files.
+            text = str(error) or type(error).__name__
+            raise InputError(f"{self._name}, after row {self._read}: {text}") from None
 
     def fingerprint(self) -> JSON:
         """Return the hub's description of the dataset; of a local one, that of its files."""
@@ -229,7 +254,7 @@ def _filesystem(text: str) -> tuple[Any, str]:
         import pyarrow as pa
         from pyarrow.fs import FileSystem, LocalFileSystem
     except ImportError:
-        raise InputError("reading files needs pyarrow: pip install 'saturate[driver]'") from None
+        raise InputError(f"reading files needs {extra('driver')}") from None
 
     if "://" not in text:
         return LocalFileSystem(), Path(text).expanduser().absolute().as_posix()

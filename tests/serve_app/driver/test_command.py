@@ -1,5 +1,6 @@
 """The command `saturate batch`: its output, messages and exit codes, and how it resumes."""
 
+import gzip
 import json
 import os
 import pty
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ import pytest
 
 from serve_app.api.protocol import JSON
 from serve_app.driver.command import main
+from serve_app.driver.pacing import Backoff
+from tests.serve_app.driver.disk import failing_sync, full
 from tests.serve_app.driver.fake import FakeService, failure, listening
 
 LIMIT_S = 90.0
@@ -194,6 +198,59 @@ def test_the_error_of_a_wrong_column_lists_the_columns(
 ) -> None:
     assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--prompt-column", "question") == 2
     assert "no column 'question'; there are: id, prompt. Name the one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ question }}?", "{{ row.question }}?", "{{ prompt }} {{ question }}"]
+)
+def test_a_template_with_a_wrong_column_stops_at_once(
+    tmp_path: Path,
+    questions: Path,
+    url: str,
+    service: FakeService,
+    template: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--template", template) == 2
+    said = capsys.readouterr().err
+    assert "'question'" in said
+    assert "there are: id, prompt. Correct --template" in said
+    assert not service.calls
+    assert rows(tmp_path / "out.jsonl") == []
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--template", "{{ prompt }}") == 0
+
+
+def test_a_template_that_does_not_fit_some_rows_fails_these(tmp_path: Path, url: str) -> None:
+    questions = tmp_path / "in.jsonl"
+    questions.write_text('{"prompt": "a"}\n{"prompt": "b", "name": "x"}\n')
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url, "--template", "{{ name }}") == 3
+    done = rows(tmp_path / "out.jsonl")
+    assert [row["result"] for row in done] == [None, "X"]
+    assert done[0]["error"]["type"] == "template_error"
+    assert "'name' is undefined; there are: prompt" in done[0]["error"]["message"]
+
+
+@pytest.mark.parametrize("end", ["/v1", "/v1/"])
+def test_an_address_as_openai_clients_take_it(tmp_path: Path, questions: Path, url: str, end: str) -> None:
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url + end) == 0
+
+
+@pytest.mark.parametrize(
+    ("retries", "tries"),
+    [(0, "1 try of a call"), (1, "2 tries of a call"), (3, "4 tries of a call")],
+)
+def test_the_tries_of_a_call_are_one_more_than_its_retries(
+    tmp_path: Path,
+    questions: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    retries: int,
+    tries: str,
+) -> None:
+    monkeypatch.setattr("serve_app.driver.running.Backoff", lambda: Backoff(0.001, 0.001))
+    gone = ["--url", "http://127.0.0.1:9", "--retries", retries, "--max-concurrency", 1]
+    assert batch(questions, tmp_path / "out.jsonl", *gone) == 1
+    assert f"gave up after {tries}, and {min(retries, 2) + 1} of a part of it: " in capsys.readouterr().err
 
 
 def test_a_service_that_does_not_answer_ends_the_run_with_exit_code_1(
@@ -410,3 +467,225 @@ def test_help_explains_how_to_choose(capsys: pytest.CaptureFixture[str]) -> None
         "--resume",
     ):
         assert word in text
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_first_command_with_a_mistake_does_not_stand_in_the_way_of_the_corrected_one(
+    tmp_path: Path, questions: Path, url: str, service: FakeService, name: str
+) -> None:
+    out = tmp_path / name
+    assert batch(questions, out, "--url", url, "--prompt-column", "question") == 2
+    service.trouble = lambda body: failure(404, "not_found_error", "model") if body.get("model") else None
+    assert batch(questions, out, "--url", url, "--model", "wrong") == 1
+    assert batch(questions, out, "--url", url) == 0
+    assert len(rows(out)) == 100
+
+
+# The disk
+
+
+def test_a_sync_that_fails_ends_the_run_and_its_rows_are_done_again(
+    tmp_path: Path,
+    questions: Path,
+    url: str,
+    service: FakeService,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("serve_app.driver.command.SYNC_S", 0.001)
+    out = tmp_path / "out.jsonl"
+    service.release.clear()
+    service.held_from = 3
+    arguments = [questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1]
+    # One call is never answered: only the sync can end the run.
+    with failing_sync(out):
+        assert batch(*arguments) == 4
+    said = capsys.readouterr().err
+    assert "out.jsonl: Input/output error" in said
+    assert "run the same command again" in said
+    assert "Traceback" not in said
+    assert rows(out) == []
+    report = json.loads((tmp_path / "out.jsonl.report.json").read_text())
+    assert (report["outcome"], report["output_rows"]["rows"]) == ("failed", 0)
+
+    service.release.set()
+    assert batch(*arguments) == 0
+    assert [row["row"] for row in rows(out)] == list(range(100))
+    assert service.served["p0"] == 2
+
+
+def test_the_last_sync_counts_too(tmp_path: Path, questions: Path, url: str) -> None:
+    out = tmp_path / "out.jsonl"
+    with failing_sync(out):
+        assert batch(questions, out, "--url", url) == 4
+    assert rows(out) == []
+    assert batch(questions, out, "--url", url) == 0
+    assert len(rows(out)) == 100
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_a_full_disk_ends_the_run_and_it_goes_on_once_there_is_room(
+    tmp_path: Path,
+    questions: Path,
+    url: str,
+    service: FakeService,
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / name
+    journal = out if out.suffix == ".jsonl" else tmp_path / f"{name}.journal.jsonl"
+    arguments = [questions, out, "--url", url, "--chunk-size", 10, "--max-concurrency", 1]
+    with full(journal, 5000):
+        assert batch(*arguments) == 4
+        said = capsys.readouterr().err
+        assert f"{journal.name}: No space left on device" in said
+        assert "run the same command again" in said
+        assert "Traceback" not in said
+    done = len(rows(journal))
+    assert done in range(10, 100, 10)
+    assert batch(*arguments) == 0
+    assert [row["row"] for row in rows(out)] == list(range(100))
+    assert sum(service.served.values()) == 110, "the rows on the disk are not sent again"
+
+
+def test_a_disk_that_fails_at_the_end(
+    tmp_path: Path, questions: Path, url: str, service: FakeService, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.parquet"
+    with failing_sync(tmp_path / "out.parquet.draft"):
+        assert batch(questions, out, "--url", url) == 4
+    assert "out.parquet: Input/output error" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.draft"))
+    calls = len(service.calls)
+    assert batch(questions, out, "--url", url) == 0
+    assert len(rows(out)) == 100
+    assert len(service.calls) == calls
+
+
+def test_a_disk_that_is_full_from_the_beginning(
+    tmp_path: Path, questions: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    with failing_sync(tmp_path / "out.jsonl.manifest.json.draft"):
+        assert batch(questions, out, "--url", url) == 4
+    assert "error: " in capsys.readouterr().err
+    assert batch(questions, out, "--url", url) == 0
+
+
+SMALL_DISK = """
+mount -t tmpfs -o size={small} tmpfs {folder} || exit 77
+{driver}; echo "first: $?"
+mount -o remount,size=64m {folder}
+{driver}; echo "second: $?"
+cp {folder}/{name} {copy}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("small", ["12k", "100k"])
+def test_a_real_disk_that_is_full(
+    tmp_path: Path, url: str, service: FakeService, name: str, small: str
+) -> None:
+    questions = write(tmp_path / "in.jsonl", 5000)
+    (tmp_path / "disk").mkdir()
+    command = [sys.executable, "-m", "serve_app.driver", questions, tmp_path / "disk" / name, "--url", url]
+    script = SMALL_DISK.format(
+        small=small,
+        folder=tmp_path / "disk",
+        driver=" ".join(map(str, command)),
+        name=name,
+        copy=tmp_path / name,
+    )
+    ran = subprocess.run(
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=2.5 * LIMIT_S,
+    )
+    if ran.returncode in (1, 77):
+        pytest.skip(f"no disk can be mounted here: {ran.stderr}")
+    assert "first: 4" in ran.stdout, ran.stdout + ran.stderr
+    assert "second: 0" in ran.stdout, ran.stdout + ran.stderr
+    assert "No space left on device" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert [row["row"] for row in rows(tmp_path / name)] == list(range(5000))
+
+
+# A broken file among good ones
+
+
+@pytest.mark.parametrize("name", ["b.jsonl.gz", "b.parquet"])
+def test_a_broken_file_among_good_ones(tmp_path: Path, url: str, service: FakeService, name: str) -> None:
+    (tmp_path / "in").mkdir()
+    for good in ("a", "c"):
+        lines = write(tmp_path / "in" / f"{good}.jsonl", 30).read_bytes()
+    if name == "b.parquet":
+        (tmp_path / "in" / name).write_bytes(b"PAR1 and no footer")
+        readable = 0
+    else:
+        cut = gzip.compress(lines)[:150]
+        (tmp_path / "in" / name).write_bytes(cut)
+        readable = zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(cut).count(b"\n")
+        assert 5 < readable < 30
+    out = tmp_path / "out.jsonl"
+    arguments = [tmp_path / "in", out, "--url", url, "--chunk-size", 7]
+    service.trouble = lambda body: failure(400) if len(service.calls) > 5 else None
+    assert batch(*arguments, "--max-concurrency", 1) == 1
+    assert len(rows(out)) == 35, "the run ends in the middle of the broken file, and is resumed"
+    service.trouble = lambda body: None
+    assert batch(*arguments) == 3
+    done = rows(out)
+    assert [row["row"] for row in done] == list(range(len(done)))
+    (failed,) = [row for row in done if row["error"]]
+    assert failed["row"] == 30 + readable
+    assert failed["error"]["type"] == "unreadable_rows"
+    assert f"What follows row {readable} of this file" in failed["error"]["message"]
+    assert name in failed["error"]["message"]
+    assert len(done) == 30 + readable + 1 + 30
+    assert service.served == {f"p{n}": 3 if n < readable else 2 for n in range(30)}
+    calls = len(service.calls)
+    assert batch(*arguments) == 3
+    assert len(service.calls) == calls
+
+
+# A pipe that stays silent
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "code"),
+    [
+        ('{"prompt": "a"}\n' * 50, ["--url", "http://127.0.0.1:9", "--retries", "0"], 1),
+        ('{"question": "a"}\n' * 50, ["--url", "http://127.0.0.1:9"], 2),
+    ],
+)
+def test_a_run_that_fails_does_not_wait_for_its_input(
+    tmp_path: Path, lines: str, options: list[str], code: int
+) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-m", "serve_app.driver", "-", tmp_path / "out.jsonl", *options],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdin
+    assert driver.stderr
+    driver.stdin.write(lines)
+    driver.stdin.flush()
+    try:
+        assert driver.wait(LIMIT_S / 3) == code
+        assert "error: " in driver.stderr.read()
+    finally:
+        driver.kill()
+        driver.stdin.close()
+        driver.stderr.close()
+        driver.wait()
+
+
+def test_the_output_is_always_json(tmp_path: Path, url: str) -> None:
+    questions = tmp_path / "in.jsonl"
+    questions.write_text('{"id": NaN, "prompt": "a"}\n{"id": -Infinity, "prompt": "b", "score": NaN}\n')
+    assert batch(questions, tmp_path / "out.jsonl", "--url", url) == 0
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    done = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [(row["id"], row["result"]) for row in done] == [(0, "A"), (1, "B")]

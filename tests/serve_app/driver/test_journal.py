@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve_app.driver.chunks import Item
-from serve_app.driver.errors import OutputError
-from serve_app.driver.journal import Journal
+from serve_app.driver.errors import DiskError, OutputError
+from serve_app.driver.journal import Journal, write_whole
+from tests.serve_app.driver.disk import failing_sync, full
 
 SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 
@@ -103,3 +104,73 @@ def test_a_row_is_never_written_twice(tmp_path: Path) -> None:
         journal.append([row(3)])
     journal.close()
     assert written(tmp_path / "out.jsonl") == [3]
+
+
+def test_rows_that_a_failed_sync_may_have_lost_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path)
+    journal.append([row(0), row(1)])
+    journal.sync()
+    journal.append([row(2)])
+    with failing_sync(path, times=1):
+        with pytest.raises(DiskError, match="Input/output error"):
+            journal.sync()
+        # The kernel reports the failure once. Nothing is taken for written after it.
+        for step in (journal.sync, lambda: journal.append([row(3)]), journal.close):
+            with pytest.raises(DiskError, match="Input/output error"):
+                step()
+    assert journal.totals.rows == 2
+    assert written(path) == [0, 1]
+    journal = Journal(path)
+    assert 2 not in journal.done
+    journal.close()
+
+
+def test_rows_of_a_killed_run_are_synced_before_they_count_as_done(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path)
+    journal.append([row(0)])
+    journal.close()
+    with failing_sync(path), pytest.raises(DiskError):
+        Journal(path)
+    assert written(path) == [0]
+
+
+@pytest.mark.parametrize("room", [0, 1, 150])
+def test_a_full_disk_takes_all_rows_of_a_chunk_or_none(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path)
+    journal.append([row(0)])
+    with full(path, room):
+        for _ in range(2):
+            with pytest.raises(DiskError, match="No space left on device"):
+                journal.append([row(1), row(2)])
+    journal.close()
+    assert written(path) == [0]
+    assert journal.totals.rows == 1
+    journal = Journal(path)
+    assert not journal.torn
+    journal.append([row(1), row(2)])
+    journal.close()
+    assert written(path) == [0, 1, 2]
+
+
+def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path)
+    journal.append([row(0) | {"id": float("nan")}, row(1) | {"id": float("inf")}])
+    journal.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["id"] for line in lines] == [None, None]
+
+
+def test_a_file_that_can_not_be_replaced_stays_and_leaves_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_whole(path, iter([b"one"]))
+    with (
+        failing_sync(tmp_path / "report.json.draft"),
+        pytest.raises(DiskError, match=r"report\.json: Input/output"),
+    ):
+        write_whole(path, iter([b"other"]))
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    assert path.read_bytes() == b"one"

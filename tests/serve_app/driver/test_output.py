@@ -96,3 +96,31 @@ def test_a_file_without_a_manifest_is_refused(tmp_path: Path, existing: Any) -> 
 def test_a_path_that_can_not_be_written_is_an_error(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(OutputError, match=message):
         check_output(Path(name) if "://" in name else tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_output_without_rows_does_not_stand_in_the_way_of_another_run(
+    tmp_path: Path, name: str, complete: bool
+) -> None:
+    output = Output(tmp_path / name, MANIFEST)
+    if complete:
+        output.complete()
+    else:
+        output.close()
+    output = Output(tmp_path / name, OTHER)
+    output.append([row(0)])
+    output.complete()
+    assert numbers(tmp_path / name) == [0]
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_rows_of_a_killed_run_are_counted_and_kept(tmp_path: Path, name: str) -> None:
+    output = Output(tmp_path / name, MANIFEST)
+    output.append([row(0), row(1)])
+    output._open._file.close()  # As a kill does: the manifest says that there are no rows.
+    with pytest.raises(OutputError, match="has 2 rows of another run"):
+        Output(tmp_path / name, OTHER)
+    output = Output(tmp_path / name, MANIFEST)
+    assert output.before == 2
+    output.close()

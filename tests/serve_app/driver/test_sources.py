@@ -1,8 +1,11 @@
 """Sources: every kind of input gives the same rows."""
 
 import gzip
+import hashlib
 import io
 import json
+import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from serve_app.driver.errors import InputError, RowError
+from serve_app.driver.raw_input import RawFile
 from serve_app.driver.sources import Pipe, Source, open_source
 from tests.serve_app.driver.bucket import bucket, google_bucket
 
@@ -110,6 +114,12 @@ def test_a_hugging_face_dataset_from_a_local_copy(tmp_path: Path, monkeypatch: p
         open_source(f"hf://{tmp_path}/sums#train")
 
 
+def test_the_error_of_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"saturate\[hf\]; in a checkout: pip install -e '\.\[hf\]'"):
+        open_source("hf://openai/gsm8k")
+
+
 def test_bad_lines_are_errors_of_their_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"id": 1}\n\n{"id": \n[1]\n{"id": "\xff"}\n{"id": 2}')
@@ -144,6 +154,102 @@ def test_an_input_that_can_not_be_read_is_an_error(tmp_path: Path, name: str, me
     (tmp_path / "bad.parquet").write_text("x")
     with pytest.raises(InputError, match=message):
         rows(open_source(name if "://" in name else f"{tmp_path}/{name}"))
+
+
+# Broken files
+
+
+def compressed(suffix: str, text: bytes) -> bytes:
+    name = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}[suffix]
+    buffer = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(buffer, name) as stream:
+        # Several blocks of the compression.
+        for start in range(0, len(text), 100_000):
+            stream.write(text[start : start + 100_000])
+            stream.flush()
+    content: bytes = buffer.getvalue().to_pybytes()
+    return content
+
+
+MANY = [{"id": number, "prompt": hashlib.sha256(b"%d" % number).hexdigest() * 3} for number in range(5000)]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst", ".lz4"])
+@pytest.mark.parametrize("kept", [0.6, 0.99])
+def test_the_rows_before_the_broken_place_are_read_and_the_next_file_too(
+    tmp_path: Path, suffix: str, kept: float
+) -> None:
+    content = compressed(suffix, "".join(json.dumps(row) + "\n" for row in MANY).encode())
+    (tmp_path / f"a.jsonl{suffix}").write_bytes(content[: int(len(content) * kept)])
+    write(tmp_path / "b.jsonl")
+    source = open_source(str(tmp_path))
+    *readable, error = rows(source)[: -len(ROWS)]
+    assert readable == MANY[: len(readable)]
+    # bz2 has blocks of 900 kB.
+    assert len(readable) > (kept - (0.6 if suffix == ".bz2" else 0.15)) * len(MANY)
+    assert isinstance(error, RowError)
+    assert error.type == "unreadable_rows"
+    assert f"a.jsonl{suffix}: " in error.message
+    assert f"What follows row {len(readable)} of this file" in error.message
+    assert rows(source)[-len(ROWS) :] == ROWS
+    assert len(rows(source)) == len(readable) + 1 + len(ROWS), "each time the same"
+
+
+@pytest.mark.parametrize("lines", range(1, 30))
+def test_no_row_before_the_end_of_a_truncated_file_is_lost(tmp_path: Path, lines: int) -> None:
+    content = zlib.compressobj(wbits=zlib.MAX_WBITS | 16)
+    text = "".join(json.dumps(row) + "\n" for row in MANY[:lines]).encode()
+    (tmp_path / "a.jsonl.gz").write_bytes(content.compress(text) + content.flush(zlib.Z_SYNC_FLUSH))
+    *readable, error = rows(open_source(str(tmp_path)))
+    assert readable == MANY[:lines]
+    assert isinstance(error, RowError)
+
+
+def test_an_input_of_one_file_that_can_not_be_read_at_all_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(JSONL)
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz: "):
+        rows(open_source(str(tmp_path)))
+
+
+def test_a_row_group_that_is_broken_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.Table.from_pylist(MANY)
+    pq.write_table(table, path, row_group_size=1000, compression="snappy", use_dictionary=False)
+    start = pq.ParquetFile(path).metadata.row_group(2).column(1).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 40] = b"x" * 40
+    path.write_bytes(content)
+    found = rows(open_source(str(path)))
+    (error,) = [row for row in found if isinstance(row, RowError)]
+    assert error.type == "unreadable_rows"
+    assert "a.parquet, row group 2: 1,000 rows can't be read" in error.message
+    assert [row for row in found if isinstance(row, dict)] == MANY[:2000] + MANY[3000:]
+
+
+def test_text_of_parquet_that_is_not_utf_8_fails_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    text = pa.Array.from_buffers(pa.string(), 3, pa.array([b"a", b"\xff", b"c"], pa.binary()).buffers())
+    pq.write_table(pa.table({"prompt": text}), path)
+    first, error, last = rows(open_source(str(path)))
+    assert (first, last) == ({"prompt": "a"}, {"prompt": "c"})
+    assert isinstance(error, RowError)
+    assert "not UTF-8" in error.message
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
+def test_storage_that_fails_is_not_taken_for_a_broken_file(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / name)
+    write(tmp_path / "b.jsonl")
+    source = open_source(str(tmp_path))
+
+    def fail(self: RawFile, size: int = -1) -> bytes:
+        raise InputError("the network is gone")
+
+    monkeypatch.setattr(RawFile, "read", fail)
+    with pytest.raises(InputError, match="the network is gone"):
+        rows(source)
 
 
 def test_a_format_can_be_named(tmp_path: Path) -> None:
