@@ -1,5 +1,6 @@
 """Prompts from rows."""
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_an_error_of_a_row_has_a_type_and_a_message(prompter: Prompter, type: st
     with pytest.raises(RowError, match=message.replace("(", r"\(")) as caught:
         prompter.prompt(ROW)
     assert caught.value.type == type
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), datetime(2026, 1, 1), b"x", {1: "x"}])
+def test_a_chat_that_is_no_json_fails_its_row(value: object) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": value}]}]
+    with pytest.raises(RowError, match="chat: has values that JSON doesn't have") as caught:
+        Prompter(messages_column="chat").prompt({"chat": messages})
+    assert caught.value.type == "invalid_row"
 
 
 def test_an_invalid_template_or_contradicting_arguments_are_errors() -> None:

@@ -284,7 +284,9 @@ async def test_a_client_that_leaves_ends_a_call_that_is_kept_alive(monkeypatch: 
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
+        await asyncio.sleep(0)
     assert answer.left
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 # In the middle of a stream
