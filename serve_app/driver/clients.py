@@ -101,9 +101,9 @@ class HTTPClient:
             answer: JSON = from_json(response.content)
         except ValueError:
             raise RequestError(502, "service_unavailable", f"{self.url}: the answer is not JSON") from None
-        if error := isinstance(answer, dict) and answer.get("error"):
+        if failed := isinstance(answer, dict) and answer.get("error"):
             # The answer had begun before the call failed.
-            raise RequestError(error["code"], error["type"], error["message"], param=error["param"])
+            raise RequestError(failed["code"], failed["type"], failed["message"], param=failed["param"])
         return answer
 
     async def replicas(self) -> list[JSON] | None:
