@@ -12,6 +12,7 @@ from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
+from serve_app.ingress.body_budget import held_body
 from serve_app.settings.schema import IngressSettings
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -24,7 +25,8 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
     """Return the body of a request.
 
     Raises:
-        RequestError: 413, it is too large; 408, it comes too slowly; 400, it ends early; 415, it is encoded.
+        RequestError: 413, it is too large; 503, the bodies of all requests together are; 408, it comes too
+            slowly; 400, it ends early; 415, it is encoded.
     """
     if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
         message = f"Content-Encoding: {encoding} is not supported here; send the body as it is"
@@ -33,6 +35,8 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
     pieces = []
     size = int(request.headers.get("content-length") or 0)
     if size <= most:
+        held = held_body(request.scope)
+        held.expect(size)
         size = 0
         try:
             async with asyncio.timeout(limits.body_timeout_s):
@@ -40,6 +44,7 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
                     size += len(piece)
                     if size > most:
                         break
+                    held.add(len(piece))
                     pieces.append(piece)
         except TimeoutError:
             message = f"The body was not here after {limits.body_timeout_s:g} s (ingress.body_timeout_s)"

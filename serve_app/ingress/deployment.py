@@ -24,6 +24,7 @@ from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, KeyStore
 from serve_app.ingress.body import read_body
+from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.health import Health
 from serve_app.ingress.limits import OpenAIFields, read_call, read_openai
@@ -92,6 +93,7 @@ class Ingress:
         context = serve.get_replica_context()
         self._health = Health(context.app_name, list(self._engines))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
+        self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._started = int(time.time())
         self._contexts: dict[str, int] = {}
         self._access = KeyStore(settings.access) if settings.access else None
@@ -125,6 +127,7 @@ class Ingress:
                 self._telemetry.middleware,
                 *_cors(self._settings.ingress.allow_origins),
                 *([Middleware(AuthMiddleware, self._access)] if self._access else []),
+                Middleware(BodyBudgetMiddleware, self._bodies),
             ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
             lifespan=self._telemetry.lifespan,

@@ -263,6 +263,8 @@ class IngressSettings(Strict):
 
     Attributes:
         max_body_bytes: Largest request body; a larger one is answered 413.
+        max_bytes_in_flight: Most bytes of all request bodies that one Ingress replica holds, from their
+            arrival to the end of their answers; beyond it 503. By default eight times `max_body_bytes`.
         body_timeout_s: Seconds within which a request body has to arrive; a slower one is answered 408.
         max_prompts: Most prompts in one call, and records in one `/process` call.
         max_tokens: Most tokens per answer that a request may ask for; the default bound is the model's
@@ -272,11 +274,25 @@ class IngressSettings(Strict):
     """
 
     max_body_bytes: Positive = 32 * 1024 * 1024
+    max_bytes_in_flight: Positive | None = None
     body_timeout_s: Seconds = 60.0
     max_prompts: Positive = 10_000
     max_tokens: Positive | None = None
     max_n: Positive = 128
     allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """`max_bytes_in_flight` in effect."""
+        return self.max_bytes_in_flight or 8 * self.max_body_bytes
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> "IngressSettings":
+        if self.bytes_in_flight < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_bytes_in_flight: must be at least twice max_body_bytes, which is {self.max_body_bytes}"
+            )
+        return self
 
 
 def _absolute(path: str) -> str:
