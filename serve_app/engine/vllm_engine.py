@@ -37,6 +37,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm_gated import GatedLLM, RefusedError
+from serve_app.engine.vllm_media import use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
 from serve_app.settings.schema import LLMSettings
@@ -109,6 +110,7 @@ class VLLMEngine:
     """
 
     def __init__(self, settings: LLMSettings, *, metrics: bool = False) -> None:
+        use_allowed_hosts()
         self._args = vllm_args(settings)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         steps = _Steps()

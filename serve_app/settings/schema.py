@@ -30,6 +30,9 @@ Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Weights = dict[str, Weight]
 ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 
+Host = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
+"""The name of a host, in lower case, without scheme and port."""
+
 
 class SettingsError(ValueError):
     """Settings are wrong; the message names each path and what is allowed."""
@@ -72,6 +75,7 @@ class EngineSettings(Strict):
     enable_auto_tool_choice: Flag | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    allowed_media_domains: list[Host] | None = None
     extra: dict[str, Any] = {}
 
     def options(self) -> dict[str, Any]:

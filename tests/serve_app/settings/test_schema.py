@@ -297,6 +297,7 @@ def bad_values() -> Iterator[tuple[str, JSON]]:
         yield "args.models[0].id", one(id=name)
     yield "args.models[0].source", one(source="")
     yield "args.ingress.max_body_bytes", one() | {"ingress": {"max_body_bytes": 0}}
+    yield "args.ingress.max_bytes_in_flight", one() | {"ingress": {"max_bytes_in_flight": 0}}
     yield "args.ingress.max_prompts", one() | {"ingress": {"max_prompts": "all"}}
     yield "args.models", {"models": []}
     yield "args.models", {"models": {"demo": {}}}
@@ -318,6 +319,24 @@ def test_the_error_of_a_value_has_the_range() -> None:
     assert "less than or equal to 1" in line
     (line,) = mistakes(one(batcher={"policy": "x"}))
     assert "'guaranteed_no_evict' or 'max_utilization'" in line
+
+
+def test_one_body_has_to_fit_into_the_bytes_in_flight() -> None:
+    assert parse(one()).ingress.bytes_in_flight == 256 * 1024 * 1024
+    limits = {"max_body_bytes": 100, "max_bytes_in_flight": 200}
+    assert parse(one() | {"ingress": limits}).ingress.bytes_in_flight == 200
+    (line,) = mistakes(one() | {"ingress": limits | {"max_bytes_in_flight": 199}})
+    assert line == ("args.ingress: max_bytes_in_flight: must be at least twice max_body_bytes, which is 100")
+
+
+@pytest.mark.parametrize(
+    "host", ["https://a.example", "a.example:80", "A.example", "*.example", "", "a/b", 5]
+)
+def test_a_host_of_media_is_a_bare_name(host: object) -> None:
+    engine = {"allowed_media_domains": ["images.example.com", host]}
+    (line,) = mistakes(one(engine=engine))
+    assert line.startswith("args.models[0].engine.allowed_media_domains[1]: ")
+    assert parse(one(engine={"allowed_media_domains": ["a.example"]}))
 
 
 @pytest.mark.parametrize(("stop", "path"), [(5, "stop"), (["x"] * 65, "stop"), (["x", 5], "stop[1]")])
