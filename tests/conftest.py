@@ -1,6 +1,9 @@
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
@@ -46,6 +49,15 @@ def _place(item: pytest.Item) -> int:
 
 def _needs_service(item: pytest.Item) -> bool:
     return item.path.parent.name == "e2e" and "service" in getattr(item, "fixturenames", ())
+
+
+@pytest.fixture(scope="session")
+def vllm_app() -> dict[str, Any]:
+    """The routes and the OpenAPI schema of vLLM's own application."""
+    command = [sys.executable, "-m", "tests.e2e.vllm_app"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 @pytest.fixture(scope="session", autouse=True)

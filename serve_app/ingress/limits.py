@@ -18,6 +18,7 @@ PROMPT_LISTS = (
     "input",
     "documents",
     "queries",
+    "items",
     "text_1",
     "text_2",
     "data_1",

@@ -15,6 +15,10 @@ def main() -> None:
     from vllm.config import ProfilerConfig
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.pooling.classify import api_router as classify
+    from vllm.entrypoints.pooling.embed import api_router as embed
+    from vllm.entrypoints.pooling.pooling import api_router as pooling
+    from vllm.entrypoints.pooling.scoring import api_router as scoring
     from vllm.tasks import SupportedTask
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -23,6 +27,9 @@ def main() -> None:
     args.tokens_only = True
     args.profiler_config = ProfilerConfig(profiler="torch", torch_profiler_dir="/tmp")
     app = build_app(args, _tasks(SupportedTask))
+    # vLLM adds these for models that embed or score.
+    for router in (embed, scoring, classify, pooling):
+        app.include_router(router.router)
     routes = [[route.path, sorted(getattr(route, "methods", None) or [])] for route in app.router.routes]
     json.dump({"routes": routes, "openapi": app.openapi()}, sys.stdout)
 

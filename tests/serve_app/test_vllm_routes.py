@@ -1,12 +1,9 @@
 """Routes of vLLM's own application that clients can reach, with everything in it switched on."""
 
-import json
-import subprocess
-import sys
+from collections.abc import Iterator
 
-import pytest
-
-from tests.serve_app.ingress.engine_doubles import Client, health
+from serve_app.api.protocol import JSON
+from tests.serve_app.ingress.engine_doubles import Client, check_error, health
 
 __all__ = ["health"]
 
@@ -17,6 +14,9 @@ REACHED = {
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/score",
+    "/v1/rerank",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
     "/tokenize",
@@ -43,15 +43,68 @@ ADMINISTRATIVE = {
 """Some that have to be among those that were tried."""
 
 
-@pytest.fixture(scope="module")
-def routes() -> list[tuple[str, list[str]]]:
-    command = [sys.executable, "-m", "tests.e2e.vllm_app"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
-    found: list[tuple[str, list[str]]] = json.loads(done.stdout)["routes"]
-    return found
+PROMPTS = {
+    "/v1/chat/completions": {"documents"},
+    "/v1/chat/completions/batch": {"messages"},
+    "/v1/completions": {"prompt", "prompt_embeds"},
+    "/v1/responses": {"input"},
+    "/v1/embeddings": {"input"},
+    "/v1/score": {"queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"},
+    "/v1/rerank": {"documents"},
+}
+"""Lists of prompts, or of texts that are put into one: `max_prompts` holds for them."""
+
+PARTS_OF_ONE = {
+    *("tools", "system", "include", "previous_input_messages"),
+    *("stop", "stop_sequences", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids"),
+    # Token ids of one text.
+    "tokens",
+    "timestamp_granularities[]",
+}
+"""Other lists, in which nothing is a prompt of its own; a new one is added here after a look at its use."""
 
 
-async def test_only_what_clients_need_is_reached(routes: list[tuple[str, list[str]]]) -> None:
+def lists(app: JSON, path: str) -> set[str]:
+    """Return the fields of a route that may be lists."""
+    schemas = app["openapi"]["components"]["schemas"]
+
+    def branches(schema: JSON) -> Iterator[JSON]:
+        if "$ref" in schema:
+            schema = schemas[schema["$ref"].rpartition("/")[2]]
+        yield schema
+        for kind in ("anyOf", "oneOf", "allOf"):
+            for branch in schema.get(kind, ()):
+                yield from branches(branch)
+
+    (content,) = app["openapi"]["paths"][path]["post"]["requestBody"]["content"].values()
+    return {
+        name
+        for body in branches(content["schema"])
+        for name, field in body.get("properties", {}).items()
+        if any(branch.get("type") == "array" for branch in branches(field))
+    }
+
+
+async def test_no_list_of_prompts_is_longer_than_the_limit_on_any_route(vllm_app: JSON) -> None:
+    found = {path: lists(vllm_app, path) - PARTS_OF_ONE for path in REACHED}
+    for path, fields in found.items():
+        # A list of messages is one chat.
+        fields -= set() if path == "/v1/chat/completions/batch" else {"messages"}
+    assert {path: fields for path, fields in found.items() if fields} == PROMPTS
+    async with Client(max_prompts=3) as client:
+        for path, fields in PROMPTS.items():
+            for field in fields:
+                for item in ("x", [5], {"content": []}, None):
+                    response = await client.post(path, json={field: [item] * 4})
+                    message = check_error(response, 400, "invalid_request_error", field)
+                    assert "at most 3 are allowed" in message
+                    assert (await client.post(path, json={field: [item] * 3})).status_code == 200
+        for path, field in (("/generate", "prompts"), ("/generate", "messages")):
+            check_error(await client.post(path, json={field: ["x"] * 4}), 400, "invalid_request_error", field)
+
+
+async def test_only_what_clients_need_is_reached(vllm_app: JSON) -> None:
+    routes: list[tuple[str, list[str]]] = vllm_app["routes"]
     assert {path for path, _ in routes} >= ADMINISTRATIVE | REACHED
     reached = set()
     async with Client() as client:

@@ -42,6 +42,7 @@ PROMPT = {"prompt": "x"}
         ("/v1/embeddings", {"input": ["x"] * 4}, "input"),
         ("/v1/rerank", {"documents": ["x"] * 4}, "documents"),
         ("/v1/score", {"text_2": ["x"] * 4}, "text_2"),
+        ("/v1/score", {"queries": "x", "items": ["x"] * 4}, "items"),
         ("/v1/completions", {"prompt_embeds": ["x"] * 4}, "prompt_embeds"),
         ("/v1/chat/completions/batch", {"messages": [[]] * 4}, "messages"),
         ("/generate", {"prompts": ["x"], "max_tokens": 11}, "max_tokens"),
