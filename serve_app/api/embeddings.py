@@ -15,7 +15,8 @@ from serve_app.api.scheduling import ServiceTier
 
 def _texts(value: object) -> object:
     if isinstance(value, list) and value and isinstance(value[0], int | list):
-        raise ValueError("lists of tokens can't be embedded here; send text")
+        message = "a function takes texts, not lists of tokens; send text"
+        raise ValueError(f"{message} (LangChain's OpenAIEmbeddings: check_embedding_ctx_length=False)")
     return [value] if isinstance(value, str) else value
 
 

@@ -5,6 +5,7 @@ The Ingress needs a few fields of a body, and how long its lists are. The Engine
 
 import asyncio
 import re
+from email.message import Message
 from typing import Any
 
 import msgspec
@@ -19,6 +20,8 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _LIST_START = re.compile(rb"\[\s*(\S)")
 _NUMBER = b"-0123456789"
+_PART_HEAD = 4096
+"""Bytes in which the head of a part of a form ends."""
 
 
 async def read_body(request: Request, limits: IngressSettings) -> bytes:
@@ -56,6 +59,26 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
         message = f"The body is larger than the limit of {most} bytes (ingress.max_body_bytes)"
         raise RequestError(413, "request_too_large", message)
     return b"".join(pieces)
+
+
+def form_field(body: bytes, content_type: str, name: str) -> str | None:
+    """Return a field of a form with files (`multipart/form-data`); None: there is no such field.
+
+    The files are not looked into: they may be large, and the Engine parses the form.
+    """
+    header = Message()
+    header["content-type"] = content_type
+    boundary = header.get_param("boundary")
+    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
+        return None
+    named = re.compile(
+        rb'content-disposition:[^\r\n]*;\s*name="?%s"?\s*(?:;|\r|$)' % name.encode(), re.IGNORECASE
+    )
+    for part in body.split(b"--" + boundary.encode())[1:-1]:
+        head = part.find(b"\r\n\r\n", 0, _PART_HEAD)
+        if head >= 0 and named.search(part[:head]):
+            return part[head + 4 :].removesuffix(b"\r\n").decode(errors="replace")
+    return None
 
 
 class JSONBody:

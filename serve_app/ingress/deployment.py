@@ -23,7 +23,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, KeyStore
-from serve_app.ingress.body import read_body
+from serve_app.ingress.body import form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.health import Health
@@ -181,7 +181,9 @@ class Ingress:
         if _is_json(request, body):
             fields = read_openai(body, path, self._settings.ingress)
         else:
-            fields = OpenAIFields(model=request.query_params.get("model"))
+            # A form with a file: vLLM takes the model from there too.
+            model = form_field(body, request.headers.get("content-type", ""), "model")
+            fields = OpenAIFields(model=model or request.query_params.get("model"))
         if fields.service_tier == "fast":
             # OpenAI's newer name of "priority", which vLLM refuses.
             body = to_json(from_json(body) | {"service_tier": "priority"})
@@ -249,7 +251,8 @@ async def _no_metrics(request: Request) -> Response:
 
 
 def _is_json(request: Request, body: bytes) -> bool:
-    return bool(body) and "json" in request.headers.get("content-type", "json").lower()
+    kind = request.headers.get("content-type", "json").partition(";")[0]
+    return bool(body) and "json" in kind.lower()
 
 
 def _path(request: Request) -> str:

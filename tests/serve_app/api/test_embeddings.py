@@ -44,6 +44,7 @@ def test_tokens_are_refused_with_what_to_send_instead(tokens: object) -> None:
     error = refusal({"input": tokens})
     assert error.param == "input"
     assert "send text" in error.message
+    assert "check_embedding_ctx_length=False" in error.message
 
 
 @pytest.mark.parametrize(

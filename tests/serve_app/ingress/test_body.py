@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.errors import RequestError
-from serve_app.ingress.body import JSONBody
+from serve_app.ingress.body import JSONBody, form_field
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -73,3 +73,42 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         JSONBody(body)
     assert caught.value.status == 400
     assert caught.value.message.startswith("The body ")
+
+
+def form(*parts: bytes) -> bytes:
+    return b"".join(b"--cut\r\n" + part + b"\r\n" for part in parts) + b"--cut--\r\n"
+
+
+FILE = (
+    b'Content-Disposition: form-data; name="file"; filename="model"\r\n\r\n' + b"\xff\r\nname=model\r\n\r\nx"
+)
+MODEL = b'Content-Disposition: form-data; name="model"\r\n\r\nwhisper-\xc3\xa9'
+PLAIN = b"content-disposition: form-data; name=model\r\ncontent-type: text/plain\r\n\r\nwhisper-\xc3\xa9"
+
+
+@pytest.mark.parametrize("parts", [(FILE, MODEL), (MODEL, FILE), (PLAIN,), (FILE, PLAIN, MODEL)])
+@pytest.mark.parametrize("type", ["multipart/form-data; boundary=cut", 'Multipart/Form-Data; Boundary="cut"'])
+def test_a_field_of_a_form_is_found_beside_its_files(parts: tuple[bytes, ...], type: str) -> None:
+    assert form_field(form(*parts), type, "model") == "whisper-é"
+
+
+@pytest.mark.parametrize(
+    ("body", "type"),
+    [
+        (form(FILE), "multipart/form-data; boundary=cut"),
+        (form(MODEL), "multipart/form-data; boundary=other"),
+        (form(MODEL), "multipart/form-data"),
+        (form(MODEL), "text/plain; boundary=cut"),
+        (form(MODEL), ""),
+        (b"", "multipart/form-data; boundary=cut"),
+        (form(MODEL.replace(b"model", b"models")), "multipart/form-data; boundary=cut"),
+    ],
+)
+def test_other_bodies_have_no_such_field(body: bytes, type: str) -> None:
+    assert form_field(body, type, "model") is None
+
+
+@given(st.binary(max_size=60), st.text(max_size=40))
+def test_no_body_and_no_type_break_the_search(body: bytes, type: str) -> None:
+    form_field(form(body), "multipart/form-data; boundary=cut" + type, "model")
+    form_field(body, type, "model")

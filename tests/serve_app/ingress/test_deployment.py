@@ -119,6 +119,19 @@ async def test_a_body_that_is_not_json_is_relayed_unread() -> None:
         assert response.json() == {"path": "/v1/score", "body": "{"}
 
 
+async def test_the_model_of_a_form_decides_between_two() -> None:
+    engines = {"a": Engine(echo), "b": Engine(echo)}
+    async with Client(engines) as client:
+        files = {"file": ("a.wav", b"\xff\xfe{", "audio/wav")}
+        for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
+            assert (await client.post(path, files=files, data={"model": "b"})).status_code == 200
+            response = await client.post(f"{path}?model=a", files=files, data={"model": "c"})
+            check_error(response, 404, "not_found_error", "model")
+            response = await client.post(path, files=files)
+            check_error(response, 400, "invalid_request_error", "model")
+    assert (len(engines["a"].requests), len(engines["b"].requests)) == (0, 2)
+
+
 async def test_json_is_read_however_its_type_is_written() -> None:
     async with Client() as client:
         response = await client.post(
