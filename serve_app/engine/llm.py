@@ -26,7 +26,7 @@ from serve_app.engine.grammars import grammars_of
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
-from serve_app.relay.frame import KEEP_ALIVE, pack_error
+from serve_app.relay.frame import KEEP_ALIVE, pack_error, split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
@@ -121,7 +121,8 @@ class Engine:
         try:
             async with aclosing(messages):
                 async for message in messages:
-                    yield message
+                    for part in split(message):
+                        yield part
         finally:
             self._telemetry.answered(request.headers, began, usage)
 

@@ -7,6 +7,7 @@ so a complete answer differs from one that broke off.
 
 import json
 import struct
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from serve_app.relay.resume import ResumeMode
 from serve_app.relay.usage import RequestUsage
 
 _PREFIX = struct.Struct(">BI")
+
+LARGEST = 8 << 20
+"""Most bytes of a body in one message: a handle refuses messages above a limit of its own."""
 
 
 class Kind(IntEnum):
@@ -115,6 +119,23 @@ def pack(
     if usage is not None:
         parts.append(_frame(Kind.USAGE, usage.pack()))
     return b"".join(parts)
+
+
+def split(message: bytes) -> Iterator[bytes]:
+    """Yield a message as several, if its body is larger than `LARGEST`."""
+    if len(message) <= LARGEST:
+        yield message
+        return
+    head, body, token_ids, usage, _ = unpack(message)
+    starts = range(0, max(len(body), 1), LARGEST)
+    for start in starts:
+        first, last = start == 0, start == starts[-1]
+        yield pack(
+            head=head if first else None,
+            body=body[start : start + LARGEST],
+            token_ids=token_ids if first else b"",
+            usage=usage if last else None,
+        )
 
 
 def pack_error(error: RequestError, path: str = "", usage: RequestUsage | None = None) -> bytes:

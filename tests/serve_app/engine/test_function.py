@@ -12,6 +12,7 @@ from ray import serve
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.function import FunctionEngine
+from serve_app.relay import frame
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, SettingsError, parse
@@ -187,6 +188,18 @@ async def test_process_over_the_relay(upper: FunctionEngine) -> None:
     status, answer, headers = await relay(upper, "/process", {"records": ["a"], "task_id": "t"})
     assert (status, answer) == (200, {"results": ["A!"], "task_id": "t"})
     assert headers[b"content-type"] == b"application/json"
+
+
+async def test_an_answer_too_large_for_one_message_comes_in_several(
+    upper: FunctionEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame, "LARGEST", 100)
+    request = RelayRequest("POST", "/process", b"", [], json.dumps({"records": ["a" * 1000]}).encode())
+    pieces = [unpack(message) async for message in upper.relay(request)]
+    assert len(pieces) > 10
+    assert json.loads(b"".join(piece.body for piece in pieces))["results"] == ["A" * 1000 + "!"]
+    assert pieces[0].head is not None
+    assert pieces[-1].usage is not None
 
 
 async def test_the_scheduling_is_that_of_the_relay_request(

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.errors import RequestError
-from serve_app.relay.frame import KEEP_ALIVE, LOST, Head, Piece, pack, pack_error, unpack
+from serve_app.relay import frame
+from serve_app.relay.frame import KEEP_ALIVE, LOST, Head, Piece, pack, pack_error, split, unpack
 from serve_app.relay.usage import RequestUsage
 
 FULL = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
@@ -28,6 +29,27 @@ def test_a_piece_is_read_as_it_was_packed(
 ) -> None:
     message = pack(head=head, body=body, token_ids=token_ids, usage=usage)
     assert unpack(message) == Piece(head, body, token_ids, usage)
+
+
+@given(st.none() | HEADS, st.binary(max_size=200), st.binary(max_size=40), st.none() | USAGES)
+def test_a_large_body_is_split_into_messages_that_make_the_same_answer(
+    head: Head | None, body: bytes, token_ids: bytes, usage: RequestUsage | None
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame, "LARGEST", 16)
+        pieces = [
+            unpack(part) for part in split(pack(head=head, body=body, token_ids=token_ids, usage=usage))
+        ]
+    assert b"".join(piece.body for piece in pieces) == body
+    assert max(len(piece.body) for piece in pieces) <= 16
+    assert [piece.head for piece in pieces] == [head] + [None] * (len(pieces) - 1)
+    assert [piece.usage for piece in pieces] == [None] * (len(pieces) - 1) + [usage]
+    assert b"".join(piece.token_ids for piece in pieces) == token_ids
+
+
+@pytest.mark.parametrize("message", [KEEP_ALIVE, LOST, MESSAGE])
+def test_a_small_message_is_not_split(message: bytes) -> None:
+    assert list(split(message)) == [message]
 
 
 def test_a_keep_alive_is_an_empty_piece() -> None:
