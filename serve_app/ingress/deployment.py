@@ -27,6 +27,7 @@ from serve_app.ingress.body import form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.health import Health
+from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.limits import OpenAIFields, read_call, read_openai
 from serve_app.ingress.pages import STATS_PAGE, page, wants_page
 from serve_app.ingress.proxy import ProxyResponse
@@ -128,6 +129,7 @@ class Ingress:
                 *_cors(self._settings.ingress.allow_origins),
                 *([Middleware(AuthMiddleware, self._access)] if self._access else []),
                 Middleware(BodyBudgetMiddleware, self._bodies),
+                Middleware(HTTP10Middleware),
             ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
             lifespan=self._telemetry.lifespan,

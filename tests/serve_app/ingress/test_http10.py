@@ -1,0 +1,82 @@
+"""Answers to clients of HTTP/1.0 are whole and have their length."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message
+
+from serve_app.ingress import http10
+from serve_app.ingress.http10 import HTTP10Middleware
+from serve_app.relay.frame import pack
+from tests.serve_app.answers import END
+from tests.serve_app.ingress.engine_doubles import CHAT, STREAM, Engine, answer, application, health
+
+__all__ = ["health"]
+
+
+async def events() -> AsyncIterator[bytes]:
+    for number in range(3):
+        yield b"data: %d\n\n" % number
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    whole = Request(scope).url.path == "/whole"
+    response: Response = JSONResponse({}) if whole else StreamingResponse(events(), headers={"x-mine": "1"})
+    await response(scope, receive, send)
+
+
+async def call(app: Any, path: str, version: str, body: bytes = b"{}") -> list[Message]:
+    """Return the messages of an answer."""
+    sent: list[Message] = []
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return received.pop() if received else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: Message = {
+        "type": "http",
+        "http_version": version,
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"x"), (b"content-type", b"application/json")],
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    await app(scope, receive, send)
+    return sent
+
+
+async def test_a_stream_is_one_body_with_its_length() -> None:
+    start, body = await call(HTTP10Middleware(app), "/stream", "1.0")
+    assert body["body"] == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
+    assert not body.get("more_body")
+    assert dict(start["headers"])[b"content-length"] == b"27"
+    assert (start["status"], dict(start["headers"])[b"x-mine"]) == (200, b"1")
+
+
+@pytest.mark.parametrize(("path", "version"), [("/stream", "1.1"), ("/whole", "1.0"), ("/stream", "2")])
+async def test_other_answers_pass_as_they_are(path: str, version: str) -> None:
+    assert await call(HTTP10Middleware(app), path, version) == await call(app, path, version)
+
+
+async def test_an_answer_too_large_to_keep_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http10, "MAX_BYTES", 26)
+    start, body = await call(HTTP10Middleware(app), "/stream", "1.0")
+    assert start["status"] == 400
+    assert b"use HTTP/1.1" in body["body"]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_the_ingress_sends_a_stream_as_its_client_can_read_it(version: str) -> None:
+    pieces = [pack(head=STREAM, body=b"data: 1\n\n"), pack(body=b"data: [DONE]\n\n"), END]
+    start, *bodies = await call(application({"demo": Engine(answer(*pieces))}), CHAT, version)
+    assert b"".join(each["body"] for each in bodies) == b"data: 1\n\ndata: [DONE]\n\n"
+    assert (b"content-length" in dict(start["headers"])) == (version == "1.0")
+    assert (len(bodies) == 1) == (version == "1.0")
