@@ -6,17 +6,15 @@ Only files whose names begin with vllm_ import vllm. The imports are those of vL
 import ipaddress
 import socket
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from urllib3.util import parse_url
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMValidationError
-from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaIO
+from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from yarl import URL
-
-MediaT = TypeVar("MediaT")
 
 METADATA = {"168.63.129.16", "192.0.0.192"}
 """Addresses at which clouds serve metadata to their machines, beside those of private ranges."""
@@ -86,19 +84,20 @@ class PublicConnection(HTTPConnection):  # type: ignore[misc]
         allowed: Callable[[str], bool] = is_public,
     ) -> None:
         super().__init__()
+        self._session: aiohttp.ClientSession | None = None
         self._resolver = resolver
         self._allowed = allowed
 
     async def get_async_client(self) -> aiohttp.ClientSession:
         """Return the session of all fetches."""
-        if self._async_client is None:
-            self._async_client = aiohttp.ClientSession(
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(resolver=PublicResolver(self._resolver(), self._allowed)),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 raise_for_status=_check_status,
                 trust_env=False,
             )
-        return self._async_client
+        return self._session
 
     async def async_get_bytes(self, url: str, **options: Any) -> bytes:
         """Return what a URL holds.
@@ -132,17 +131,15 @@ class AllowedHostsConnector(MediaConnector):  # type: ignore[misc]
     ) -> None:
         super().__init__(media_io_kwargs, connection or _connection, **options)
 
-    def load_from_url(self, url: str, media_io: MediaIO[MediaT], **options: Any) -> MediaT:
+    def load_from_url(self, url: str, media_io: Any, **options: Any) -> Any:
         """Return the media of a URL; see `check`."""
         self.check(url)
-        media: MediaT = super().load_from_url(url, media_io, **options)
-        return media
+        return super().load_from_url(url, media_io, **options)
 
-    async def load_from_url_async(self, url: str, media_io: MediaIO[MediaT], **options: Any) -> MediaT:
+    async def load_from_url_async(self, url: str, media_io: Any, **options: Any) -> Any:
         """Return the media of a URL; see `check`."""
         self.check(url)
-        media: MediaT = await super().load_from_url_async(url, media_io, **options)
-        return media
+        return await super().load_from_url_async(url, media_io, **options)
 
     def check(self, url: str) -> None:
         """Raise a VLLMValidationError if a URL may not be read, with the name of the setting."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 
 from tests.e2e.service import Service
 from tests.e2e.waiting import batcher, wait_until_idle
@@ -20,6 +21,7 @@ BODY = json.dumps({"prompts": ["What is 1+1?"]}).encode()
 STREAM = json.dumps(
     {"model": "demo", "prompt": "once upon", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 ).encode()
+PROMPT = json.dumps({"model": "demo", "prompt": "What is 1+1?", "max_tokens": 8}).encode()
 HEAD = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 SHORT = b"connection: close\r\ncontent-length: 2\r\n\r\n{}"
@@ -61,6 +63,38 @@ def send_all(service: Service, data: Sequence[bytes]) -> list[bytes]:
 
 def status(answer: bytes) -> int | None:
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else None
+
+
+def old_head(path: str, body: bytes, keep: bool) -> bytes:
+    """Return the head of a request of HTTP/1.0."""
+    head = b"POST %s HTTP/1.0\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
+        path.encode(),
+        len(body),
+    )
+    return head + (b"connection: keep-alive\r\n\r\n" if keep else b"\r\n")
+
+
+def read_answer(connection: socket.socket) -> tuple[dict[bytes, bytes], bytes]:
+    """Read one answer as a client of HTTP/1.0 does: to its length, or to the end of the connection."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(65536)
+        assert piece, data
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    headers = {
+        name.lower(): value.strip()
+        for name, _, value in (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    }
+    assert status(data) is not None
+    if (length := headers.get(b"content-length")) is not None:
+        while len(body) < int(length):
+            body += connection.recv(65536)
+        assert len(body) == int(length)
+        return headers, body
+    while piece := connection.recv(65536):
+        body += piece
+    return headers, body
 
 
 MALFORMED = {
@@ -117,6 +151,32 @@ def test_malformed_requests_are_refused_or_dropped(service: Service) -> None:
     assert {name: answer for name, answer in answers.items() if (status(answer) or 0) >= 500} == {}
     # A service that never answers would pass the line above.
     assert sum(status(answer) is not None for answer in answers.values()) > len(MALFORMED) / 2
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_client_of_http_1_0_gets_whole_answers_with_their_length(service: Service, keep: bool) -> None:
+    wrong = b"[]"
+    with connect(service) as connection:
+        for path, body in [("/generate", BODY), ("/v1/completions", PROMPT), ("/generate", wrong)] * 2:
+            connection.sendall(old_head(path, body, keep) + body)
+            headers, answer = read_answer(connection)
+            assert b"content-length" in headers
+            assert b"transfer-encoding" not in headers
+            assert ("error" in json.loads(answer)) == (body == wrong)
+            if not keep:
+                break
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(service: Service, keep: bool) -> None:
+    body = json.dumps(json.loads(PROMPT) | {"stream": True}).encode()
+    with connect(service) as connection:
+        connection.sendall(old_head("/v1/completions", body, keep) + body)
+        headers, answer = read_answer(connection)
+    assert b"transfer-encoding" not in headers
+    *events, done, end = answer.decode().split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    assert "".join(json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events)
 
 
 def test_a_head_over_the_limit_is_a_400(service: Service) -> None:

@@ -1,6 +1,7 @@
 """Routes of vLLM's own application that clients can reach, with everything in it switched on."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from serve_app.api.protocol import JSON
 from tests.serve_app.ingress.engine_doubles import Client, check_error, health
@@ -91,10 +92,11 @@ async def test_no_list_of_prompts_is_longer_than_the_limit_on_any_route(vllm_app
         # A list of messages is one chat.
         fields -= set() if path == "/v1/chat/completions/batch" else {"messages"}
     assert {path: fields for path, fields in found.items() if fields} == PROMPTS
+    items: list[Any] = ["x", [5], {"content": []}, None]
     async with Client(max_prompts=3) as client:
         for path, fields in PROMPTS.items():
             for field in fields:
-                for item in ("x", [5], {"content": []}, None):
+                for item in items:
                     response = await client.post(path, json={field: [item] * 4})
                     message = check_error(response, 400, "invalid_request_error", field)
                     assert "at most 3 are allowed" in message

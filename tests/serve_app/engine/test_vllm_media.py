@@ -100,7 +100,7 @@ async def closed_sessions() -> AsyncIterator[None]:
     """Close the sessions of a test's connectors."""
     yield
     while connections:
-        if (session := connections.pop()._async_client) is not None:
+        if (session := connections.pop()._session) is not None:
             await session.close()
 
 
