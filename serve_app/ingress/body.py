@@ -118,7 +118,14 @@ class JSONBody:
 
     def _value(self, name: str) -> Any:
         field = self._fields[name]
-        return msgspec.json.decode(field) if isinstance(field, msgspec.Raw) else field
+        if not isinstance(field, msgspec.Raw):
+            return field
+        try:
+            return msgspec.json.decode(field)
+        except (ValueError, RecursionError):
+            # A number of thousands of digits, a list of thousands of levels.
+            message = f"{name}: is no value that can be read"
+            raise RequestError(400, "invalid_request_error", message, param=name) from None
 
 
 def _is_plain(body: bytes) -> bool:

@@ -143,7 +143,7 @@ values = st.recursive(
 )
 
 
-def _bounded(body: Any) -> Any:
+def bounded(body: Any) -> Any:
     """Let no request run for long: a fuzzer's prompts make the model ramble."""
     if isinstance(body, dict):
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
@@ -165,7 +165,7 @@ def _changed(draw: st.DrawFn, path: str) -> bytes:
     if draw(st.integers(0, 9)) == 0:
         del body[draw(st.sampled_from(sorted(body)))]
         body.setdefault("max_tokens", 4)
-    return dump(_bounded(body))
+    return dump(bounded(body))
 
 
 @st.composite

@@ -4,6 +4,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import psutil
@@ -89,3 +90,26 @@ def test_ten_thousand_prompts_come_back_in_order(service: Service, http: httpx.C
     # The first two digits of each sum; no two neighbours have the same unless in order.
     right = [result == str(number // 100 + number % 100)[:2] for number, result in enumerate(results)]
     assert sum(right) >= 9_900
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["texts", "token ids"])
+def test_ten_thousand_prompts_of_openai_s_list_come_back_in_order(
+    service: Service, http: httpx.Client, kind: str
+) -> None:
+    """The list is longer than the queue, and as long as the config allows."""
+    prompts: list[Any] = [f"What is {number // 100}+{number % 100}?" for number in range(10_000)]
+    if kind == "token ids":
+        vocabulary: dict[str, int] = {}
+        for letter in sorted(set("".join(prompts))):
+            answer = http.post("/tokenize", json={"model": "demo", "prompt": letter})
+            vocabulary[letter] = answer.json()["tokens"][-1]
+        prompts = [[vocabulary[letter] for letter in prompt] for prompt in prompts]
+    body = {"model": "demo", "prompt": prompts, "max_tokens": 2, "temperature": 0}
+    response = http.post("/v1/completions", json=body, timeout=280)
+    assert response.status_code == 200, response.text
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(10_000))
+    if kind == "texts":
+        right = [choice["text"] == str(i // 100 + i % 100)[:2] for i, choice in enumerate(choices)]
+        assert sum(right) >= 9_900

@@ -75,6 +75,15 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     assert caught.value.message.startswith("The body ")
 
 
+@pytest.mark.parametrize(
+    "value", [b"1" + b"0" * 4500, b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000]
+)
+def test_a_value_beyond_what_python_reads_is_refused_with_its_field(value: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        JSONBody(b'{"model": "a", "n": ' + value + b"}").values("model", "n")
+    assert caught.value.status == 400
+
+
 def form(*parts: bytes) -> bytes:
     return b"".join(b"--cut\r\n" + part + b"\r\n" for part in parts) + b"--cut--\r\n"
 
