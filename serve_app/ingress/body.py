@@ -122,7 +122,7 @@ class JSONBody:
             return field
         try:
             return msgspec.json.decode(field)
-        except (ValueError, RecursionError):
+        except (ValueError, msgspec.MsgspecError, RecursionError):
             # A number of thousands of digits, a list of thousands of levels.
             message = f"{name}: is no value that can be read"
             raise RequestError(400, "invalid_request_error", message, param=name) from None
