@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from serve_app.api.errors import RequestError, engine_failed
+from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.protocol import (
     JSON,
     Detail,
@@ -26,7 +26,7 @@ from serve_app.engine.grammars import grammars_of
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
-from serve_app.relay.frame import KEEP_ALIVE, pack_error
+from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
@@ -104,18 +104,30 @@ class Engine:
 
         Raises:
             RequestError: The request is wrong, or can't be served now.
+            EngineLostError: vLLM's engine died while it had the request.
         """
         if not isinstance(request, GenerateRequest):
             request = parse_generate(request, max_prompts=self._max_prompts)
-        response = await self._generate(request, request.scheduling(), RequestUsage())
+        if self._engine.died:
+            raise engine_failed()
+        try:
+            response = await self._generate(request, request.scheduling(), RequestUsage())
+        except RequestError:
+            if self._engine.died:
+                raise EngineLostError from None
+            raise
         return response.model_dump(exclude_unset=True)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         began = time.monotonic()
         usage = RequestUsage()
+        if self._engine.died:
+            # The request was not there when it did, so it may be tried on any other engine.
+            yield pack_error(engine_failed(), request.path)
+            return
         if request.path == "/generate":
-            messages = with_keepalive(answer(self._answer_generate(request, usage), usage))
+            messages = with_keepalive(self._answer_generate(request, usage))
         else:
             messages = self._answer_openai(request, began, usage)
         try:
@@ -216,8 +228,7 @@ class Engine:
             return result.refusal or (engine_failed() if self._engine.died else None)
 
         def lost() -> bool:
-            # On other routes vLLM's application ends the stream in the route's own words.
-            return result.stream is not None and self._engine.died
+            return self._engine.died
 
         def started() -> bool:
             return result.admitted or refusal() is not None
@@ -236,11 +247,18 @@ class Engine:
             async for message in messages:
                 if not answered and message != KEEP_ALIVE:
                     answered = True
-                    if not (result.admitted or result.refusal or self._engine.died):
+                    if self._engine.died and not result.refusal:
+                        yield LOST
+                        return
+                    if not (result.admitted or result.refusal):
                         message = blame_request(message)
                 yield message
 
     async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
+        message = await answer(self._generate_json(relayed, usage), usage)
+        return LOST if self._engine.died else message
+
+    async def _generate_json(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
         response = await self._generate(request, relayed.scheduling_now(), usage, relayed.max_tokens)
         return response.model_dump_json(exclude_unset=True).encode()

@@ -17,6 +17,7 @@ from starlette.types import Message
 from serve_app.api.errors import RequestError, engine_failed
 from serve_app.ingress import retry
 from serve_app.ingress.engine_call import EngineCall
+from serve_app.ingress.poison import MAX_LOST, LostEngines
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.retry import TRIES
 from serve_app.relay.events import DONE
@@ -38,6 +39,7 @@ GONE = asyncio.CancelledError()
 
 AWAY = ActorUnavailableError("Actor is unavailable.", ActorID.nil().binary())
 CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+ENDED = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
 WRONG = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 Script = list[bytes | BaseException]
@@ -76,6 +78,7 @@ class Engines:
     scripts: list[Script]
     asked: list[RelayRequest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    lost: LostEngines = field(default_factory=LostEngines)
 
     def ask(self, request: RelayRequest) -> EngineCall:
         self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
@@ -88,6 +91,7 @@ class Reply:
     """The answer that the client got."""
 
     status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict)
     body: bytes = b""
     ended: bool = False
     usage: RequestUsage | None = None
@@ -95,6 +99,7 @@ class Reply:
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.headers = dict(message["headers"])
             return
         assert not self.ended
         self.body += message["body"]
@@ -135,7 +140,7 @@ async def reply(engines: Engines, **body: Any) -> Reply:
     received = Reply()
     scope: dict[str, Any] = {"type": "http"}
     async with asyncio.timeout(LIMIT_S):
-        await ProxyResponse(engines.ask, request)(scope, no_body, received.take)
+        await ProxyResponse(engines.ask, request, engines.lost)(scope, no_body, received.take)
     received.usage = scope.get(SCOPE_KEY)
     assert received.ended
     assert all(answer.left for answer in engines.answers), "no call is left running"
@@ -146,22 +151,54 @@ async def reply(engines: Engines, **body: Any) -> Reply:
 
 
 @pytest.mark.parametrize(
-    "failure", [DEAD, AWAY, CUT, STOPS, GONE], ids=["died", "away", "cut", "stops", "gone"]
+    "failure",
+    [DEAD, AWAY, CUT, LOST, STOPS, GONE, ENDED],
+    ids=["died", "away", "cut", "lost", "stops", "gone", "ended"],
 )
 async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) -> None:
-    engines = Engines([[failure], [failure], [ANSWER]])
+    engines = Engines([[failure], [ANSWER]])
     received = await reply(engines)
     assert (received.status, received.body) == (200, b'{"text": "abc"}')
     assert received.usage == USAGE
-    assert engines.asked[0] is engines.asked[1] is engines.asked[2]
+    assert engines.asked[0] is engines.asked[1]
+    assert len(engines.lost) == 0
 
 
-async def test_tries_are_bounded_and_each_waits_longer(naps: list[int]) -> None:
-    engines = Engines([[DEAD]])
+@pytest.mark.parametrize("failure", [STOPS, GONE, ENDED], ids=["stops", "gone", "ended"])
+async def test_engines_that_stop_are_no_loss_and_tries_are_bounded(
+    failure: bytes | Exception, naps: list[int]
+) -> None:
+    engines = Engines([[failure]])
     received = await reply(engines)
     assert received.status == 503
     assert len(engines.asked) == TRIES
     assert naps == list(range(1, TRIES))
+    assert len(engines.lost) == 0
+
+
+@pytest.mark.parametrize("failure", [DEAD, AWAY, CUT, LOST], ids=["died", "away", "cut", "lost"])
+async def test_a_request_that_two_engines_are_lost_with_is_not_sent_on(failure: bytes | Exception) -> None:
+    engines = Engines([[STOPS], [failure], [failure], [ANSWER]])
+    received = await reply(engines)
+    assert received.status == 500
+    assert received.headers[b"x-should-retry"] == b"false"
+    assert "not tried again" in json.loads(received.body)["error"]["message"]
+    assert len(engines.asked) == 1 + MAX_LOST
+    (request, *_) = engines.asked
+    assert engines.lost.count(request) == MAX_LOST
+
+
+async def test_a_repeat_of_a_request_that_an_engine_was_lost_with_gets_one_try() -> None:
+    engines = Engines([stream(([], event("a")), resume="", then=DEAD), [DEAD], [ANSWER]])
+    assert (await reply(engines)).events[-1]["error"]["code"] == 503
+    assert (await reply(engines)).status == 500
+    assert len(engines.asked) == 2
+
+
+async def test_requests_that_lose_an_engine_after_each_other_s_answers_are_never_refused() -> None:
+    engines = Engines([[DEAD], [ANSWER]] * 5)
+    for _ in range(5):
+        assert (await reply(engines)).status == 200
 
 
 async def test_the_last_refusal_is_the_answer() -> None:
@@ -325,11 +362,34 @@ async def test_a_stream_goes_on_from_its_tokens(failure: bytes | Exception) -> N
 
 async def test_a_stream_goes_on_as_often_as_there_are_tries() -> None:
     engines = Engines(
-        [stream(([1], event("a")), then=DEAD), [DEAD], stream(([1, 2], event("ab")), then=LOST), WHOLE]
+        [stream(([1], event("a")), then=GONE), [STOPS], stream(([1, 2], event("ab")), then=LOST), WHOLE]
     )
     received = await reply(engines)
     assert received.text == "abc"
     assert [to_ids(request.token_ids) for request in engines.asked] == [[], [1], [1], [1, 2]]
+
+
+@pytest.mark.parametrize("second", [[DEAD], stream(([1, 2], event("ab")), then=LOST)])
+async def test_a_stream_that_two_engines_are_lost_with_ends_with_an_error(second: Script) -> None:
+    engines = Engines([stream(([1], event("a")), then=DEAD), second, WHOLE])
+    received = await reply(engines)
+    assert received.events[-1]["error"]["code"] == 500
+    assert "not tried again" in received.events[-1]["error"]["message"]
+    assert b"[DONE]" not in received.body
+    assert len(engines.asked) == MAX_LOST
+
+
+async def test_a_stream_that_had_run_for_long_goes_on_after_any_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.ingress.proxy.LONG_S", 0.0)
+    engines = Engines(
+        [
+            stream(([1], event("a")), then=DEAD),
+            stream(([1, 2], event("ab")), then=LOST),
+            stream(([1, 2], event("ab")), then=DEAD),
+            WHOLE,
+        ]
+    )
+    assert (await reply(engines)).text == "abc"
 
 
 async def test_a_stream_with_a_seed_starts_again_and_the_client_sees_no_seam() -> None:
@@ -381,7 +441,7 @@ async def test_a_stream_that_can_not_go_on_ends_with_an_error_and_not_as_if_comp
 async def test_a_stream_with_which_no_other_engine_goes_on_ends_with_an_error(other: Script) -> None:
     received = await reply(Engines([stream(([1], event("a")), then=DEAD), other]))
     assert received.text == "a"
-    assert received.events[-1]["error"]["code"] == 503
+    assert received.events[-1]["error"]["code"] == (500 if other == [DEAD] else 503)
     assert b"[DONE]" not in received.body
 
 
