@@ -23,6 +23,7 @@ from serve_app.engine.batch_call import BatchCall
 from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
+from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
@@ -36,7 +37,7 @@ from serve_app.settings.user_config import parse_user_config
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.parent_death import tie_children
 from serve_app.system.serve_logging import flush_warnings, preserved_handlers
-from serve_app.telemetry.catalogue import OUTPUT_TOKENS, PROMPT_TOKENS
+from serve_app.telemetry.catalogue import LOOP_HELD, OUTPUT_TOKENS, PROMPT_TOKENS
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 
@@ -78,7 +79,8 @@ class Engine:
         self._grammars = GrammarCheck(settings.grammar_cpu_s)
         self._starting = asyncio.create_task(self._grammars.start())
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
-        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
+        self._loop_watch = LoopWatch().start()
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._engine_metrics)
         # The engine's own processes are started by now, and keep the scheduling that they have.
         use_batch_scheduling()
 
@@ -180,17 +182,20 @@ class Engine:
             watching.cancel()
             self._starting.cancel()
             await self._grammars.stop()
+        if watch := getattr(self, "_loop_watch", None):
+            watch.stop()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
 
-    def _token_metrics(self, meters: Meters) -> Callable[[], None]:
-        engine, model = self._engine, self._id
+    def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
+        engine, model, watch = self._engine, self._id, self._loop_watch
 
         def report() -> None:
             meters.count(PROMPT_TOKENS, engine.llm.prompt_tokens, model)
             meters.count(OUTPUT_TOKENS, engine.batcher.stats.output_tokens, model)
+            meters.record(LOOP_HELD, watch.take_longest(), model)
             engine.report_metrics()
 
         return report
