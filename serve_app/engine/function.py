@@ -15,6 +15,7 @@ from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
+from serve_app.relay.frame import split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -79,7 +80,8 @@ class FunctionEngine:
         body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
         async with aclosing(with_keepalive(answer(body, usage))) as messages:
             async for message in messages:
-                yield message
+                for part in split(message, request.path):
+                    yield part
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics."""

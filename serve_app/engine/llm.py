@@ -27,7 +27,7 @@ from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
-from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error
+from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
@@ -135,7 +135,8 @@ class Engine:
         try:
             async with aclosing(messages):
                 async for message in messages:
-                    yield message
+                    for part in split(message, request.path):
+                        yield part
         finally:
             self._telemetry.answered(request.headers, began, usage)
 

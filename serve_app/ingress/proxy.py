@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import grpc
 from ray.serve.exceptions import BackPressureError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -254,6 +255,9 @@ def unavailable(error: Exception) -> RequestError:
     """Return the error for a client whose Engine failed."""
     if isinstance(error, PoisonError):
         return error
+    if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        message = "The request is larger than RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH. Send less at once."
+        return RequestError(413, "request_too_large", message)
     if isinstance(error, BackPressureError):
         message = "Too many requests wait for this model. Try again."
         return RequestError(429, "rate_limit_error", message, retry_after_s=1.0)

@@ -12,6 +12,7 @@ from ray import serve
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.function import FunctionEngine
+from serve_app.relay import frame
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, SettingsError, parse
@@ -229,6 +230,20 @@ async def test_embeddings() -> None:
     assert answer["usage"]["total_tokens"] == 2, "a default cost of one each"
     status, answer, _ = await relay(engine, "/v1/embeddings", {"input": "a", "dimensions": 3})
     assert (status, answer["error"]["param"]) == (400, "dimensions")
+    await engine._batcher.stop()
+
+
+async def test_an_answer_that_is_too_large_for_one_message_comes_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 50)
+    engine = await build("Vectors", embeddings=True)
+    body = json.dumps({"input": ["a", "b"]}).encode()
+    request = RelayRequest("POST", "/v1/embeddings", b"", [], body)
+    pieces = [frame.unpack(message) async for message in engine.relay(request)]
+    assert len(pieces) > 2
+    assert max(len(piece.body) for piece in pieces) == 50
+    assert len(json.loads(b"".join(piece.body for piece in pieces))["data"]) == 2
     await engine._batcher.stop()
 
 

@@ -12,6 +12,7 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.llm import Engine
+from serve_app.relay import frame
 from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import SILENT
@@ -100,6 +101,15 @@ async def test_the_requests_of_an_engine_that_dies_are_lost(
     engine._engine.died = False
     with pytest.raises(EngineLostError):
         await engine.generate({"prompts": ["a"]})
+
+
+async def test_an_answer_that_is_too_large_for_one_message_comes_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 10)
+    messages = [message async for message in made(failing(200, admitted=True)).relay(REQUEST)]
+    assert len(messages) == 3
+    assert b"".join(unpack(message).body for message in messages) == b'{"error": {"message": "oh"}}'
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])

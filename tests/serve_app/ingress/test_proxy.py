@@ -214,6 +214,15 @@ async def test_an_error_of_the_request_itself_is_not_tried_again(failure: Except
     assert len(engines.asked) == 1
 
 
+async def test_a_message_that_grpc_does_not_take_is_a_413() -> None:
+    full = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata())
+    engines = Engines([[full], [ANSWER]])
+    received = await reply(engines)
+    assert received.status == 413
+    assert "GRPC_MAX_MESSAGE_LENGTH" in json.loads(received.body)["error"]["message"]
+    assert len(engines.asked) == 1
+
+
 async def test_a_full_queue_is_not_tried_elsewhere() -> None:
     engines = Engines([[FULL], [ANSWER]])
     assert (await reply(engines)).status == 429

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.errors import RequestError
-from serve_app.relay.frame import KEEP_ALIVE, LOST, Head, Piece, pack, pack_error, unpack
+from serve_app.relay import frame
+from serve_app.relay.frame import KEEP_ALIVE, LOST, Head, Piece, pack, pack_error, split, unpack
 from serve_app.relay.usage import RequestUsage
 
 FULL = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
@@ -65,6 +66,49 @@ def test_an_error_is_a_complete_answer_in_one_message() -> None:
     assert dict(piece.head.headers) == {b"content-type": b"application/json", b"retry-after": b"3"}
     assert json.loads(piece.body) == FULL.body()
     assert piece.usage == RequestUsage()
+
+
+@given(st.none() | HEADS, st.binary(max_size=40), st.none() | USAGES, st.integers(1, 50))
+def test_a_large_message_goes_in_parts_that_are_the_same_answer(
+    head: Head | None, body: bytes, usage: RequestUsage | None, most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame, "MAX_BODY_BYTES", most)
+        message = pack(head=head, body=body, token_ids=b"1234", usage=usage)
+        parts = list(split(message, "/v1/embeddings"))
+    if len(message) <= most:
+        assert parts == [message]
+        return
+    pieces = list(map(unpack, parts))
+    assert b"".join(piece.body for piece in pieces) == body
+    assert [piece.usage for piece in pieces] == [None] * (len(pieces) - 1) + [usage]
+    assert [piece.head is None for piece in pieces[1:]] == [True] * (len(pieces) - 1)
+    assert b"".join(piece.token_ids for piece in pieces) == b"1234"
+    if body:
+        assert max(len(piece.body) for piece in pieces) <= most
+
+
+def test_a_whole_answer_in_parts_says_how_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 10)
+    for headers in ([], [(b"Content-Length", b"25")]):
+        first, *_ = split(pack(head=Head(200, headers), body=b"a" * 25, usage=RequestUsage()), "/process")
+        head = unpack(first).head
+        assert head is not None
+        assert [(name.lower(), value) for name, value in head.headers] == [(b"content-length", b"25")]
+
+
+def test_an_answer_that_is_too_large_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(frame, "MAX_ANSWER_BYTES", 100)
+    usage = RequestUsage(3, 0)
+    (refusal,) = split(pack(head=Head(200, []), body=b"a" * 101, usage=usage), "/v1/embeddings")
+    piece = unpack(refusal)
+    assert piece.head is not None
+    assert piece.head.status == 413
+    message = json.loads(piece.body)["error"]["message"]
+    assert "101 bytes; at most 100" in message
+    assert "base64" in message
+    assert piece.usage == usage
 
 
 def test_a_message_that_is_cut_short_never_passes_for_a_complete_answer() -> None:
