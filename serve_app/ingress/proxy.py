@@ -204,7 +204,7 @@ class ProxyResponse(Response):
         if not head.is_event_stream:
             # Without a last piece the connection breaks: the client can't take what it has for the whole.
             raise failed
-        body = error_event(shown, self._request.path)
+        body = error_event(shown, self._request.path, piece.body)
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _resume(self, sent: Sent, error: Exception) -> tuple[Piece, Splice]:
