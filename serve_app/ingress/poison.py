@@ -54,11 +54,12 @@ class LostEngines:
 
     def count(self, request: RelayRequest) -> int:
         """Return how many engines were lost with a request."""
+        self._drop()
         if not self._lost:
             # The usual case costs nothing: no hash is computed.
             return 0
-        lost, at = self._lost.get(_key(request), (0, 0.0))
-        return lost if self._clock() - at < REMEMBERED_S else 0
+        lost, _ = self._lost.get(_key(request), (0, 0.0))
+        return lost
 
     def check(self, request: RelayRequest) -> None:
         """Refuse a request that has lost too many engines.
@@ -77,11 +78,18 @@ class LostEngines:
             lost: Engines that it has lost in a row. The same request may have run several times on an
                 engine, which is lost once; so the number is the caller's.
         """
-        key, now = _key(request), self._clock()
+        key = _key(request)
         before, _ = self._lost.get(key, (0, 0.0))
-        self._lost[key] = max(lost, before), now
+        self._lost[key] = max(lost, before), self._clock()
         self._lost.move_to_end(key)
-        while len(self._lost) > MAX_REMEMBERED or now - next(iter(self._lost.values()))[1] >= REMEMBERED_S:
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget what is over, and what is too much."""
+        while self._lost:
+            _, at = next(iter(self._lost.values()))
+            if len(self._lost) <= MAX_REMEMBERED and self._clock() - at < REMEMBERED_S:
+                return
             self._lost.popitem(last=False)
 
     def forget(self, request: RelayRequest) -> None:
