@@ -32,8 +32,8 @@ class EngineSilentError(EngineLostError):
         return f"its engine has sent nothing for {SILENCE_S:g} s"
 
 
-class EngineDeafError(EngineLostError):
-    """The engine has not even taken the request for too long."""
+class EngineUnreachedError(EngineLostError):
+    """The engine has not taken the request for too long."""
 
     def __str__(self) -> str:
         return f"its engine has not taken it for {SILENCE_S:g} s"
@@ -81,7 +81,7 @@ class EngineCall:
             if cancellation.is_own():
                 raise
             if self._silent:
-                raise (EngineSilentError if self._taken else EngineDeafError) from None
+                raise (EngineSilentError if self._taken else EngineUnreachedError) from None
             if isinstance(error, asyncio.CancelledError):
                 raise EngineGoneError from None
             raise

@@ -112,7 +112,8 @@ class ProxyResponse(Response):
             beginning.cancel()
 
     def _answered(self, head: Head) -> None:
-        if head.status < 500:
+        # A refusal, such as that of a full queue, says nothing of what the request would do.
+        if head.status < 400:
             self._lost.forget(self._request)
 
     def _note_loss(self, error: Exception) -> None:

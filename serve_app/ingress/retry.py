@@ -7,7 +7,7 @@ import grpc
 from ray.exceptions import RayActorError
 
 from serve_app.api.errors import EngineLostError
-from serve_app.ingress.engine_call import EngineDeafError, EngineGoneError
+from serve_app.ingress.engine_call import EngineGoneError, EngineUnreachedError
 
 TRIES = 4
 """Engines that one request may meet, those included that stop in good order or never take it."""
@@ -36,7 +36,7 @@ def ran_there(error: Exception) -> bool:
     """
     if isinstance(error, grpc.RpcError):
         return is_lost(error) and getattr(error, "code", lambda: None)() is not grpc.StatusCode.CANCELLED
-    return is_lost(error) and not isinstance(error, EngineDeafError | EngineGoneError)
+    return is_lost(error) and not isinstance(error, EngineUnreachedError | EngineGoneError)
 
 
 async def back_off(tried: int) -> None:

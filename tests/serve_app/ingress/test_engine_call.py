@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from serve_app.api.errors import EngineLostError
 from serve_app.ingress import engine_call
-from serve_app.ingress.engine_call import EngineCall, EngineDeafError, EngineGoneError, EngineSilentError
+from serve_app.ingress.engine_call import EngineCall, EngineGoneError, EngineSilentError, EngineUnreachedError
 from serve_app.ingress.retry import is_lost, ran_there
 from serve_app.relay.frame import KEEP_ALIVE, LOST, Piece, pack
 
@@ -97,7 +97,7 @@ async def test_a_request_that_a_silent_engine_has_not_taken_did_not_run_there() 
     answer = Answer()
     # So Ray Serve says that no replica has accepted the request.
     answer._replica_result = None  # type: ignore[attr-defined]
-    with pytest.raises(EngineDeafError) as caught:
+    with pytest.raises(EngineUnreachedError) as caught:
         await soon(anext(EngineCall(answer, Replicas(True))))
     assert is_lost(caught.value)
     assert not ran_there(caught.value)

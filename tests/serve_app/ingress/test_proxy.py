@@ -195,6 +195,13 @@ async def test_a_repeat_of_a_request_that_an_engine_was_lost_with_gets_one_try()
     assert len(engines.asked) == 2
 
 
+async def test_a_refusal_by_the_second_engine_clears_nothing() -> None:
+    engines = Engines([[DEAD], [FULL]])
+    assert (await reply(engines)).status == 429
+    (request, *_) = engines.asked
+    assert engines.lost.count(request) == 1
+
+
 async def test_requests_that_lose_an_engine_after_each_other_s_answers_are_never_refused() -> None:
     engines = Engines([[DEAD], [ANSWER]] * 5)
     for _ in range(5):
@@ -344,7 +351,7 @@ def event(text: str, finish: str | None = None, id: str = "a") -> bytes:
 
 
 def stream(
-    *pieces: tuple[list[int], bytes], resume: ResumeMode = "tokens", then: bytes | Exception | None = None
+    *pieces: tuple[list[int], bytes], resume: ResumeMode = "tokens", then: bytes | BaseException | None = None
 ) -> Script:
     script: Script = []
     for ids, body in pieces:
