@@ -28,17 +28,17 @@ class FakeEngine:
     died: bool = False
 
 
-def made(app: Any, *, died: bool = False) -> Engine:
+def made(app: Any, *, died: bool = False) -> Any:
+    """Return an `Engine`, of whose parts a test may change any."""
     # The constructor would start vLLM.
-    engine = Engine.__new__(Engine)
-    parts: Any = engine
+    parts: Any = Engine.__new__(Engine)
     parts._engine = FakeEngine(died)
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1)
     parts._app = app
     parts._routes = {REQUEST.path}
-    return engine
+    return parts
 
 
 def failing(status: int = 500, *, admitted: bool = False, refused: bool = False) -> Any:

@@ -139,5 +139,6 @@ async def test_a_request_whose_time_is_over_is_not_sent_again(ask: Any) -> None:
             (openai.APIStatusError, anthropic.APIStatusError), match="could not start"
         ) as caught:
             await ask(both)
-    assert caught.value.status_code == 408
+    error: Any = caught.value
+    assert error.status_code == 408
     assert len(engine.requests) == 1
