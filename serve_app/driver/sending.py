@@ -58,7 +58,8 @@ class _Try:
     def rows(self) -> "list[_Try]":
         """Return each row alone."""
         few = min(self.retries, HALF_RETRIES)
-        return [replace(self, items=[item], retries=few, part=True) for item in self.items]
+        part = replace(self, retries=few, whole=self.whole or self.attempts)
+        return [replace(part, items=[item]) for item in self.items]
 
     def halves(self) -> "tuple[_Try, _Try]":
         """Return both halves, with few retries since the whole has failed at all of its tries."""

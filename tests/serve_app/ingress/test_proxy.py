@@ -278,7 +278,7 @@ class LateAnswer(Answer):
     [
         ([ANSWER], 200, {"text": "abc"}),
         ([FULL], 429, None),
-        ([DEAD], 503, None),
+        ([DEAD], 500, None),
     ],
     ids=["answered", "refused", "died"],
 )
@@ -297,7 +297,7 @@ async def test_spaces_come_before_an_answer_that_takes_long(
     scope: dict[str, Any] = {"type": "http"}
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
     response = ProxyResponse(
-        lambda _: EngineCall(LateAnswer(script, ready), served), request, keep_alive=True
+        lambda _: EngineCall(LateAnswer(script, ready), served), request, lost=LostEngines(), keep_alive=True
     )
     async with asyncio.timeout(LIMIT_S):
         await response(scope, no_body, take)
@@ -319,7 +319,7 @@ async def test_an_answer_that_comes_soon_keeps_its_status(script: Script, status
     received = Reply()
     scope: dict[str, Any] = {"type": "http"}
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
-    await ProxyResponse(engines.ask, request, keep_alive=True)(scope, no_body, received.take)
+    await ProxyResponse(engines.ask, request, LostEngines(), keep_alive=True)(scope, no_body, received.take)
     assert received.status == status
     assert received.body.startswith(b"{")
     assert STATUS_KEY not in scope
@@ -330,7 +330,7 @@ async def test_a_client_that_leaves_ends_a_call_that_is_kept_alive(monkeypatch: 
     answer = LateAnswer([ANSWER], asyncio.Event())
     received = Reply()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
-    response = ProxyResponse(lambda _: EngineCall(answer, served), request, keep_alive=True)
+    response = ProxyResponse(lambda _: EngineCall(answer, served), request, LostEngines(), keep_alive=True)
     task = asyncio.ensure_future(response({"type": "http"}, no_body, received.take))
     async with asyncio.timeout(LIMIT_S):
         while not received.body:  # noqa: ASYNC110
