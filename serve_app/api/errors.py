@@ -36,6 +36,13 @@ _ANTHROPIC_TYPES = {
 }
 
 
+class EngineLostError(Exception):
+    """The engine died while it had the request."""
+
+    def __str__(self) -> str:
+        return "its engine has died"
+
+
 class RequestError(Exception):
     """A request that can't be served, with what its caller needs to correct it.
 
@@ -45,6 +52,7 @@ class RequestError(Exception):
         message: A sentence for people.
         param: The field that is wrong.
         retry_after_s: Seconds after which another try is likely to succeed.
+        final: Another try of the same request is of no use, although the status suggests one.
     """
 
     def __init__(
@@ -55,13 +63,15 @@ class RequestError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        final: bool = False,
     ) -> None:
-        super().__init__(status, type, message, param, retry_after_s)
+        super().__init__(status, type, message, param, retry_after_s, final)
         self.status = status
         self.type = type
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.final = final
 
     def __str__(self) -> str:
         return self.message
@@ -72,7 +82,7 @@ class RequestError(Exception):
     def at(self, param: str) -> "RequestError":
         """Return the same error, attributed to the part of the request that `param` names."""
         message = f"{param}: {self.message}"
-        return RequestError(self.status, self.type, message, param=param, retry_after_s=self.retry_after_s)
+        return _rebuild(self.status, self.type, message, param, self.retry_after_s, self.final)
 
     def body(self) -> dict[str, Any]:
         """Return the error as JSON in the shape of OpenAI's API."""
@@ -94,8 +104,8 @@ class RequestError(Exception):
         """Return the HTTP headers that go with the error."""
         if self.status == 401:
             return {"www-authenticate": "Bearer"}
-        if self.status == 408:
-            # OpenAI's clients would send a request again whose time is over.
+        if self.final or self.status == 408:
+            # OpenAI's and Anthropic's clients would send it again; the time of a 408 is over.
             return {"x-should-retry": "false"}
         if self.retry_after_s is None:
             return {}
@@ -104,9 +114,14 @@ class RequestError(Exception):
 
 
 def _rebuild(
-    status: int, type: ErrorType, message: str, param: str | None, retry_after_s: float | None
+    status: int,
+    type: ErrorType,
+    message: str,
+    param: str | None,
+    retry_after_s: float | None,
+    final: bool,
 ) -> RequestError:
-    return RequestError(status, type, message, param=param, retry_after_s=retry_after_s)
+    return RequestError(status, type, message, param=param, retry_after_s=retry_after_s, final=final)
 
 
 def error_body(error: RequestError, path: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 import httpx
 from pydantic_core import from_json, to_json
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.driver.errors import DriverError
@@ -31,7 +31,7 @@ class Client(Protocol):
 
         Raises:
             RequestError: The call failed. Another try may succeed if the status is 408, 425, 429 or at
-                least 500.
+                least 500, and the error isn't final.
         """
 
     async def replicas(self) -> list[JSON] | None:
@@ -173,10 +173,30 @@ class HandleClient:
         self._handle: Any = serve.get_deployment_handle(name, app_name=app)
 
     async def generate(self, body: JSON) -> JSON:
-        """Send one `generate` call and return its answer."""
+        """Send one `generate` call and return its answer; ask a second engine if the first one is lost."""
+        from serve_app.ingress.poison import MAX_LOST, PoisonError
+        from serve_app.ingress.retry import back_off
+
+        for lost in range(1, MAX_LOST + 1):
+            try:
+                return await self._generate(body)
+            except EngineLostError:
+                if lost < MAX_LOST:
+                    await back_off(lost)
+        raise PoisonError("it is not tried again")
+
+    async def _generate(self, body: JSON) -> JSON:
+        """Send one call to one engine.
+
+        Raises:
+            EngineLostError: The engine was lost while it had the call.
+            RequestError: The call failed otherwise.
+        """
         import grpc
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
+
+        from serve_app.ingress.retry import ran_there
 
         # By value, that is over gRPC: Ray's object store costs the driver more CPU. Options are set here,
         # since setting them starts the handle's router, which may need the running loop.
@@ -194,13 +214,17 @@ class HandleClient:
                 message = f"{self._name}: its replica was removed"
                 raise RequestError(503, "service_unavailable", message) from None
             raise
-        except RequestError:
+        except (RequestError, EngineLostError):
             raise
         except BackPressureError as error:
             raise RequestError(429, "rate_limit_error", str(error), retry_after_s=1.0) from None
         except grpc.RpcError as error:
+            if ran_there(error):
+                raise EngineLostError from error
             raise self._broken(error) from None
         except (RayError, RayServeException, ConnectionError) as error:
+            if ran_there(error):
+                raise EngineLostError from error
             message = f"{self._name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
             raise RequestError(503, "service_unavailable", message) from None
         finally:
@@ -252,6 +276,8 @@ def _refusal(response: httpx.Response) -> RequestError:
     retry_after_s = None
     with suppress(ValueError):
         retry_after_s = max(0.0, float(response.headers.get("retry-after", "")))
+    # A run may send a 408 again: its rows have no deadline of their own.
+    final = response.status_code >= 500 and response.headers.get("x-should-retry") == "false"
     try:
         error = response.json()["error"]
         return RequestError(
@@ -260,6 +286,7 @@ def _refusal(response: httpx.Response) -> RequestError:
             str(error["message"]),
             param=error.get("param"),
             retry_after_s=retry_after_s,
+            final=final,
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         text = response.text.strip()[:200]

@@ -55,6 +55,12 @@ class _Try:
         """Return a copy after more attempts."""
         return replace(self, attempts=self.attempts + attempts, answered=answered)
 
+    def rows(self) -> "list[_Try]":
+        """Return each row alone."""
+        few = min(self.retries, HALF_RETRIES)
+        part = replace(self, retries=few, whole=self.whole or self.attempts)
+        return [replace(part, items=[item]) for item in self.items]
+
     def halves(self) -> "tuple[_Try, _Try]":
         """Return both halves, with few retries since the whole has failed at all of its tries."""
         middle = len(self.items) // 2
@@ -144,7 +150,7 @@ class Sender:
                     self._concurrency.refused(error.retry_after_s)
                 else:
                     failures += 1
-                if error.status not in RETRYABLE or failures > what.retries:
+                if error.final or error.status not in RETRYABLE or failures > what.retries:
                     return await self._isolate(what.after(failures + refusals, answered[0]), error)
                 answered.append(self._stats.calls)
                 self._stats.trouble = error.message
@@ -171,9 +177,14 @@ class Sender:
         return answer
 
     async def _isolate(self, what: "_Try", error: RequestError) -> list[JSON]:
-        """Find the row that makes a call fail, by halving the call; return the output rows."""
-        retryable = error.status in RETRYABLE
-        if not (retryable or error.status == 413 or (error.param or "").startswith(self._field)):
+        """Find the row that makes a call fail, by halving the call; return the output rows.
+
+        Rows with which engines were lost go one by one: each half that holds the cause would cost engines.
+        """
+        retryable = error.status in RETRYABLE and not error.final
+        if not (
+            retryable or error.final or error.status == 413 or (error.param or "").startswith(self._field)
+        ):
             raise DriverError(f"the service refuses this run: {error.message}")
         if len(what.items) == 1:
             if retryable and self._stats.calls == what.answered:
@@ -183,6 +194,8 @@ class Sender:
             return [item.failed(error.type, error.message, what.attempts)]
         if retryable and what.whole and self._stats.calls == what.answered:
             raise _gave_up(what, error)
+        if error.final:
+            return [row for one in what.rows() for row in await self._ask(one)]
         first, second = what.halves()
         try:
             rows = await self._ask(first)

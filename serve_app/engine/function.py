@@ -80,7 +80,7 @@ class FunctionEngine:
         body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
         async with aclosing(with_keepalive(answer(body, usage))) as messages:
             async for message in messages:
-                for part in split(message):
+                for part in split(message, request.path):
                     yield part
 
     async def stats(self) -> JSON:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from serve_app.api.protocol import JSON
 
-MARKS = (b"response_format", b"structured_outputs", b"tools", b'"text"')
-"""Texts of which a body with a grammar holds at least one."""
+MARKS = (b"response_format", b"structured_outputs", b"tools", b'"text"', b"output_config", b"\\u")
+"""Texts of which a body with a grammar holds at least one; the last one may stand for a letter of another."""
 
 
 class Grammar(NamedTuple):
@@ -40,6 +40,7 @@ def _find(content: JSON) -> Iterator[Grammar]:
     for field, value in (
         ("response_format", content.get("response_format")),
         ("text.format", _get(content.get("text"), "format")),
+        ("output_config.format", _get(content.get("output_config"), "format")),
     ):
         match _get(value, "type"):
             case "json_schema":

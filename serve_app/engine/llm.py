@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from serve_app.api.errors import RequestError, engine_failed
+from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.protocol import (
     JSON,
     Detail,
@@ -23,10 +23,11 @@ from serve_app.engine.batch_call import BatchCall
 from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
+from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
-from serve_app.relay.frame import KEEP_ALIVE, pack_error, split
+from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
@@ -36,7 +37,7 @@ from serve_app.settings.user_config import parse_user_config
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.parent_death import tie_children
 from serve_app.system.serve_logging import flush_warnings, preserved_handlers
-from serve_app.telemetry.catalogue import OUTPUT_TOKENS, PROMPT_TOKENS
+from serve_app.telemetry.catalogue import LOOP_HELD, OUTPUT_TOKENS, PROMPT_TOKENS
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 
@@ -78,7 +79,8 @@ class Engine:
         self._grammars = GrammarCheck(settings.grammar_cpu_s)
         self._starting = asyncio.create_task(self._grammars.start())
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
-        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._token_metrics)
+        self._loop_watch = LoopWatch().start()
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._engine_metrics)
         # The engine's own processes are started by now, and keep the scheduling that they have.
         use_batch_scheduling()
 
@@ -104,24 +106,36 @@ class Engine:
 
         Raises:
             RequestError: The request is wrong, or can't be served now.
+            EngineLostError: vLLM's engine died while it had the request.
         """
         if not isinstance(request, GenerateRequest):
             request = parse_generate(request, max_prompts=self._max_prompts)
-        response = await self._generate(request, request.scheduling(), RequestUsage())
+        if self._engine.died:
+            raise engine_failed()
+        try:
+            response = await self._generate(request, request.scheduling(), RequestUsage())
+        except RequestError:
+            if self._engine.died:
+                raise EngineLostError from None
+            raise
         return response.model_dump(exclude_unset=True)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         began = time.monotonic()
         usage = RequestUsage()
+        if self._engine.died:
+            # The request was not there when it did, so it may be tried on any other engine.
+            yield pack_error(engine_failed(), request.path)
+            return
         if request.path == "/generate":
-            messages = with_keepalive(answer(self._answer_generate(request, usage), usage))
+            messages = with_keepalive(self._answer_generate(request, usage))
         else:
             messages = self._answer_openai(request, began, usage)
         try:
             async with aclosing(messages):
                 async for message in messages:
-                    for part in split(message):
+                    for part in split(message, request.path):
                         yield part
         finally:
             self._telemetry.answered(request.headers, began, usage)
@@ -169,17 +183,20 @@ class Engine:
             watching.cancel()
             self._starting.cancel()
             await self._grammars.stop()
+        if watch := getattr(self, "_loop_watch", None):
+            watch.stop()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
 
-    def _token_metrics(self, meters: Meters) -> Callable[[], None]:
-        engine, model = self._engine, self._id
+    def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
+        engine, model, watch = self._engine, self._id, self._loop_watch
 
         def report() -> None:
             meters.count(PROMPT_TOKENS, engine.llm.prompt_tokens, model)
             meters.count(OUTPUT_TOKENS, engine.batcher.stats.output_tokens, model)
+            meters.record(LOOP_HELD, watch.take_longest(), model)
             engine.report_metrics()
 
         return report
@@ -217,8 +234,7 @@ class Engine:
             return result.refusal or (engine_failed() if self._engine.died else None)
 
         def lost() -> bool:
-            # On other routes vLLM's application ends the stream in the route's own words.
-            return result.stream is not None and self._engine.died
+            return self._engine.died
 
         def started() -> bool:
             return result.admitted or refusal() is not None
@@ -237,11 +253,18 @@ class Engine:
             async for message in messages:
                 if not answered and message != KEEP_ALIVE:
                     answered = True
-                    if not (result.admitted or result.refusal or self._engine.died):
+                    if self._engine.died and not result.refusal:
+                        yield LOST
+                        return
+                    if not (result.admitted or result.refusal):
                         message = blame_request(message)
                 yield message
 
     async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
+        message = await answer(self._generate_json(relayed, usage), usage)
+        return LOST if self._engine.died else message
+
+    async def _generate_json(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
         response = await self._generate(request, relayed.scheduling_now(), usage, relayed.max_tokens)
         return response.model_dump_json(exclude_unset=True).encode()

@@ -30,6 +30,7 @@ from serve_app.ingress.health import Health
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.limits import OpenAIFields, read_call, read_openai
 from serve_app.ingress.pages import STATS_PAGE, page, wants_page
+from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card
 from serve_app.relay.request import RelayRequest
@@ -97,6 +98,7 @@ class Ingress:
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._started = int(time.time())
         self._contexts: dict[str, int] = {}
+        self._lost = LostEngines()
         self._access = KeyStore(settings.access) if settings.access else None
         if self._access:
             self._access.watch()
@@ -240,8 +242,9 @@ class Ingress:
 
         most = self._settings.ingress.max_tokens
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, max_tokens=most)
+        self._lost.check(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
-        return ProxyResponse(ask, relayed, keep_alive=keep_alive)
+        return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
 
 
 async def _no_metrics(request: Request) -> Response:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
 
+from serve_app.api.errors import EngineLostError
 from serve_app.relay.frame import KEEP_ALIVE, Piece, unpack
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.system import cancellation
@@ -24,18 +25,18 @@ class Messages(Protocol):
     def cancel(self) -> None: ...
 
 
-class EngineLostError(Exception):
-    """The engine died in the middle of an answer."""
-
-    def __str__(self) -> str:
-        return "its engine has died"
-
-
 class EngineSilentError(EngineLostError):
     """The engine has sent no message for too long."""
 
     def __str__(self) -> str:
         return f"its engine has sent nothing for {SILENCE_S:g} s"
+
+
+class EngineUnreachedError(EngineLostError):
+    """The engine has not taken the request for too long."""
+
+    def __str__(self) -> str:
+        return f"its engine has not taken it for {SILENCE_S:g} s"
 
 
 class EngineGoneError(EngineLostError):
@@ -80,7 +81,7 @@ class EngineCall:
             if cancellation.is_own():
                 raise
             if self._silent:
-                raise EngineSilentError from None
+                raise (EngineSilentError if self._taken else EngineUnreachedError) from None
             if isinstance(error, asyncio.CancelledError):
                 raise EngineGoneError from None
             raise
@@ -91,6 +92,11 @@ class EngineCall:
         if piece.lost:
             raise EngineLostError
         return piece
+
+    @property
+    def _taken(self) -> bool:
+        """Whether the Engine has the request. Ray Serve sets the result when a replica has accepted it."""
+        return self._begun or getattr(self._call, "_replica_result", self) is not None
 
     def cancel(self) -> None:
         """End the Engine's work, if it isn't done."""

@@ -1,21 +1,25 @@
 """The Ingress' answer to a request: what an Engine streams, passed on as it comes.
 
 When the Engine dies, another one is asked: before anything was sent, for the same again; in the middle of
-a stream, for what follows, where the request's parameters allow that.
+a stream, for what follows, where the request's parameters allow that. A request that loses a second Engine
+may be what they die of, and is not sent on.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import grpc
 from ray.serve.exceptions import BackPressureError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api.errors import RequestError, engine_failed, error_response
 from serve_app.ingress.engine_call import EngineCall
-from serve_app.ingress.retry import TRIES, back_off, is_lost
+from serve_app.ingress.poison import MAX_LOST, LostEngines, PoisonError
+from serve_app.ingress.retry import LONG_S, TRIES, back_off, is_lost, ran_there
 from serve_app.ingress.splice import Sent, Splice, UnresumableError
 from serve_app.relay.events import error_event
 from serve_app.relay.frame import Head, Piece
@@ -35,6 +39,7 @@ class ProxyResponse(Response):
     Args:
         ask: Sends a request to an Engine.
         request: The request.
+        lost: Counts the Engines that are lost with each request.
         keep_alive: Send a space every few seconds until the answer is there, which is JSON. The status is
             then 200; that of an error is in the answer's `error.code`.
     """
@@ -43,11 +48,14 @@ class ProxyResponse(Response):
         self,
         ask: Callable[[RelayRequest], EngineCall],
         request: RelayRequest,
+        lost: LostEngines,
         *,
         keep_alive: bool = False,
     ) -> None:
         self._ask = ask
         self._request = request
+        self._lost = lost
+        self._lost_count = lost.count(request)
         self._keep_alive = keep_alive
         self._started = False
         self._tried = 1
@@ -83,6 +91,7 @@ class ProxyResponse(Response):
             await send({"type": "http.response.start", "status": head.status, "headers": headers})
         if piece.usage is not None:
             _keep_usage(scope, piece)
+            self._answered(head)
             await send({"type": "http.response.body", "body": piece.body, "more_body": False})
             return
         await self._send_pieces(head, piece, scope, send)
@@ -102,6 +111,25 @@ class ProxyResponse(Response):
         finally:
             beginning.cancel()
 
+    def _answered(self, head: Head) -> None:
+        # A refusal, such as that of a full queue, says nothing of what the request would do.
+        if head.status < 400:
+            self._lost.forget(self._request)
+
+    def _note_loss(self, error: Exception) -> None:
+        """Count an Engine that was lost while it had the request.
+
+        Raises:
+            PoisonError: It may be what they die of.
+        """
+        if not ran_there(error):
+            return
+        self._lost_count += 1
+        self._lost.note(self._request, self._lost_count)
+        if self._lost_count >= MAX_LOST:
+            logger.error("%d engines were lost with the same request; it is not sent on", self._lost_count)
+            raise PoisonError("it is not tried again") from error
+
     async def _begin(self) -> tuple[Head, Piece]:
         """Return the head and the first piece, from the first Engine that answers."""
         while True:
@@ -113,6 +141,7 @@ class ProxyResponse(Response):
                     return head, piece
                 logger.info("an engine can't serve; trying another")
             except Exception as error:
+                self._note_loss(error)
                 if not is_lost(error) or self._tried == TRIES:
                     raise
                 logger.warning("an engine failed before it answered; trying another: %r", error)
@@ -147,6 +176,7 @@ class ProxyResponse(Response):
         splice: Splice | None = None
         complete = False
         while True:
+            began = time.monotonic()
             try:
                 while True:
                     body = piece.body if splice is None else splice.rest(piece.body)
@@ -156,6 +186,7 @@ class ProxyResponse(Response):
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                     if complete:
+                        self._answered(head)
                         await self._finish()
                         return
                     piece = await self._next_piece()
@@ -164,14 +195,17 @@ class ProxyResponse(Response):
                     raise
                 failed = error
             try:
+                if time.monotonic() - began < LONG_S:
+                    self._note_loss(failed)
                 piece, splice = await self._resume(sent, failed)
             except Exception as reason:
                 logger.warning("an engine failed in the middle of an answer: %r; %s", failed, reason)
+                shown = unavailable(reason if isinstance(reason, PoisonError) else failed)
                 break
         if not head.is_event_stream:
             # Without a last piece the connection breaks: the client can't take what it has for the whole.
             raise failed
-        body = error_event(unavailable(failed), self._request.path)
+        body = error_event(shown, self._request.path, piece.body)
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _resume(self, sent: Sent, error: Exception) -> tuple[Piece, Splice]:
@@ -179,6 +213,7 @@ class ProxyResponse(Response):
 
         Raises:
             UnresumableError: No other Engine can, or none is left to ask.
+            PoisonError: Another Engine was lost with it.
         """
         if not is_lost(error):
             raise UnresumableError("the replica itself is not lost")
@@ -190,6 +225,7 @@ class ProxyResponse(Response):
             try:
                 head, piece = await self._first_piece()
             except Exception as failure:
+                self._note_loss(failure)
                 if not is_lost(failure):
                     raise
                 error = failure
@@ -218,6 +254,11 @@ def _keep_usage(scope: MutableMapping[str, Any], piece: Piece) -> None:
 
 def unavailable(error: Exception) -> RequestError:
     """Return the error for a client whose Engine failed."""
+    if isinstance(error, PoisonError):
+        return error
+    if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        message = "The request is larger than RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH. Send less at once."
+        return RequestError(413, "request_too_large", message)
     if isinstance(error, BackPressureError):
         message = "Too many requests wait for this model. Try again."
         return RequestError(429, "rate_limit_error", message, retry_after_s=1.0)

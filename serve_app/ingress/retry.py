@@ -6,10 +6,14 @@ import random
 import grpc
 from ray.exceptions import RayActorError
 
-from serve_app.ingress.engine_call import EngineLostError
+from serve_app.api.errors import EngineLostError
+from serve_app.ingress.engine_call import EngineGoneError, EngineUnreachedError
 
 TRIES = 4
-"""Engines that one request may meet. Bounded, since the request may be what they die of."""
+"""Engines that one request may meet, those included that stop in good order or never take it."""
+
+LONG_S = 300.0
+"""Seconds of a stream after which its engine can't have been lost on its account."""
 
 BACKOFF_S = 0.15
 """Mean seconds before the second try; they double with each. A replica that dies is gone by then."""
@@ -22,6 +26,17 @@ def is_lost(error: Exception) -> bool:
     if isinstance(error, grpc.RpcError):
         return getattr(error, "code", lambda: None)() in _BROKEN
     return isinstance(error, RayActorError | EngineLostError)
+
+
+def ran_there(error: Exception) -> bool:
+    """Return whether a replica was lost while it had the request, by the error of the call.
+
+    Ray Serve itself sends a request on that no replica has accepted; so all errors but those of a replica
+    that stops in good order, or that has not answered at all, come from one that had it.
+    """
+    if isinstance(error, grpc.RpcError):
+        return is_lost(error) and getattr(error, "code", lambda: None)() is not grpc.StatusCode.CANCELLED
+    return is_lost(error) and not isinstance(error, EngineUnreachedError | EngineGoneError)
 
 
 async def back_off(tried: int) -> None:

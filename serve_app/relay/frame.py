@@ -17,8 +17,11 @@ from serve_app.relay.usage import RequestUsage
 
 _PREFIX = struct.Struct(">BI")
 
-LARGEST = 8 << 20
-"""Most bytes of a body in one message: a handle refuses messages above a limit of its own."""
+MAX_BODY_BYTES = 2 << 20
+"""Most bytes of the body in one message; gRPC's own limit on a message is 4 MiB unless it is raised."""
+
+MAX_ANSWER_BYTES = 256 << 20
+"""Most bytes of an answer that is sent as a whole: it is held in memory several times on its way."""
 
 
 class Kind(IntEnum):
@@ -121,21 +124,38 @@ def pack(
     return b"".join(parts)
 
 
-def split(message: bytes) -> Iterator[bytes]:
-    """Yield a message as several, if its body is larger than `LARGEST`."""
-    if len(message) <= LARGEST:
+def split(message: bytes, path: str) -> Iterator[bytes]:
+    """Yield a relay message as several that gRPC takes; an answer that is too large becomes a 413.
+
+    Args:
+        message: The message.
+        path: The route of the request.
+    """
+    if len(message) <= MAX_BODY_BYTES:
         yield message
         return
     head, body, token_ids, usage, _ = unpack(message)
-    starts = range(0, max(len(body), 1), LARGEST)
-    for start in starts:
-        first, last = start == 0, start == starts[-1]
-        yield pack(
-            head=head if first else None,
-            body=body[start : start + LARGEST],
-            token_ids=token_ids if first else b"",
-            usage=usage if last else None,
-        )
+    size = len(body)
+    if head is not None and usage is not None:
+        if size > MAX_ANSWER_BYTES:
+            yield pack_error(_too_large(size), path, usage)
+            return
+        if not any(name.lower() == b"content-length" for name, _ in head.headers):
+            # Clients of HTTP/1.0 can't read chunks.
+            head = head._replace(headers=[*head.headers, (b"content-length", str(size).encode())])
+    for start in range(0, size or 1, MAX_BODY_BYTES):
+        part = body[start : start + MAX_BODY_BYTES]
+        last = start + MAX_BODY_BYTES >= size
+        yield pack(head=head, body=part, token_ids=token_ids, usage=usage if last else None)
+        head, token_ids = None, b""
+
+
+def _too_large(size: int) -> RequestError:
+    message = (
+        f"The answer has {size} bytes; at most {MAX_ANSWER_BYTES} are sent. Ask for less in one call; for "
+        "embeddings, encoding_format=base64 takes a quarter of the bytes"
+    )
+    return RequestError(413, "request_too_large", message)
 
 
 def pack_error(error: RequestError, path: str = "", usage: RequestUsage | None = None) -> bytes:

@@ -137,6 +137,11 @@ RUN_SECONDS = Metric(
 )
 PROMPT_TOKENS = Metric("saturate_prompt_tokens_total", "counter", "Tokens in: prompts that an engine took")
 OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, reported when a record ends")
+LOOP_HELD = Metric(
+    "saturate_loop_held_seconds",
+    "gauge",
+    "Longest time in the last second for which an Engine replica's event loop was held; the log says by what",
+)
 BATCH_RECORDS = Metric(
     "saturate_batch_records", "histogram", "Records in a batch of a function", ("model",), RECORDS
 )
@@ -198,6 +203,7 @@ LLM = (
     BUDGET_USED,
     PROMPT_TOKENS,
     OUTPUT_TOKENS,
+    LOOP_HELD,
     FIRST_TOKEN_GOAL,
     FIRST_TOKEN_EXPECTED,
     BACKGROUND_RECORDS,

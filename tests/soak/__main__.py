@@ -40,10 +40,13 @@ FAULTS: dict[str, Callable[[Service], object]] = {
     "the controller killed": lambda service: kill_one(service, "ServeController"),
 }
 
-HONEST = ("ReadError", "RemoteProtocolError", "ConnectError", "status 503", "status 404", "an error event")
+HONEST = (
+    *("ReadError", "RemoteProtocolError", "ConnectError", "an error event"),
+    *("status 500", "status 503", "status 404"),
+)
 """Failures that a client may see: its connection went through a process that was killed; or it was told that
-no Engine was left; or HAProxy had just started and knew no application yet. Everything else, above all
-another text and an answer that never ends, is a defect."""
+no Engine was left, or that two were lost with its request; or HAProxy had just started and knew no
+application yet. Everything else, above all another text and an answer that never ends, is a defect."""
 
 
 def kill_one(service: Service, word: str, number: signal.Signals = signal.SIGKILL) -> None:

@@ -25,7 +25,7 @@ def test_retry_after_is_whole_seconds_and_never_too_early(seconds: float, header
 
 
 def test_an_error_crosses_a_handle_whole() -> None:
-    error = RequestError(429, "rate_limit_error", "full", param="prompts[3]", retry_after_s=1.5)
+    error = RequestError(429, "rate_limit_error", "full", param="prompts[3]", retry_after_s=1.5, final=True)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is RequestError
     assert vars(copy) == vars(error)
@@ -40,4 +40,5 @@ def test_an_error_of_a_part_names_the_part_and_keeps_the_rest() -> None:
         "message": "prompts[3]: full",
         "param": "prompts[3]",
         "retry_after_s": 1.5,
+        "final": False,
     }

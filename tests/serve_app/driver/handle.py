@@ -29,11 +29,13 @@ class Handle:
     Attributes:
         bodies: Bodies of its calls.
         responses: Responses to its calls.
+        asked: The same, for a test that waits for each.
     """
 
     def __init__(self) -> None:
         self.bodies: list[Any] = []
         self.responses: list[Response] = []
+        self.asked: asyncio.Queue[Response] = asyncio.Queue()
         self.generate = self
 
     def options(self, **_: Any) -> "Handle":
@@ -42,4 +44,5 @@ class Handle:
     def remote(self, body: Any) -> Response:
         self.bodies.append(body)
         self.responses.append(Response())
+        self.asked.put_nowait(self.responses[-1])
         return self.responses[-1]

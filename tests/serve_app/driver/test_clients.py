@@ -7,9 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from ray.exceptions import ActorDiedError
 from ray.serve.exceptions import BackPressureError
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.driver.clients import HandleClient, HTTPClient
 from serve_app.driver.errors import DriverError
@@ -157,6 +158,36 @@ async def test_an_error_of_the_handle_has_a_status(handle: Handle, error: Except
     with pytest.raises(RequestError) as caught:
         await asyncio.wait_for(call, LIMIT_S)
     assert caught.value.status == status
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def back_off(tried: int) -> None:
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr("serve_app.ingress.retry.back_off", back_off)
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), EngineLostError()], ids=["replica", "vLLM's engine"])
+@pytest.mark.usefixtures("no_pause")
+async def test_a_call_that_two_engines_are_lost_with_is_final(handle: Handle, error: Exception) -> None:
+    call = asyncio.ensure_future(HandleClient("llm", "demo").generate(BODY))
+    async with asyncio.timeout(LIMIT_S):
+        for _ in range(2):
+            (await handle.asked.get()).future.set_exception(error)
+        with pytest.raises(RequestError, match="2 engines failed one after the other") as caught:
+            await call
+    assert caught.value.final
+    assert handle.asked.empty()
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_a_call_whose_engine_is_lost_goes_to_another(handle: Handle) -> None:
+    call = asyncio.ensure_future(HandleClient("llm", "demo").generate(BODY))
+    async with asyncio.timeout(LIMIT_S):
+        (await handle.asked.get()).future.set_exception(ActorDiedError())
+        (await handle.asked.get()).future.set_result({"results": ["A"]})
+        assert await call == {"results": ["A"]}
 
 
 async def test_a_call_without_an_answer_times_out_and_is_cancelled(handle: Handle) -> None:

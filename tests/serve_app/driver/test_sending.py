@@ -70,6 +70,26 @@ async def test_one_row_that_fails_is_found_by_halving() -> None:
     assert [row["row"] for row in rows if row["error"]] == [3]
 
 
+async def test_a_row_that_engines_are_lost_with_is_found_by_sending_each_alone() -> None:
+    service = FakeService()
+
+    def trouble(body: JSON) -> Response | None:
+        if "p3" not in texts(body):
+            return None
+        response = failure(500)
+        response.headers["x-should-retry"] = "false"
+        return response
+
+    service.trouble = trouble
+    rows = await sender(service)[0].send(CHUNK)
+    assert [row["row"] for row in rows if row["error"]] == [3]
+    assert [row["result"] for row in rows] == ["P0", "P1", "P2", None, "P4"]
+    assert [texts(body) for body in service.calls if "p3" in texts(body)] == [
+        [f"p{number}" for number in range(5)],
+        ["p3"],
+    ]
+
+
 async def test_a_service_that_fails_every_call_ends_the_run() -> None:
     service = FakeService()
     service.trouble = lambda body: failure(503)

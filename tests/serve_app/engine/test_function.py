@@ -190,18 +190,6 @@ async def test_process_over_the_relay(upper: FunctionEngine) -> None:
     assert headers[b"content-type"] == b"application/json"
 
 
-async def test_an_answer_too_large_for_one_message_comes_in_several(
-    upper: FunctionEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frame, "LARGEST", 100)
-    request = RelayRequest("POST", "/process", b"", [], json.dumps({"records": ["a" * 1000]}).encode())
-    pieces = [unpack(message) async for message in upper.relay(request)]
-    assert len(pieces) > 10
-    assert json.loads(b"".join(piece.body for piece in pieces))["results"] == ["A" * 1000 + "!"]
-    assert pieces[0].head is not None
-    assert pieces[-1].usage is not None
-
-
 async def test_the_scheduling_is_that_of_the_relay_request(
     upper: FunctionEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +230,20 @@ async def test_embeddings() -> None:
     assert answer["usage"]["total_tokens"] == 2, "a default cost of one each"
     status, answer, _ = await relay(engine, "/v1/embeddings", {"input": "a", "dimensions": 3})
     assert (status, answer["error"]["param"]) == (400, "dimensions")
+    await engine._batcher.stop()
+
+
+async def test_an_answer_that_is_too_large_for_one_message_comes_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 50)
+    engine = await build("Vectors", embeddings=True)
+    body = json.dumps({"input": ["a", "b"]}).encode()
+    request = RelayRequest("POST", "/v1/embeddings", b"", [], body)
+    pieces = [frame.unpack(message) async for message in engine.relay(request)]
+    assert len(pieces) > 2
+    assert max(len(piece.body) for piece in pieces) == 50
+    assert len(json.loads(b"".join(piece.body for piece in pieces))["data"]) == 2
     await engine._batcher.stop()
 
 

@@ -23,6 +23,10 @@ TAG = {"type": "structural_tag", "structures": [], "triggers": []}
             {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
             Grammar("json", TEXT, "text.format"),
         ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            Grammar("json", TEXT, "output_config.format"),
+        ),
         ({"response_format": TAG}, Grammar("structural_tag", json.dumps(TAG), "response_format")),
         ({"structured_outputs": {"json": SCHEMA}}, Grammar("json", TEXT, "structured_outputs.json")),
         ({"structured_outputs": {"json": TEXT}}, Grammar("json", TEXT, "structured_outputs.json")),
@@ -40,7 +44,11 @@ TAG = {"type": "structural_tag", "structures": [], "triggers": []}
     ],
 )
 def test_a_grammar_is_found_with_its_field(body: dict[str, Any], expected: Grammar) -> None:
-    assert grammars_of(json.dumps(body).encode()) == [expected]
+    text = json.dumps(body)
+    assert grammars_of(text.encode()) == [expected]
+    (field, *_) = body
+    escaped = f"\\u{ord(field[0]):04x}{field[1:]}"
+    assert grammars_of(text.replace(field, escaped, 1).encode()) == [expected]
 
 
 @pytest.mark.parametrize(

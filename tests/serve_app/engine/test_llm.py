@@ -1,5 +1,6 @@
 """The answers of vLLM's application as an Engine relays them; the application and its engine are doubles."""
 
+import asyncio
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import pytest
 
 from batcher import ContinuousBatcher
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.llm import Engine
-from serve_app.relay.frame import unpack
+from serve_app.relay import frame
+from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import SILENT
 from serve_app.telemetry.engine import EngineTelemetry
@@ -26,17 +28,17 @@ class FakeEngine:
     died: bool = False
 
 
-def made(app: Any, *, died: bool = False) -> Engine:
+def made(app: Any, *, died: bool = False) -> Any:
+    """Return an `Engine`, of whose parts a test may change any."""
     # The constructor would start vLLM.
-    engine = Engine.__new__(Engine)
-    parts: Any = engine
+    parts: Any = Engine.__new__(Engine)
     parts._engine = FakeEngine(died)
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1)
     parts._app = app
     parts._routes = {REQUEST.path}
-    return engine
+    return parts
 
 
 def failing(status: int = 500, *, admitted: bool = False, refused: bool = False) -> Any:
@@ -73,6 +75,63 @@ async def test_a_failure_in_the_engine_is_a_500() -> None:
 async def test_a_failure_of_a_dead_engine_is_a_503_that_can_be_tried_elsewhere(admitted: bool) -> None:
     status, body = await answer(made(failing(admitted=admitted), died=True))
     assert (status, body["error"]["type"]) == (503, "service_unavailable")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/generate"])
+async def test_the_requests_of_an_engine_that_dies_are_lost(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        engine._engine.died = True
+        await failing(admitted=True)(scope, receive, send)
+
+    async def generate(*_: Any) -> None:
+        engine._engine.died = True
+        raise RequestError(503, "service_unavailable", "The engine failed")
+
+    engine = made(app)
+    engine._routes |= {path}
+    engine._max_prompts = 1
+    monkeypatch.setattr(engine, "_generate", generate)
+    body = b'{"prompts": ["a"]}'
+    messages = [message async for message in engine.relay(replace(REQUEST, path=path, body=body))]
+    assert messages == [LOST]
+    with pytest.raises(RequestError, match="Try again"):
+        await engine.generate({"prompts": ["a"]})
+    engine._engine.died = False
+    with pytest.raises(EngineLostError):
+        await engine.generate({"prompts": ["a"]})
+
+
+async def test_an_answer_that_is_too_large_for_one_message_comes_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 10)
+    messages = [message async for message in made(failing(200, admitted=True)).relay(REQUEST)]
+    assert len(messages) == 3
+    assert b"".join(unpack(message).body for message in messages) == b'{"error": {"message": "oh"}}'
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_a_stream_of_an_engine_that_dies_is_lost_on_every_route(path: str) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current().result.admitted = True
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": True})
+        await begun.wait()
+        engine._engine.died = True
+        await send({"type": "http.response.body", "body": b"data: an error\n\n"})
+
+    begun = asyncio.Event()
+    engine = made(app)
+    engine._routes |= {path}
+    pieces = []
+    async with asyncio.timeout(5):
+        async for message in engine.relay(replace(REQUEST, path=path)):
+            pieces.append(unpack(message))
+            begun.set()
+    assert [(piece.body, piece.lost) for piece in pieces] == [(b"data: a\n\n", False), (b"", True)]
 
 
 async def test_a_refusal_of_the_batcher_goes_before() -> None:

@@ -7,9 +7,10 @@ from typing import TypeVar
 import pytest
 from ray.exceptions import ActorDiedError
 
+from serve_app.api.errors import EngineLostError
 from serve_app.ingress import engine_call
-from serve_app.ingress.engine_call import EngineCall, EngineGoneError, EngineLostError, EngineSilentError
-from serve_app.ingress.retry import is_lost
+from serve_app.ingress.engine_call import EngineCall, EngineGoneError, EngineSilentError, EngineUnreachedError
+from serve_app.ingress.retry import is_lost, ran_there
 from serve_app.relay.frame import KEEP_ALIVE, LOST, Piece, pack
 
 T = TypeVar("T")
@@ -88,7 +89,18 @@ async def test_an_engine_that_sends_nothing_is_given_up(begun: bool) -> None:
     with pytest.raises(EngineSilentError) as caught:
         await soon(anext(asked))
     assert is_lost(caught.value)
+    assert ran_there(caught.value)
     assert answer.cancelled.is_set()
+
+
+async def test_a_request_that_a_silent_engine_has_not_taken_did_not_run_there() -> None:
+    answer = Answer()
+    # So Ray Serve says that no replica has accepted the request.
+    answer._replica_result = None  # type: ignore[attr-defined]
+    with pytest.raises(EngineUnreachedError) as caught:
+        await soon(anext(EngineCall(answer, Replicas(True))))
+    assert is_lost(caught.value)
+    assert not ran_there(caught.value)
 
 
 async def test_an_engine_that_sends_keep_alives_is_waited_for() -> None:

@@ -17,6 +17,7 @@ from starlette.types import Message
 from serve_app.api.errors import RequestError, engine_failed
 from serve_app.ingress import retry
 from serve_app.ingress.engine_call import EngineCall
+from serve_app.ingress.poison import MAX_LOST, LostEngines
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.retry import TRIES
 from serve_app.relay.events import DONE
@@ -38,6 +39,7 @@ GONE = asyncio.CancelledError()
 
 AWAY = ActorUnavailableError("Actor is unavailable.", ActorID.nil().binary())
 CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+ENDED = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
 WRONG = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 Script = list[bytes | BaseException]
@@ -76,6 +78,7 @@ class Engines:
     scripts: list[Script]
     asked: list[RelayRequest] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
+    lost: LostEngines = field(default_factory=LostEngines)
 
     def ask(self, request: RelayRequest) -> EngineCall:
         self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
@@ -88,6 +91,7 @@ class Reply:
     """The answer that the client got."""
 
     status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict)
     body: bytes = b""
     ended: bool = False
     usage: RequestUsage | None = None
@@ -95,6 +99,7 @@ class Reply:
     async def take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            self.headers = dict(message["headers"])
             return
         assert not self.ended
         self.body += message["body"]
@@ -135,7 +140,7 @@ async def reply(engines: Engines, **body: Any) -> Reply:
     received = Reply()
     scope: dict[str, Any] = {"type": "http"}
     async with asyncio.timeout(LIMIT_S):
-        await ProxyResponse(engines.ask, request)(scope, no_body, received.take)
+        await ProxyResponse(engines.ask, request, engines.lost)(scope, no_body, received.take)
     received.usage = scope.get(SCOPE_KEY)
     assert received.ended
     assert all(answer.left for answer in engines.answers), "no call is left running"
@@ -146,22 +151,61 @@ async def reply(engines: Engines, **body: Any) -> Reply:
 
 
 @pytest.mark.parametrize(
-    "failure", [DEAD, AWAY, CUT, STOPS, GONE], ids=["died", "away", "cut", "stops", "gone"]
+    "failure",
+    [DEAD, AWAY, CUT, LOST, STOPS, GONE, ENDED],
+    ids=["died", "away", "cut", "lost", "stops", "gone", "ended"],
 )
 async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) -> None:
-    engines = Engines([[failure], [failure], [ANSWER]])
+    engines = Engines([[failure], [ANSWER]])
     received = await reply(engines)
     assert (received.status, received.body) == (200, b'{"text": "abc"}')
     assert received.usage == USAGE
-    assert engines.asked[0] is engines.asked[1] is engines.asked[2]
+    assert engines.asked[0] is engines.asked[1]
+    assert len(engines.lost) == 0
 
 
-async def test_tries_are_bounded_and_each_waits_longer(naps: list[int]) -> None:
-    engines = Engines([[DEAD]])
+@pytest.mark.parametrize("failure", [STOPS, GONE, ENDED], ids=["stops", "gone", "ended"])
+async def test_engines_that_stop_are_no_loss_and_tries_are_bounded(
+    failure: bytes | Exception, naps: list[int]
+) -> None:
+    engines = Engines([[failure]])
     received = await reply(engines)
     assert received.status == 503
     assert len(engines.asked) == TRIES
     assert naps == list(range(1, TRIES))
+    assert len(engines.lost) == 0
+
+
+@pytest.mark.parametrize("failure", [DEAD, AWAY, CUT, LOST], ids=["died", "away", "cut", "lost"])
+async def test_a_request_that_two_engines_are_lost_with_is_not_sent_on(failure: bytes | Exception) -> None:
+    engines = Engines([[STOPS], [failure], [failure], [ANSWER]])
+    received = await reply(engines)
+    assert received.status == 500
+    assert received.headers[b"x-should-retry"] == b"false"
+    assert "not tried again" in json.loads(received.body)["error"]["message"]
+    assert len(engines.asked) == 1 + MAX_LOST
+    (request, *_) = engines.asked
+    assert engines.lost.count(request) == MAX_LOST
+
+
+async def test_a_repeat_of_a_request_that_an_engine_was_lost_with_gets_one_try() -> None:
+    engines = Engines([stream(([], event("a")), resume="", then=DEAD), [DEAD], [ANSWER]])
+    assert (await reply(engines)).events[-1]["error"]["code"] == 503
+    assert (await reply(engines)).status == 500
+    assert len(engines.asked) == 2
+
+
+async def test_a_refusal_by_the_second_engine_clears_nothing() -> None:
+    engines = Engines([[DEAD], [FULL]])
+    assert (await reply(engines)).status == 429
+    (request, *_) = engines.asked
+    assert engines.lost.count(request) == 1
+
+
+async def test_requests_that_lose_an_engine_after_each_other_s_answers_are_never_refused() -> None:
+    engines = Engines([[DEAD], [ANSWER]] * 5)
+    for _ in range(5):
+        assert (await reply(engines)).status == 200
 
 
 async def test_the_last_refusal_is_the_answer() -> None:
@@ -174,6 +218,15 @@ async def test_the_last_refusal_is_the_answer() -> None:
 async def test_an_error_of_the_request_itself_is_not_tried_again(failure: Exception) -> None:
     engines = Engines([[failure], [ANSWER]])
     assert (await reply(engines)).status == 503
+    assert len(engines.asked) == 1
+
+
+async def test_a_message_that_grpc_does_not_take_is_a_413() -> None:
+    full = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata())
+    engines = Engines([[full], [ANSWER]])
+    received = await reply(engines)
+    assert received.status == 413
+    assert "GRPC_MAX_MESSAGE_LENGTH" in json.loads(received.body)["error"]["message"]
     assert len(engines.asked) == 1
 
 
@@ -225,7 +278,7 @@ class LateAnswer(Answer):
     [
         ([ANSWER], 200, {"text": "abc"}),
         ([FULL], 429, None),
-        ([DEAD], 503, None),
+        ([DEAD], 500, None),
     ],
     ids=["answered", "refused", "died"],
 )
@@ -244,7 +297,7 @@ async def test_spaces_come_before_an_answer_that_takes_long(
     scope: dict[str, Any] = {"type": "http"}
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
     response = ProxyResponse(
-        lambda _: EngineCall(LateAnswer(script, ready), served), request, keep_alive=True
+        lambda _: EngineCall(LateAnswer(script, ready), served), request, lost=LostEngines(), keep_alive=True
     )
     async with asyncio.timeout(LIMIT_S):
         await response(scope, no_body, take)
@@ -266,7 +319,7 @@ async def test_an_answer_that_comes_soon_keeps_its_status(script: Script, status
     received = Reply()
     scope: dict[str, Any] = {"type": "http"}
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
-    await ProxyResponse(engines.ask, request, keep_alive=True)(scope, no_body, received.take)
+    await ProxyResponse(engines.ask, request, LostEngines(), keep_alive=True)(scope, no_body, received.take)
     assert received.status == status
     assert received.body.startswith(b"{")
     assert STATUS_KEY not in scope
@@ -277,7 +330,7 @@ async def test_a_client_that_leaves_ends_a_call_that_is_kept_alive(monkeypatch: 
     answer = LateAnswer([ANSWER], asyncio.Event())
     received = Reply()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
-    response = ProxyResponse(lambda _: EngineCall(answer, served), request, keep_alive=True)
+    response = ProxyResponse(lambda _: EngineCall(answer, served), request, LostEngines(), keep_alive=True)
     task = asyncio.ensure_future(response({"type": "http"}, no_body, received.take))
     async with asyncio.timeout(LIMIT_S):
         while not received.body:  # noqa: ASYNC110
@@ -298,7 +351,7 @@ def event(text: str, finish: str | None = None, id: str = "a") -> bytes:
 
 
 def stream(
-    *pieces: tuple[list[int], bytes], resume: ResumeMode = "tokens", then: bytes | Exception | None = None
+    *pieces: tuple[list[int], bytes], resume: ResumeMode = "tokens", then: bytes | BaseException | None = None
 ) -> Script:
     script: Script = []
     for ids, body in pieces:
@@ -325,11 +378,34 @@ async def test_a_stream_goes_on_from_its_tokens(failure: bytes | Exception) -> N
 
 async def test_a_stream_goes_on_as_often_as_there_are_tries() -> None:
     engines = Engines(
-        [stream(([1], event("a")), then=DEAD), [DEAD], stream(([1, 2], event("ab")), then=LOST), WHOLE]
+        [stream(([1], event("a")), then=GONE), [STOPS], stream(([1, 2], event("ab")), then=LOST), WHOLE]
     )
     received = await reply(engines)
     assert received.text == "abc"
     assert [to_ids(request.token_ids) for request in engines.asked] == [[], [1], [1], [1, 2]]
+
+
+@pytest.mark.parametrize("second", [[DEAD], stream(([1, 2], event("ab")), then=LOST)])
+async def test_a_stream_that_two_engines_are_lost_with_ends_with_an_error(second: Script) -> None:
+    engines = Engines([stream(([1], event("a")), then=DEAD), second, WHOLE])
+    received = await reply(engines)
+    assert received.events[-1]["error"]["code"] == 500
+    assert "not tried again" in received.events[-1]["error"]["message"]
+    assert b"[DONE]" not in received.body
+    assert len(engines.asked) == MAX_LOST
+
+
+async def test_a_stream_that_had_run_for_long_goes_on_after_any_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.ingress.proxy.LONG_S", 0.0)
+    engines = Engines(
+        [
+            stream(([1], event("a")), then=DEAD),
+            stream(([1, 2], event("ab")), then=LOST),
+            stream(([1, 2], event("ab")), then=DEAD),
+            WHOLE,
+        ]
+    )
+    assert (await reply(engines)).text == "abc"
 
 
 async def test_a_stream_with_a_seed_starts_again_and_the_client_sees_no_seam() -> None:
@@ -381,7 +457,7 @@ async def test_a_stream_that_can_not_go_on_ends_with_an_error_and_not_as_if_comp
 async def test_a_stream_with_which_no_other_engine_goes_on_ends_with_an_error(other: Script) -> None:
     received = await reply(Engines([stream(([1], event("a")), then=DEAD), other]))
     assert received.text == "a"
-    assert received.events[-1]["error"]["code"] == 503
+    assert received.events[-1]["error"]["code"] == (500 if other == [DEAD] else 503)
     assert b"[DONE]" not in received.body
 
 

@@ -31,27 +31,6 @@ def test_a_piece_is_read_as_it_was_packed(
     assert unpack(message) == Piece(head, body, token_ids, usage)
 
 
-@given(st.none() | HEADS, st.binary(max_size=200), st.binary(max_size=40), st.none() | USAGES)
-def test_a_large_body_is_split_into_messages_that_make_the_same_answer(
-    head: Head | None, body: bytes, token_ids: bytes, usage: RequestUsage | None
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frame, "LARGEST", 16)
-        pieces = [
-            unpack(part) for part in split(pack(head=head, body=body, token_ids=token_ids, usage=usage))
-        ]
-    assert b"".join(piece.body for piece in pieces) == body
-    assert max(len(piece.body) for piece in pieces) <= 16
-    assert [piece.head for piece in pieces] == [head] + [None] * (len(pieces) - 1)
-    assert [piece.usage for piece in pieces] == [None] * (len(pieces) - 1) + [usage]
-    assert b"".join(piece.token_ids for piece in pieces) == token_ids
-
-
-@pytest.mark.parametrize("message", [KEEP_ALIVE, LOST, MESSAGE])
-def test_a_small_message_is_not_split(message: bytes) -> None:
-    assert list(split(message)) == [message]
-
-
 def test_a_keep_alive_is_an_empty_piece() -> None:
     assert unpack(KEEP_ALIVE) == Piece()
 
@@ -87,6 +66,49 @@ def test_an_error_is_a_complete_answer_in_one_message() -> None:
     assert dict(piece.head.headers) == {b"content-type": b"application/json", b"retry-after": b"3"}
     assert json.loads(piece.body) == FULL.body()
     assert piece.usage == RequestUsage()
+
+
+@given(st.none() | HEADS, st.binary(max_size=40), st.none() | USAGES, st.integers(1, 50))
+def test_a_large_message_goes_in_parts_that_are_the_same_answer(
+    head: Head | None, body: bytes, usage: RequestUsage | None, most: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frame, "MAX_BODY_BYTES", most)
+        message = pack(head=head, body=body, token_ids=b"1234", usage=usage)
+        parts = list(split(message, "/v1/embeddings"))
+    if len(message) <= most:
+        assert parts == [message]
+        return
+    pieces = list(map(unpack, parts))
+    assert b"".join(piece.body for piece in pieces) == body
+    assert [piece.usage for piece in pieces] == [None] * (len(pieces) - 1) + [usage]
+    assert [piece.head is None for piece in pieces[1:]] == [True] * (len(pieces) - 1)
+    assert b"".join(piece.token_ids for piece in pieces) == b"1234"
+    if body:
+        assert max(len(piece.body) for piece in pieces) <= most
+
+
+def test_a_whole_answer_in_parts_says_how_long_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 10)
+    for headers in ([], [(b"Content-Length", b"25")]):
+        first, *_ = split(pack(head=Head(200, headers), body=b"a" * 25, usage=RequestUsage()), "/process")
+        head = unpack(first).head
+        assert head is not None
+        assert [(name.lower(), value) for name, value in head.headers] == [(b"content-length", b"25")]
+
+
+def test_an_answer_that_is_too_large_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "MAX_BODY_BYTES", 10)
+    monkeypatch.setattr(frame, "MAX_ANSWER_BYTES", 100)
+    usage = RequestUsage(3, 0)
+    (refusal,) = split(pack(head=Head(200, []), body=b"a" * 101, usage=usage), "/v1/embeddings")
+    piece = unpack(refusal)
+    assert piece.head is not None
+    assert piece.head.status == 413
+    message = json.loads(piece.body)["error"]["message"]
+    assert "101 bytes; at most 100" in message
+    assert "base64" in message
+    assert piece.usage == usage
 
 
 def test_a_message_that_is_cut_short_never_passes_for_a_complete_answer() -> None:

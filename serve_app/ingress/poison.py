@@ -1,0 +1,102 @@
+"""Requests on whose account engines are lost."""
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from serve_app.api.errors import RequestError
+from serve_app.relay.request import RelayRequest
+
+MAX_LOST = 2
+"""Engines that may be lost in a row while a request runs on them."""
+
+REMEMBERED_S = 300.0
+"""Seconds for which a lost engine is held against the requests that ran on it."""
+
+MAX_REMEMBERED = 10_000
+"""Requests that are remembered; the oldest go first."""
+
+
+class PoisonError(RequestError):
+    """Too many engines were lost with a request.
+
+    Args:
+        consequence: What follows from it.
+    """
+
+    def __init__(self, consequence: str) -> None:
+        message = f"{MAX_LOST} engines failed one after the other while this request ran; {consequence}."
+        super().__init__(500, "internal_error", message, final=True)
+
+
+class LostEngines:
+    """Counts the engines that were lost in a row while the same request ran on them.
+
+    The request that an engine died of can't be told from those that ran beside it. So each of them counts
+    the loss, is tried on one more engine, and is forgotten once any engine has answered it: a neighbour's
+    second try succeeds, and so does its own after the kill of a healthy engine. A request that loses the
+    second engine too is not tried again, and its repeats are refused for `REMEMBERED_S`.
+
+    Requests are the same if route and body are. Nothing is kept of them but a hash.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lost: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return how many requests are remembered."""
+        return len(self._lost)
+
+    def count(self, request: RelayRequest) -> int:
+        """Return how many engines were lost with a request."""
+        self._drop()
+        if not self._lost:
+            # The usual case costs nothing: no hash is computed.
+            return 0
+        lost, _ = self._lost.get(_key(request), (0, 0.0))
+        return lost
+
+    def check(self, request: RelayRequest) -> None:
+        """Refuse a request that has lost too many engines.
+
+        Raises:
+            PoisonError: It has.
+        """
+        if self.count(request) >= MAX_LOST:
+            raise PoisonError("it is refused for some minutes")
+
+    def note(self, request: RelayRequest, lost: int) -> None:
+        """Note that an engine was lost with a request.
+
+        Args:
+            request: The request.
+            lost: Engines that it has lost in a row. The same request may have run several times on an
+                engine, which is lost once; so the number is the caller's.
+        """
+        key = _key(request)
+        before, _ = self._lost.get(key, (0, 0.0))
+        self._lost[key] = max(lost, before), self._clock()
+        self._lost.move_to_end(key)
+        self._drop()
+
+    def _drop(self) -> None:
+        """Forget what is over, and what is too much."""
+        while self._lost:
+            _, at = next(iter(self._lost.values()))
+            if len(self._lost) <= MAX_REMEMBERED and self._clock() - at < REMEMBERED_S:
+                return
+            self._lost.popitem(last=False)
+
+    def forget(self, request: RelayRequest) -> None:
+        """Note that an engine has answered a request."""
+        if self._lost:
+            self._lost.pop(_key(request), None)
+
+
+def _key(request: RelayRequest) -> bytes:
+    return hashlib.sha256(request.path.encode() + b"\0" + request.body).digest()
