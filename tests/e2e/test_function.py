@@ -65,6 +65,17 @@ def test_results_are_vectors_in_the_order_of_the_records(http: httpx.Client) -> 
     assert likeness(cat, kitten) > 0.5 > 0.2 > likeness(cat, rates)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_as_many_vectors_as_a_list_may_have_come_back_as_numbers(service: Service) -> None:
+    # About 80 MB, above the 64 MiB that a message over gRPC may have.
+    body = {"model": "minilm", "input": [f"{n}" for n in range(10_000)]}
+    answer = httpx.post(f"{service.url}/v1/embeddings", json=body, timeout=500)
+    assert answer.status_code == 200
+    assert len(answer.content) > 64 << 20
+    assert [len(item["embedding"]) for item in answer.json()["data"]] == [384] * 10_000
+
+
 def test_order_is_kept_over_many_batches_of_mixed_lengths(http: httpx.Client) -> None:
     texts = [f"{n} " + "word " * (n * 37 % 90) for n in range(300)]
     together = process(http, records=texts).json()["results"]

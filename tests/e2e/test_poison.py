@@ -1,0 +1,49 @@
+"""A request with which engines are lost, one after the other."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.fault_injection import CORE, LIMIT_S
+from tests.e2e.service import Service
+from tests.e2e.services import is_settled, wait_for_replicas, wait_until
+
+BODY: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 2000, "ignore_eos": True}
+"""Seconds of work."""
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3 * LIMIT_S)]
+
+
+def running(service: Service) -> bool:
+    models = httpx.get(f"{service.url}/stats", timeout=30).json()["models"]
+    return any(replica["batcher"]["running"] for replica in models["demo"]["replicas"])
+
+
+async def test_it_is_refused_after_the_second(pair: Service) -> None:
+    await asyncio.to_thread(wait_until, lambda: is_settled(pair), LIMIT_S)
+    count = len(pair.pids(CORE))
+    async with httpx.AsyncClient(base_url=pair.url, timeout=LIMIT_S) as client:
+        asked = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        for _ in range(2):
+            # The second time, on the engines that have replaced the first ones.
+            await asyncio.to_thread(wait_until, lambda: running(pair), LIMIT_S)
+            assert not asked.done()
+            pair.kill(CORE)
+        refused = await asked
+        assert refused.status_code == 500
+        assert refused.headers["x-should-retry"] == "false"
+        assert "it is not tried again" in refused.json()["error"]["message"]
+        await asyncio.to_thread(
+            wait_until, lambda: len(pair.pids(CORE)) == count and is_settled(pair), LIMIT_S
+        )
+        await asyncio.to_thread(wait_for_replicas, pair, count)
+        # One of two Ingress replicas has seen it; the other one's engines are as good as new.
+        repeats = [client.post("/v1/completions", json=BODY) for _ in range(8)]
+        answers = await asyncio.gather(*repeats)
+        messages = [answer.json()["error"]["message"] for answer in answers if answer.status_code == 500]
+        assert messages
+        assert all("refused for some minutes" in message for message in messages)
+        other = await client.post("/v1/completions", json=BODY | {"prompt": "b", "max_tokens": 4})
+        assert other.status_code == 200
