@@ -86,14 +86,11 @@ class RequestError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the error as JSON in the shape of OpenAI's API."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.status,
-            }
-        }
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.status}
+        if self.final:
+            # An answer that has begun can't say it in a header.
+            error["should_retry"] = False
+        return {"error": error}
 
     def anthropic_body(self) -> dict[str, Any]:
         """Return the error as JSON in the shape of Anthropic's API."""

@@ -103,7 +103,13 @@ class HTTPClient:
             raise RequestError(502, "service_unavailable", f"{self.url}: the answer is not JSON") from None
         if failed := isinstance(answer, dict) and answer.get("error"):
             # The answer had begun before the call failed.
-            raise RequestError(failed["code"], failed["type"], failed["message"], param=failed["param"])
+            raise RequestError(
+                failed["code"],
+                failed["type"],
+                failed["message"],
+                param=failed["param"],
+                final=failed.get("should_retry") is False,
+            )
         return answer
 
     async def replicas(self) -> list[JSON] | None:

@@ -126,6 +126,15 @@ async def test_a_call_may_wait_longer_than_the_read_timeout(status: int) -> None
     assert len(service.calls) == 1
 
 
+@pytest.mark.parametrize("final", [True, False])
+async def test_an_error_after_the_answer_has_begun_says_whether_another_try_helps(final: bool) -> None:
+    error = RequestError(500, "internal_error", "two engines failed", final=final)
+    answer = httpx.Response(200, content=b"   " + json.dumps(error.body()).encode())
+    with pytest.raises(RequestError, match="two engines failed") as caught:
+        await http_client(lambda _: answer).generate(BODY)
+    assert (caught.value.status, caught.value.final) == (500, final)
+
+
 async def test_an_answer_that_breaks_off_can_be_retried() -> None:
     with pytest.raises(RequestError, match="not JSON") as caught:
         await http_client(lambda _: httpx.Response(200, content=b"   ")).generate(BODY)
