@@ -256,7 +256,7 @@ class Engine:
                     if self._engine.died and not result.refusal:
                         yield LOST
                         return
-                    if not (result.admitted or result.refusal):
+                    if not (result.refusal or usage.output_tokens):
                         message = blame_request(message)
                 yield message
 

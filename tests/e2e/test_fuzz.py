@@ -195,7 +195,6 @@ def test_hostile_values_are_answered_and_hold_up_no_other_request(
 
 
 @pytest.mark.long
-@pytest.mark.xfail(strict=True, reason="vLLM finds them wrong after admission, and answers 500")
 @pytest.mark.parametrize(("path", "fields"), FAIL_IN_ENGINE)
 def test_a_value_that_fails_in_the_engine_is_the_request_s_fault(
     http: httpx.Client, path: str, fields: JSON

@@ -41,10 +41,13 @@ def made(app: Any, *, died: bool = False) -> Any:
     return parts
 
 
-def failing(status: int = 500, *, admitted: bool = False, refused: bool = False) -> Any:
+def failing(
+    status: int = 500, *, admitted: bool = False, refused: bool = False, output_tokens: int = 0
+) -> Any:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         result = current().result
         result.admitted = admitted
+        result.usage.output_tokens = output_tokens
         if refused:
             result.refusal = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
         await send({"type": "http.response.start", "status": status, "headers": []})
@@ -60,14 +63,15 @@ async def answer(engine: Engine) -> tuple[int, Any]:
     return piece.head.status, json.loads(piece.body)
 
 
-async def test_a_failure_before_the_engine_has_the_request_is_a_400() -> None:
-    status, body = await answer(made(failing()))
+@pytest.mark.parametrize("admitted", [False, True])
+async def test_a_failure_before_the_first_token_is_a_400(admitted: bool) -> None:
+    status, body = await answer(made(failing(admitted=admitted)))
     assert status == 400
     assert body["error"]["message"] == "vLLM can't process this request: oh"
 
 
-async def test_a_failure_in_the_engine_is_a_500() -> None:
-    status, _ = await answer(made(failing(admitted=True)))
+async def test_a_failure_after_the_first_token_is_a_500() -> None:
+    status, _ = await answer(made(failing(admitted=True, output_tokens=1)))
     assert status == 500
 
 
