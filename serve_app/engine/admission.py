@@ -23,6 +23,7 @@ class AdmissionRequest(NamedTuple):
         wait: Wait for room when the queue is full, instead of being refused.
         token_ids: The tokens that its answer, a stream, has sent from another Engine already.
         max_tokens: Most output tokens of an answer that states no limit of its own.
+        size: Bytes of its body; 0 where it came without one.
     """
 
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -30,6 +31,7 @@ class AdmissionRequest(NamedTuple):
     wait: bool = False
     token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+    size: int = 0
 
 
 @dataclass(slots=True)
@@ -41,7 +43,9 @@ class AdmissionResult:
         refusal: Why the batcher has refused it.
         usage: Tokens and times.
         stream: The tokens of its answer, if that is a stream which may go on in another Engine.
-        asked: Slots that it has asked for: one for each prompt, and in a beam search for each token.
+        asked: Slots that it has asked for: one for each prompt.
+        texts: Texts that it has had tokenized, or that wait for it.
+        searching: It is a beam search, whose slot covers all that it asks of the engine.
     """
 
     admitted: bool = False
@@ -49,6 +53,8 @@ class AdmissionResult:
     usage: RequestUsage = field(default_factory=RequestUsage)
     stream: StreamTokens | None = None
     asked: int = 0
+    texts: int = 0
+    searching: bool = False
 
 
 class Admission(NamedTuple):

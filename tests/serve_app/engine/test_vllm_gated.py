@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 from batcher import ContinuousBatcher
 from serve_app.api.scheduling import Scheduling
@@ -246,7 +246,7 @@ async def test_a_request_that_was_admitted_has_met_its_deadline(
     llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
     set_current(AdmissionRequest(deadline=time.monotonic() + 0.05), AdmissionResult())
     await run(llm)
-    # A beam search takes a slot for each of its tokens.
+    # The next prompt of its list comes later.
     await asyncio.sleep(0.06)
     assert len(await run(llm)) == 1
 
@@ -267,6 +267,51 @@ async def test_answers_that_never_fit_together_are_refused(
     assert script.calls == []
     await run(llm, params=SamplingParams(n=8, max_tokens=None))
     await run(llm, params=SamplingParams(n=9, max_tokens=4))
+
+
+def searched(llm: Any, steps: int = 1, **params: Any) -> AsyncGenerator[Any, None]:
+    """Return the results of a beam search that asks the engine so many times."""
+
+    async def search(*, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        for _ in range(steps):
+            await asyncio.gather(*(run(llm, prompt) for _ in range(params.beam_width)))
+        yield output(*range(params.max_tokens), finish="length")
+
+    results: AsyncGenerator[Any, None] = llm.beam_search(
+        search, prompt=TEN, params=BeamSearchParams(**params), request_id="r"
+    )
+    return results
+
+
+async def test_a_beam_search_is_admitted_once_with_all_its_beams(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    result = AdmissionResult()
+    # Its deadline is met when it starts, and a full queue doesn't refuse its later tokens.
+    set_current(AdmissionRequest(deadline=time.monotonic() + LIMIT_S), result)
+    async with asyncio.timeout(LIMIT_S):
+        results = searched(llm, steps=3, beam_width=4, max_tokens=7)
+        assert [len(each.outputs[0].token_ids) async for each in results] == [7]
+    # 10 + 7 tokens are two blocks.
+    assert script.costs == [4 * 2 * BLOCK] * 12
+    stats = batcher.stats
+    assert (stats.total_completed, stats.running_cost, llm.prompt_tokens) == (1, 0, 10)
+    assert result.usage.prompt_tokens == 10
+    assert result.usage.output_tokens == 7
+
+
+async def test_a_beam_search_that_never_fits_is_refused(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    set_current(AdmissionRequest(), AdmissionResult())
+    with pytest.raises(RefusedError, match="lower n or max_tokens"):
+        await anext(searched(llm, beam_width=9, max_tokens=CONTEXT))
+    set_current(AdmissionRequest(max_tokens=4), AdmissionResult())
+    assert len((await anext(searched(llm, beam_width=9, max_tokens=CONTEXT))).outputs[0].token_ids) == 4
 
 
 async def test_one_answer_as_large_as_the_engine_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
