@@ -85,6 +85,11 @@ def refusal_of(error: BatcherError) -> RequestError:
             return RequestError(429, "rate_limit_error", message, retry_after_s=error.retry_after_s)
         case Expired():
             return RequestError(408, "timeout_error", "The request could not start in the time it allows.")
+        case Oversize(what=str()):
+            message = (
+                f"n: {error.cost} answers must start together, and the engine runs {error.limit} at once"
+            )
+            return RequestError(400, "invalid_request_error", message, param="n")
         case Oversize():
             return RequestError(400, "invalid_request_error", str(error))
         case _:

@@ -64,11 +64,15 @@ class TokenizingQueue:
         for lane in (self._short, self._long):
             await lane.batcher.start()
 
-    async def stop(self) -> None:
-        """Refuse texts; those that wait are refused too."""
+    async def stop(self, timeout_s: float = 1.0) -> None:
+        """Refuse texts, those that wait too.
+
+        Args:
+            timeout_s: Seconds for those that a thread has begun.
+        """
         for lane in (self._short, self._long):
-            await lane.batcher.stop(drain=False)
-            lane.threads.shutdown(wait=False)
+            await lane.batcher.stop(drain=False, timeout=timeout_s)
+            lane.threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, call: Callable[[], T], characters: int) -> T:
         """Return the result of a call that tokenizes, made in a thread when its turn has come.

@@ -140,7 +140,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             result = current().result
             result.refusal = RequestError(400, "invalid_request_error", message, param="n")
             raise RefusedError(result.refusal)
-        return _AdmittedSlot(self.batcher, reserved, whole - reserved, length)
+        return _AdmittedSlot(self.batcher, reserved, whole - reserved, length, n)
 
     async def _stream(
         self,
@@ -259,7 +259,9 @@ class _AdmittedSlot:
 
     __slots__ = ("_length", "_result", "_slot")
 
-    def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int) -> None:
+    def __init__(
+        self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int, n: int = 1
+    ) -> None:
         self._length = length
         request, self._result = current()
         # The first slot of a request is refused when the queue is full; once it has one, the others wait, and
@@ -275,6 +277,7 @@ class _AdmittedSlot:
             tenant=request.scheduling.tenant,
             deadline=deadline,
             wait=wait,
+            records=n,
         )
 
     async def __aenter__(self) -> Slot:

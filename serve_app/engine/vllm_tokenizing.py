@@ -16,6 +16,15 @@ from serve_app.api.errors import RequestError
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_gated import RefusedError
 
+PIECE_CHARS = 65_536
+"""A longer text is counted in pieces of this size first.
+
+The tokens of a long text are freed at once, with the interpreter's lock held: those of 4 MiB take a second.
+"""
+
+CUT_TOKENS = 16
+"""Tokens by which a piece may have more than its part of the text, as words are cut."""
+
 T = TypeVar("T")
 
 
@@ -49,7 +58,18 @@ def bound_tokenizing(renderer: BaseRenderer[Any], queue: TokenizingQueue, most: 
             # With a side vLLM cuts a text of any length before it is tokenized.
             sided = replace(params, truncation_side=tokenizer.truncation_side)
             prompt = sided.apply_pre_tokenization(tokenizer, prompt)
-        tokens: TokensPrompt = await queued(partial(tokenize, prompt, params), len(prompt["prompt"]))
+        text, limit = prompt["prompt"], params.max_total_tokens
+        whole = params.truncate_prompt_tokens is None and limit is not None
+
+        def call() -> Any:
+            if whole and len(text) > PIECE_CHARS and _exceeds(tokenizer, text, limit):
+                if counts:
+                    raise _too_long(f"the text has more than {limit} tokens", limit)
+                message = f"This model's context has {limit} tokens, and the prompt has more; shorten it."
+                raise VLLMValidationError(message)
+            return tokenize(prompt, params)
+
+        tokens: TokensPrompt = await queued(call, len(text))
         if counts and len(tokens["prompt_token_ids"]) > most:
             raise _too_long(f"the text has more than {most} tokens", most)
         return tokens
@@ -69,6 +89,17 @@ def bound_tokenizing(renderer: BaseRenderer[Any], queue: TokenizingQueue, most: 
         if not hasattr(renderer, name):
             raise RuntimeError(f"this vLLM's renderer has no {name}: it would tokenize past the queue")
         setattr(replaced, name, function)
+
+
+def _exceeds(tokenizer: Any, text: str, most: int) -> bool:
+    """Return whether a text has certainly more than `most` tokens; the rest of it is not looked at then."""
+    tokens = 0
+    for start in range(0, len(text), PIECE_CHARS):
+        piece = tokenizer(text[start : start + PIECE_CHARS], add_special_tokens=False)
+        tokens += len(piece["input_ids"]) - CUT_TOKENS
+        if tokens > most:
+            return True
+    return False
 
 
 def _too_long(reason: str, most: int) -> VLLMValidationError:

@@ -159,6 +159,16 @@ async def test_an_error_of_a_call_is_its_callers(queue: TokenizingQueue) -> None
     assert await request(queue, lambda: "next") == ["next"]
 
 
+async def test_a_stop_does_not_wait_for_a_thread_that_goes_on(queue: TokenizingQueue, calls: Calls) -> None:
+    running = request(queue, calls("long"), LONG)
+    await calls.begun()
+    async with asyncio.timeout(LIMIT_S):
+        await queue.stop(timeout_s=0.0)
+    assert not running.done()
+    calls.let_go()
+    assert await running == ["long"]
+
+
 async def test_after_a_stop_texts_are_refused(queue: TokenizingQueue) -> None:
     await queue.stop()
     with pytest.raises(RequestError) as caught:

@@ -11,7 +11,7 @@ from vllm.tokenizers import get_tokenizer
 
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_gated import RefusedError
-from serve_app.engine.vllm_tokenizing import bound_tokenizing
+from serve_app.engine.vllm_tokenizing import PIECE_CHARS, bound_tokenizing
 from serve_app.settings.schema import DEMO_MODEL, LLMSettings
 
 MOST = 10
@@ -71,6 +71,21 @@ async def test_a_text_that_can_not_be_within_the_limit_is_not_tokenized(renderer
 async def test_a_text_beyond_the_limit_has_no_more_tokens_than_show_it(renderer: Any) -> None:
     with pytest.raises(VLLMValidationError, match="more than 10 tokens"):
         await renderer._tokenize_prompt_async({"prompt": "x" * (MOST + 1)}, COUNTS)
+
+
+@pytest.mark.parametrize(("characters", "fits"), [(3 * PIECE_CHARS, True), (3 * PIECE_CHARS + 100, False)])
+async def test_a_long_text_is_counted_in_pieces_before_it_is_tokenized(
+    renderer: Any, characters: int, fits: bool
+) -> None:
+    # One token for each character.
+    params = TokenizeParams(max_total_tokens=3 * PIECE_CHARS)
+    if fits:
+        tokens = await renderer._tokenize_prompt_async({"prompt": "x" * characters}, params)
+        assert len(tokens["prompt_token_ids"]) == characters
+    else:
+        with pytest.raises(VLLMValidationError, match="context has 196608 tokens"):
+            await renderer._tokenize_prompt_async({"prompt": "x" * (characters + PIECE_CHARS)}, params)
+        assert renderer.texts == []
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
