@@ -109,7 +109,9 @@ class Batcher(ABC, Generic[EntryT]):
         self._queue.set_tenant_weights(weights)
 
     @abstractmethod
-    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
+    def estimate_wait(
+        self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
+    ) -> float:
         """Return the seconds that a record submitted now would wait for its start."""
 
     # Life
@@ -190,19 +192,19 @@ class Batcher(ABC, Generic[EntryT]):
             return
         for entry in self._queue.clear():
             if entry.admitted:
-                self._recorder.failed += 1
+                self._recorder.failed += entry.records
             else:
-                self._recorder.rejected += 1
+                self._recorder.rejected += entry.records
         self._abandon()
         self._alarm = None
         self._close()
 
     # Admission
 
-    def _check_open(self) -> None:
+    def _check_open(self, records: int = 1) -> None:
         """Raise unless records may be submitted here and now."""
         if self._state is not State.RUNNING:
-            self._recorder.rejected += 1
+            self._recorder.rejected += records
             raise Closed(f"{type(self).__name__} is {self._state.value}")
         self._check_loop()
 
@@ -212,7 +214,7 @@ class Batcher(ABC, Generic[EntryT]):
                 f"{type(self).__name__} belongs to another event loop; use it there, or a ThreadClient"
             )
 
-    def _deadline(self, deadline: float | None, timeout: float | None, now: float) -> float:
+    def _deadline(self, deadline: float | None, timeout: float | None, now: float, records: int = 1) -> float:
         """Return the deadline that a record was given, in either way."""
         if timeout is None:
             checks.instant("deadline", deadline)
@@ -223,7 +225,7 @@ class Batcher(ABC, Generic[EntryT]):
             deadline = now + timeout
         assert deadline is not None
         if deadline <= now:
-            self._recorder.rejected += 1
+            self._recorder.rejected += records
             raise Expired("the deadline passed before the record was submitted")
         return deadline
 
@@ -249,8 +251,8 @@ class Batcher(ABC, Generic[EntryT]):
             return
         bound = queue.full(entry)
         queue.remove(entry)
-        self._recorder.rejected += 1
-        seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant)
+        self._recorder.rejected += entry.records
+        seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
         if tenant := queue.tenant(entry.tenant):
             seconds = retry_after(
                 tenant, entry.priority, seconds, queue.own(entry.priority, entry.tenant), self._clock()
@@ -312,10 +314,10 @@ class Batcher(ABC, Generic[EntryT]):
         """End the entries whose deadline has passed."""
         for entry in self._queue.expire():
             if entry.admitted:
-                self._recorder.expired += 1
+                self._recorder.expired += entry.records
                 self._end(entry, Expired(LATE))
             else:
-                self._recorder.rejected += 1
+                self._recorder.rejected += entry.records
                 self._end(entry, Expired("the deadline passed before there was space in the queue"))
 
     def _refuse_all(self) -> None:
@@ -323,9 +325,9 @@ class Batcher(ABC, Generic[EntryT]):
         message = f"{type(self).__name__} was stopped before the record could start"
         for entry in self._queue.clear():
             if entry.admitted:
-                self._recorder.failed += 1
+                self._recorder.failed += entry.records
             else:
-                self._recorder.rejected += 1
+                self._recorder.rejected += entry.records
             self._end(entry, Closed(message))
 
     def _end(self, entry: EntryT, error: BatcherError) -> None:

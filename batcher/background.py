@@ -88,18 +88,19 @@ class Background:
         self._life = FIRST_LIFE
         self._stepped = False
 
-    def admits(self, cost: int, capacity: int, max_running: int) -> bool:
-        """Return whether a background record may start now; one may always run.
+    def admits(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
+        """Return whether a background slot may start now; one may always run.
 
         Args:
             cost: What it costs.
+            records: Its records.
             capacity: Cost that may run at once, of all classes.
             max_running: Records that may run at once, of all classes.
         """
         self.held = self.running > 0 and not (
-            self.running < self.window.records
+            self.running + records <= self.window.records
             and (self._credit > 0 or not self._stepped)
-            and self._leaves_space(cost, capacity, max_running)
+            and self._leaves_space(cost, records, capacity, max_running)
         )
         return not self.held
 
@@ -111,35 +112,36 @@ class Background:
             capacity - kept(self._costs.read(now), capacity),
         )
 
-    def begin(self, background: bool, cost: int, prompt: int) -> None:
-        """Count a record that starts.
+    def begin(self, background: bool, cost: int, records: int, prompt: int) -> None:
+        """Count a slot that starts.
 
         Args:
             background: Whether it is background.
             cost: What it costs.
+            records: Its records.
             prompt: Tokens of its prompt; its cost, if that is not known.
         """
         if background:
-            self.running += 1
+            self.running += records
             self.cost += cost
             self._credit -= prompt
             self._prompt += LEARNING * (prompt - self._prompt) if self._prompt else prompt
             return
-        self.foreground += 1
+        self.foreground += records
         self.foreground_cost += cost
         now = self._clock()
         self._places.see(self.foreground, now)
         self._costs.see(self.foreground_cost, now)
 
-    def end(self, background: bool, cost: int, seconds: float) -> None:
-        """Count a record that has ended after so many seconds."""
+    def end(self, background: bool, cost: int, records: int, seconds: float) -> None:
+        """Count a slot that has ended after so many seconds."""
         if background:
-            self.running -= 1
+            self.running -= records
             self.cost -= cost
             if step_s := self.window.mean_step_s:
                 self._life += LEARNING * (seconds / step_s - self._life)
         else:
-            self.foreground -= 1
+            self.foreground -= records
             self.foreground_cost -= cost
 
     def grow(self, background: bool, cost: int) -> None:
@@ -158,9 +160,9 @@ class Background:
         self._credit = min(self._credit + per_step, per_step)
         return self.held
 
-    def _leaves_space(self, cost: int, capacity: int, max_running: int) -> bool:
+    def _leaves_space(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
         places, costs = self.places(capacity, max_running)
-        return self.running < places and self.cost + cost <= costs
+        return self.running + records <= places and self.cost + cost <= costs
 
 
 def kept(peak: int, bound: int) -> int:

@@ -16,7 +16,7 @@ from batcher.errors import Aborted, BatcherError, Expired, Oversize
 from batcher.queue import RequestQueue
 from batcher.rates import ServiceRate, Standby
 from batcher.slo import Goals
-from batcher.stats import ContinuousStats, Observation, Outcome, WindowRecorder
+from batcher.stats import RECENT, ContinuousStats, Observation, Outcome, WindowRecorder
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -40,7 +40,8 @@ class ContinuousBatcher(Batcher[Slot]):
 
     Args:
         capacity: Cost that may run at once, in tokens of KV cache for an LLM.
-        max_running: Records that may run at once; None: no bound but `places`.
+        max_running: Records that may run at once; None: no bound but `places`. A slot of more records than
+            either is refused.
         places: Records in one step of the engine, which queues what is beyond. So many run, and a few
             more that wait in the engine for the places of those that end; see `Standby`. None: the engine
             has no such limit.
@@ -108,6 +109,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._calls = SlotCalls(self._enter_and_wait, self._leave, self._first_token, self._outgrown)
         self._capacity = self._max_running = 1
         self._running: set[Slot] = set()
+        self._running_records = 0
         self._running_cost = 0
         self._tasks: dict[asyncio.Task[Any], Slot] = {}
         self.set_capacity(capacity, max_running=max_running)
@@ -128,7 +130,7 @@ class ContinuousBatcher(Batcher[Slot]):
             queue_depth=queue.size,
             queue_cost=queue.cost,
             queue_classes=queue.classes(),
-            running=len(self._running),
+            running=self._running_records,
             running_cost=self._running_cost,
             capacity=self._capacity,
             max_running=None if (regular := self._regular()) == sys.maxsize else regular,
@@ -153,10 +155,14 @@ class ContinuousBatcher(Batcher[Slot]):
         prompt_tokens: int | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
+        records: int = 1,
     ) -> Slot:
         """Return the place of one record, to be entered with `async with`.
 
         Entering raises `QueueFull`, `Oversize`, `Expired` or `Closed`.
+
+        A slot may stand for several records that start together. It takes as many places in the window and
+        in the queue; its cost and its tokens are those of all of them.
 
         Args:
             cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
@@ -168,12 +174,15 @@ class ContinuousBatcher(Batcher[Slot]):
             prompt_tokens: Tokens of the prompt.
             max_tokens: The most tokens that may be produced.
             timeout: The deadline in seconds from now.
+            records: Records that the slot stands for.
 
         Raises:
             ValueError: Neither or both ways of giving a cost are used, or a number is out of range.
             TypeError: The tenant is not a string.
             Expired: The deadline has passed.
         """
+        if type(records) is not int or not 1 <= records <= checks.LARGEST:
+            checks.whole("records", records, 1)
         if prompt_tokens is None or max_tokens is None:
             if cost is None or prompt_tokens is not None or max_tokens is not None:
                 raise ValueError("give either cost, or both prompt_tokens and max_tokens")
@@ -184,16 +193,16 @@ class ContinuousBatcher(Batcher[Slot]):
         else:
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
-            cost = prompt_tokens + (self._outputs.expect(max_tokens) if self._learns else max_tokens)
+            cost = prompt_tokens + (self._expected(max_tokens, records) if self._learns else max_tokens)
         if type(priority) is not int or not -checks.PRIORITIES <= priority <= checks.PRIORITIES:
             checks.priority(priority)
         if type(tenant) is not str:
             checks.tenant(tenant)
         if timeout is not None:
-            deadline = self._deadline(deadline, timeout, self._clock())
+            deadline = self._deadline(deadline, timeout, self._clock(), records)
         elif deadline is not None:
             checks.instant("deadline", deadline)
-        return Slot(self._calls, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens)
+        return Slot(self._calls, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens, records)
 
     async def submit(
         self,
@@ -208,6 +217,7 @@ class ContinuousBatcher(Batcher[Slot]):
         prompt_tokens: int | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - of the record, not of this call
+        records: int = 1,
     ) -> asyncio.Task[ResultT]:
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
@@ -238,6 +248,7 @@ class ContinuousBatcher(Batcher[Slot]):
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             timeout=timeout,
+            records=records,
         )
         self._enter_nowait(slot)
         if not slot.admitted:
@@ -255,8 +266,8 @@ class ContinuousBatcher(Batcher[Slot]):
     def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
         """Change what may run at once, also while records run.
 
-        When it shrinks, what runs goes on; with `oversize="reject"`, what waits and no longer fits fails
-        with `Oversize`.
+        When it shrinks, what runs goes on; what waits and can no longer run fails with `Oversize`, but for
+        what costs too much with `oversize="alone"`.
 
         Args:
             capacity: Cost that may run at once.
@@ -274,14 +285,15 @@ class ContinuousBatcher(Batcher[Slot]):
             self._max_running = max_running
         self._capacity = capacity
         self._recorder.fill(self._running_cost / capacity, self._clock())
-        if not self._alone:
-            for slot in [slot for slot in self._queue if slot.cost > capacity]:
-                self._queue.remove(slot)
-                if slot.admitted:
-                    self._recorder.failed += 1
-                else:
-                    self._recorder.rejected += 1
-                self._end(slot, Oversize(slot.cost, capacity))
+        for slot, error in [(slot, self._oversize(slot)) for slot in self._queue]:
+            if error is None:
+                continue
+            self._queue.remove(slot)
+            if slot.admitted:
+                self._recorder.failed += slot.records
+            else:
+                self._recorder.rejected += slot.records
+            self._end(slot, error)
         if self._loop is not None:
             self._decide()
 
@@ -298,7 +310,9 @@ class ContinuousBatcher(Batcher[Slot]):
         if background.step(seconds) and self._queue.total:
             self._decide()
 
-    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
+    def estimate_wait(
+        self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
+    ) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 
         What has to be served first is what waits before it, less what is free; see `ServiceRate`.
@@ -307,20 +321,21 @@ class ContinuousBatcher(Batcher[Slot]):
             cost: What the record costs.
             priority: Its tier; what waits in lower tiers doesn't count.
             tenant: Its tenant; None: it goes behind its whole tier.
+            records: Records that start together.
         """
         free = self._capacity - self._running_cost
-        places = self._most() - len(self._running)
-        running, running_cost, rate = len(self._running), self._running_cost, self._rate
+        places = self._most() - self._running_records
+        running, running_cost, rate = self._running_records, self._running_cost, self._rate
         background = self._background
         if background is not None and priority >= background.priority:
             most, most_cost = background.places(self._capacity, self._regular())
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
-        records, ahead = self._queue.ahead(priority, tenant)
-        if not records and cost <= free and places > 0:
+        before, ahead = self._queue.ahead(priority, tenant)
+        if not before and cost <= free and places >= records:
             return 0.0
         wait = rate.time_to_serve(
-            records + 1 - max(places, 0), ahead + cost - max(free, 0), running, running_cost
+            before + records - max(places, 0), ahead + cost - max(free, 0), running, running_cost
         )
         return UNKNOWN_WAIT_S if wait is None else wait
 
@@ -340,28 +355,36 @@ class ContinuousBatcher(Batcher[Slot]):
         """
         if slot.used:
             raise RuntimeError("a slot can be entered once; call slot() for another")
-        self._check_open()
+        self._check_open(slot.records)
         slot.used = True
-        if slot.cost > self._capacity and not self._alone:
-            self._recorder.rejected += 1
-            raise Oversize(slot.cost, self._capacity)
+        if (oversize := self._oversize(slot)) is not None:
+            self._recorder.rejected += slot.records
+            raise oversize
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
-            self._deadline(slot.deadline, None, now)
+            self._deadline(slot.deadline, None, now, slot.records)
             self._check_hope(slot, slot.deadline - now)
-        if not self._queue.total and self._fits(slot.cost) and not self._held_back(slot):
+        if not self._queue.total and self._fits(slot) and not self._held_back(slot):
             self._queue.pass_by(slot)
             self._begin(slot)
         else:
             self._enter(slot, slot.wait)
 
+    def _oversize(self, slot: Slot) -> Oversize | None:
+        """Return why a slot can never start, if it can't."""
+        if slot.cost > self._capacity and not self._alone:
+            return Oversize(slot.cost, self._capacity)
+        if slot.records > 1 and slot.records > (most := self._regular()):
+            return Oversize(slot.records, most, "max_running" if most == self._max_running else "places")
+        return None
+
     def _check_hope(self, slot: Slot, left: float) -> None:
         """Refuse a slot that would only wait for its deadline."""
         if not self._rate.known:
             return
-        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant)
+        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
         if wait > HOPELESS * left:
-            self._recorder.rejected += 1
+            self._recorder.rejected += slot.records
             raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _wait_for_turn(self, slot: Slot) -> None:
@@ -401,8 +424,8 @@ class ContinuousBatcher(Batcher[Slot]):
                 # Its task was cancelled and has not run since.
                 queue.remove(slot)
                 if slot.admitted:
-                    self._recorder.cancelled += 1
-            elif self._fits(slot.cost):
+                    self._recorder.cancelled += slot.records
+            elif self._fits(slot):
                 queue.pick(slot)
                 slot.charged = slot.cost
                 self._begin(slot)
@@ -423,7 +446,7 @@ class ContinuousBatcher(Batcher[Slot]):
         background = self._background
         if background is None or slot.priority < background.priority:
             return False
-        return not background.admits(slot.cost, self._capacity, self._regular())
+        return not background.admits(slot.cost, slot.records, self._capacity, self._regular())
 
     def _regular(self) -> int:
         """Return how many records may run, without those that wait in the engine."""
@@ -437,10 +460,11 @@ class ContinuousBatcher(Batcher[Slot]):
             return self._max_running
         return min(self._max_running, standby.places + standby.records)
 
-    def _fits(self, cost: int) -> bool:
+    def _fits(self, slot: Slot) -> bool:
         if not self._running:
             return True
-        return len(self._running) < self._most() and self._running_cost + cost <= self._capacity
+        records, cost = self._running_records + slot.records, self._running_cost + slot.cost
+        return records <= self._most() and cost <= self._capacity
 
     def _begin(self, slot: Slot) -> None:
         now = slot.started_at = self._clock()
@@ -449,11 +473,12 @@ class ContinuousBatcher(Batcher[Slot]):
         if not self._running:
             self._recorder.switch(True, now)
         self._running.add(slot)
+        self._running_records += slot.records
         self._running_cost += slot.cost
         self._recorder.fill(self._running_cost / self._capacity, now)
         if (background := self._background) is not None:
             prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
-            background.begin(slot.priority >= background.priority, slot.cost, prompt)
+            background.begin(slot.priority >= background.priority, slot.cost, slot.records, prompt)
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out, wherever it is; one that has left already is left alone."""
@@ -461,7 +486,7 @@ class ContinuousBatcher(Batcher[Slot]):
             self._finish(slot, error)
         elif self._queue.remove(slot):
             if slot.admitted:
-                self._recorder.cancelled += 1
+                self._recorder.cancelled += slot.records
             # It was released while its caller waits for it.
             self._end(slot, Aborted("the slot was released before it started"))
         else:
@@ -474,6 +499,7 @@ class ContinuousBatcher(Batcher[Slot]):
         slot.owner = None
         now = self._clock()
         self._running.remove(slot)
+        self._running_records -= slot.records
         self._running_cost -= slot.cost
         self._recorder.fill(self._running_cost / self._capacity, now)
         if not self._running:
@@ -484,57 +510,66 @@ class ContinuousBatcher(Batcher[Slot]):
 
     def _record(self, slot: Slot, run: float, error: BaseException | None) -> None:
         """Count a slot that ran, and how it ended."""
-        recorder = self._recorder
-        recorder.ran += 1
-        recorder.run_s += run
-        recorder.waits.append(slot.waited_s)
-        recorder.runs.append(run)
+        recorder, records = self._recorder, slot.records
+        recorder.ran += records
+        recorder.run_s += records * run
+        recorder.waits += [slot.waited_s] * min(records, RECENT)
+        recorder.runs += [run] * min(records, RECENT)
         outcome: Outcome = "failed"
         if error is None:
             outcome = "completed"
-            recorder.completed += 1
+            recorder.completed += records
             recorder.completed_cost += slot.cost
-            recorder.latency_s += slot.waited_s + run
+            recorder.latency_s += records * (slot.waited_s + run)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
-            recorder.cancelled += 1
+            recorder.cancelled += records
         else:
-            recorder.failed += 1
+            recorder.failed += records
         if recorder.observations is not None:
             used = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens + slot.output_tokens
-            recorder.observations.records.append(
-                Observation(slot.tenant, slot.priority, used, slot.waited_s, run, outcome)
-            )
+            for number in range(records):
+                part = used * (number + 1) // records - used * number // records
+                recorder.observations.records.append(
+                    Observation(slot.tenant, slot.priority, part, slot.waited_s, run, outcome)
+                )
 
     def _learn(self, slot: Slot, now: float, run: float, *, finished: bool) -> None:
         """Take from a slot that ran what helps to judge those that come."""
         if finished and self._standby is not None:
-            self._standby.learn(slot.output_tokens)
-        self._rate.learn(slot.cost, run)
+            self._standby.learn(slot.output_tokens, slot.records)
+        self._rate.learn(slot.cost, run, slot.records)
         if (background := self._background) is not None:
             behind = slot.priority >= background.priority
-            background.end(behind, slot.cost, run)
+            background.end(behind, slot.cost, slot.records, run)
             if behind:
-                self._background_rate.learn(slot.cost, run)
-            elif slot.first_at and slot.output_tokens > 1:
-                background.window.answered((now - slot.first_at) / (slot.output_tokens - 1))
+                self._background_rate.learn(slot.cost, run, slot.records)
+            elif slot.first_at and slot.output_tokens > slot.records:
+                per_record = slot.output_tokens / slot.records
+                background.window.answered((now - slot.first_at) / (per_record - 1))
         if slot.output_tokens and slot.prompt_tokens is not None:
             self._recorder.output_tokens += slot.output_tokens
             if finished and self._learns:
-                self._outputs.learn(slot.output_tokens)
+                self._outputs.learn(slot.output_tokens // slot.records)
             if slot.charged:
                 self._queue.settle(slot, slot.charged, slot.prompt_tokens + slot.output_tokens)
 
     def _outgrown(self, slot: Slot) -> None:
         if slot.prompt_tokens is None or slot.max_tokens is None:
             return
-        expected = self._outputs.expect(slot.max_tokens, slot.output_tokens)
+        expected = self._expected(slot.max_tokens, slot.records, slot.output_tokens)
         cost = slot.prompt_tokens + max(expected, slot.output_tokens)
         self._running_cost += cost - slot.cost
         if (background := self._background) is not None:
             background.grow(slot.priority >= background.priority, cost - slot.cost)
         slot.cost = cost
         self._recorder.fill(self._running_cost / self._capacity, self._clock())
+
+    def _expected(self, max_tokens: int, records: int, so_far: int = 0) -> int:
+        """Return the tokens to reserve for the output of some records together."""
+        if records == 1:
+            return self._outputs.expect(max_tokens, so_far)
+        return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
 
     def _first_token(self, slot: Slot) -> None:
         background = self._background

@@ -392,7 +392,9 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             return_exceptions=return_exceptions,
         )
 
-    def estimate_wait(self, cost: int, priority: int = 0, tenant: str | None = None) -> float:
+    def estimate_wait(
+        self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
+    ) -> float:
         """Return the seconds that a record submitted now would wait for its start.
 
         That is the time until `process_fn` is free, and the batches before its own at their mean time.
@@ -401,14 +403,15 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             cost: What the record costs.
             priority: Its tier; what waits in lower tiers doesn't count.
             tenant: Its tenant; None: it goes behind its whole tier.
+            records: Records that come together.
         """
-        records, ahead = self._queue.ahead(priority, tenant)
-        if len(self._runs) < self._concurrency and not records:
+        before, ahead = self._queue.ahead(priority, tenant)
+        if len(self._runs) < self._concurrency and not before:
             return 0.0
         batch_s = self._delay.batch_s
         if batch_s is None:
             return UNKNOWN_WAIT_S
-        batches = len(self._formed) + self._former.batches(records, ahead + cost - 1)
+        batches = len(self._formed) + self._former.batches(before + records - 1, ahead + cost - 1)
         rest = 0.0
         if len(self._runs) >= self._concurrency:
             rest = max(0.0, batch_s - (self._clock() - min(run.started for run in self._runs)))

@@ -22,6 +22,7 @@ class Queued:
         priority: Its tier; lower goes first.
         tenant: The name of its tenant.
         deadline: Time on the queue's clock by which it must have been taken; None: any time.
+        records: Records that it stands for.
         admitted: Whether it counts against the bounds of the queue, or has been taken.
     """
 
@@ -31,6 +32,7 @@ class Queued:
     priority: int
     tenant: str
     deadline: float | None
+    records: int = 1
     admitted: bool
     _place: Any  # the `Backlog` in which it waits
 
@@ -50,6 +52,7 @@ class Entry(Queued):
         priority: Its tier; lower goes first.
         tenant: The name of its tenant.
         deadline: Time on the queue's clock by which it must have been taken.
+        records: Records that it stands for; the cost is of all of them.
 
     Raises:
         ValueError: A number is out of range.
@@ -61,6 +64,7 @@ class Entry(Queued):
     priority: int = 0
     tenant: str = "default"
     deadline: float | None = None
+    records: int = 1
     admitted: bool = field(default=False, init=False)
     _place: Any = field(default=None, init=False)
 
@@ -70,6 +74,7 @@ class Entry(Queued):
         checks.tenant(self.tenant)
         if self.deadline is not None:
             checks.instant("deadline", self.deadline)
+        checks.whole("records", self.records, 1)
 
 
 class Submitted(Queued):
@@ -169,10 +174,10 @@ class SlotCalls:
 
 @dataclass(slots=True, eq=False)
 class Slot(Submitted):
-    """The place of one record in the window; `async with` waits for it and gives it back.
+    """The place of one record in the window, or of several; `async with` waits for it and gives it back.
 
     Attributes:
-        cost: What the record holds of the capacity now.
+        cost: What it holds of the capacity now.
         charged: What its tenant was charged for it.
         running: Whether it is in the window.
         owner: The task that holds it.
@@ -191,6 +196,7 @@ class Slot(Submitted):
     wait: bool
     prompt_tokens: int | None
     max_tokens: int | None
+    records: int = 1
     output_tokens: int = 0
     submitted_at: float = 0.0
     started_at: float = 0.0
@@ -233,7 +239,7 @@ class Slot(Submitted):
         the capacity: nothing new starts until the window has space again.
 
         Args:
-            output_tokens: Tokens in all, not since the last report.
+            output_tokens: Tokens in all, of all its records, not since the last report.
 
         Raises:
             ValueError: It is not a whole number of at least 0.

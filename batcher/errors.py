@@ -37,19 +37,23 @@ class Expired(BatcherError, TimeoutError):  # noqa: N818
 
 
 class Oversize(BatcherError, ValueError):  # noqa: N818
-    """The record costs more than may ever run at once, and `oversize` is "reject".
+    """More than may ever run at once: a record's cost, where `oversize` is "reject", or a slot's records.
 
     Attributes:
-        cost: What the record costs.
-        limit: The most that one record may cost.
+        cost: What the record costs, or how many records there are.
+        limit: The most that is allowed.
+        what: The argument that sets the limit of a slot's records; None: it is the cost.
     """
 
-    def __init__(self, cost: int, limit: int) -> None:
-        super().__init__(cost, limit)
+    def __init__(self, cost: int, limit: int, what: str | None = None) -> None:
+        super().__init__(cost, limit, what)
         self.cost = cost
         self.limit = limit
+        self.what = what
 
     def __str__(self) -> str:
+        if self.what is not None:
+            return f"{self.cost} records must run together, at most {self.what}={self.limit} can"
         return f"the record costs {self.cost}, at most {self.limit} is allowed"
 
 

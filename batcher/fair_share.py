@@ -23,7 +23,7 @@ class Tenant:
     """One tenant of a queue, over all tiers.
 
     Attributes:
-        live: Its entries that wait.
+        live: Its records that wait.
         cost: Their cost.
         outside: Those among them that wait for space in the queue.
         outside_cost: Their cost.
@@ -147,6 +147,7 @@ class Backlog:
 
     Attributes:
         counter: Its virtual token counter: the cost that it was served, by its weight.
+        live: Its records: an entry may stand for several.
         removed: Entries that were removed and not yet reached.
         outside: Entries that wait for space in the queue.
         item: The one valid item of this backlog in the heap of its tier; other items are leftovers.
@@ -155,18 +156,13 @@ class Backlog:
     tier: "Tier"
     tenant: Tenant
     counter: int = 0
+    live: int = 0
     joined: int = 0
     entries: deque[Any] = field(default_factory=deque)
     removed: set[Any] = field(default_factory=set)
     outside: OrderedDict[Any, None] = field(default_factory=OrderedDict)
     item: "tuple[int, int, Backlog] | None" = None
     idle_listed: bool = False
-
-    def __len__(self) -> int:
-        return len(self.entries) - len(self.removed)
-
-    def __bool__(self) -> bool:
-        return bool(self.entries)
 
     def walk(self) -> Iterator[Any]:
         """Yield the entries in order."""
@@ -202,7 +198,7 @@ class Tier:
     """The entries of one priority, as backlogs by tenant.
 
     Attributes:
-        live: Entries that wait.
+        live: Records that wait.
         cost: Their cost.
         outside: Those among them that wait for space in the queue.
         outside_cost: Their cost.

@@ -54,15 +54,15 @@ class RequestQueue(Generic[EntryT]):
     and iteration.
 
     Attributes:
-        total: Entries that wait, outside too.
+        total: Records that wait, outside too: an entry may stand for several.
         total_cost: Their cost.
-        outside: Entries that wait for space.
+        outside: Records that wait for space.
         outside_cost: Their cost.
-        entered: Entries that got in so far.
+        entered: Records that got in so far.
 
     Args:
         clock: Returns the time in seconds.
-        max_size: Most entries that may wait; None: no bound.
+        max_size: Most records that may wait; an empty queue takes any one entry. None: no bound.
         max_cost: Most cost that may wait; an empty queue takes any one entry. None: no bound.
         priority_aging_s: Seconds, see above; None: a low tier waits until all above it is done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
@@ -118,12 +118,12 @@ class RequestQueue(Generic[EntryT]):
 
     @property
     def size(self) -> int:
-        """Entries that count against the bounds."""
+        """Records that count against the bounds."""
         return self.total - self.outside
 
     @property
     def cost(self) -> int:
-        """The cost of the entries that count against the bounds."""
+        """The cost of the records that count against the bounds."""
         return self.total_cost - self.outside_cost
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class RequestQueue(Generic[EntryT]):
                 yield from backlog.walk()
 
     def classes(self) -> dict[int, tuple[int, int]]:
-        """Return how many entries count against the bounds, and their cost, by priority."""
+        """Return how many records count against the bounds, and their cost, by priority."""
         return {
             tier.priority: (tier.live - tier.outside, tier.cost - tier.outside_cost)
             for tier in self._tiers.values()
@@ -144,7 +144,7 @@ class RequestQueue(Generic[EntryT]):
         }
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
-        """Return how many entries go before one that comes now, and their cost together.
+        """Return how many records go before one that comes now, and their cost together.
 
         Args:
             priority: Its tier: all that waits in those before it goes first.
@@ -158,7 +158,7 @@ class RequestQueue(Generic[EntryT]):
             live = tier.live
             if tenant is not None and tier.priority == priority:
                 backlog = tier.backlogs.get(tenant)
-                own = 0 if backlog is None else len(backlog)
+                own = 0 if backlog is None else backlog.live
                 others = tier.tenants - (own > 0)
                 live = min(live, own + others * (own + 1))
             records += live
@@ -166,10 +166,10 @@ class RequestQueue(Generic[EntryT]):
         return records, cost
 
     def own(self, priority: int, tenant: str) -> int:
-        """Return how many entries of a tenant wait in a tier."""
+        """Return how many records of a tenant wait in a tier."""
         tier = self._tiers.get(priority)
         backlog = tier.backlogs.get(tenant) if tier is not None else None
-        return 0 if backlog is None else len(backlog)
+        return 0 if backlog is None else backlog.live
 
     # Bounds
 
@@ -181,7 +181,7 @@ class RequestQueue(Generic[EntryT]):
         """
         if entry._place is not None:
             raise ValueError("the entry waits already")
-        cost = entry.cost
+        cost, records = entry.cost, entry.records
         tier = self._tiers.get(entry.priority)
         if tier is None:
             tier = self._open_tier(entry.priority)
@@ -192,20 +192,21 @@ class RequestQueue(Generic[EntryT]):
             backlog.tenant = self._tenants.join(entry.tenant)
             tier.join(backlog, next(self._sequence))
         tenant = backlog.tenant
-        size, full_cost = self.total - self.outside, self.total_cost - self.outside_cost + cost
+        size, full_cost = self.total - self.outside + records, self.total_cost - self.outside_cost + cost
         entry.admitted = not backlog.outside and (
-            (size < self._open_size and full_cost <= self._open_cost) or self._bound(entry, tenant) is None
+            (size <= self._open_size and full_cost <= self._open_cost) or self._bound(entry, tenant) is None
         )
         entry._place = backlog
         backlog.append(entry)
-        tier.live += 1
+        backlog.live += records
+        tier.live += records
         tier.cost += cost
-        tenant.live += 1
+        tenant.live += records
         tenant.cost += cost
-        self.total += 1
+        self.total += records
         self.total_cost += cost
         if entry.admitted:
-            self.entered += 1
+            self.entered += records
         else:
             self._claims[entry.priority >= self._background][backlog] = None
             backlog.outside[entry] = None
@@ -230,7 +231,7 @@ class RequestQueue(Generic[EntryT]):
     def pass_by(self, entry: EntryT) -> None:
         """Count an entry that is taken at once, while nothing waits that it could pass."""
         entry.admitted = True
-        self.entered += 1
+        self.entered += entry.records
 
     def full(self, entry: EntryT) -> Bound:
         """Return the bound that keeps an entry outside."""
@@ -269,10 +270,11 @@ class RequestQueue(Generic[EntryT]):
 
     def _bound(self, entry: EntryT, tenant: Tenant) -> Bound | None:
         """Return the bound that an entry of a tenant would exceed, if it were let in now."""
-        size = self.total - self.outside + 1
+        inside = self.total - self.outside
+        size = inside + entry.records
         cost = self.total_cost - self.outside_cost + entry.cost
         open_size, open_cost = size <= self._open_size, cost <= self._open_cost
-        if (open_size and open_cost) or size == 1:
+        if (open_size and open_cost) or not inside:
             return None
         most, most_cost = self._max_size, self._max_cost
         if entry.priority >= self._background:
@@ -285,7 +287,7 @@ class RequestQueue(Generic[EntryT]):
         if not held:
             return None
         share = self._tenants.share(tenant)
-        if not open_size and held + 1 > share * most:
+        if not open_size and held + entry.records > share * most:
             return Bound("max_queue_size", int(self._max_size), True)
         if not open_cost and tenant.cost - tenant.outside_cost + entry.cost > share * most_cost:
             return Bound("max_queue_cost", int(self._max_cost), True)
@@ -295,7 +297,7 @@ class RequestQueue(Generic[EntryT]):
         """Let an entry in that waits outside."""
         self._leave_outside(entry, backlog)
         entry.admitted = True
-        self.entered += 1
+        self.entered += entry.records
         self._let_in.append(entry)
 
     def _leave_outside(self, entry: EntryT, backlog: Backlog) -> None:
@@ -305,12 +307,12 @@ class RequestQueue(Generic[EntryT]):
         self._count_outside(entry, backlog, -1)
 
     def _count_outside(self, entry: EntryT, backlog: Backlog, sign: int) -> None:
-        tier, tenant, cost = backlog.tier, backlog.tenant, sign * entry.cost
-        self.outside += sign
+        tier, tenant, cost, records = backlog.tier, backlog.tenant, sign * entry.cost, sign * entry.records
+        self.outside += records
         self.outside_cost += cost
-        tier.outside += sign
+        tier.outside += records
         tier.outside_cost += cost
-        tenant.outside += sign
+        tenant.outside += records
         tenant.outside_cost += cost
 
     # Order
@@ -344,30 +346,31 @@ class RequestQueue(Generic[EntryT]):
     ) -> list[EntryT]:
         """Take the entries whose turn it is, in order, as many as fit together.
 
-        An entry that costs more than the whole budget is taken alone.
+        An entry that is larger than a whole bound is taken alone.
 
         Args:
             budget: Most cost of all together; None: no bound.
-            max_records: Most entries; None: no bound.
+            max_records: Most records; None: no bound.
             padded: The cost of all together is that of the costliest times their number, not the sum.
         """
         if self._deadlines:
             self._sweep()
         now = self._clock()
         batch: list[EntryT] = []
-        total = longest = 0
-        while max_records is None or len(batch) < max_records:
+        total = longest = records = 0
+        while max_records is None or records < max_records:
             backlog = self._next_backlog()
             if backlog is None:
                 break
             entry: EntryT = backlog.entries[0]
             cost = entry.cost
+            records += entry.records
             if padded:
                 longest = max(longest, cost)
                 total = longest * (len(batch) + 1)
             else:
                 total += cost
-            if budget is not None and total > budget and batch:
+            if batch and ((budget is not None and total > budget) or records > (max_records or records)):
                 break
             self._serve(entry, backlog, now)
             batch.append(entry)
@@ -479,11 +482,13 @@ class RequestQueue(Generic[EntryT]):
     def _drop(self, entry: EntryT, backlog: Backlog) -> None:
         tier, tenant, cost = backlog.tier, backlog.tenant, entry.cost
         entry._place = None
-        tier.live -= 1
+        records = entry.records
+        backlog.live -= records
+        tier.live -= records
         tier.cost -= cost
-        tenant.live -= 1
+        tenant.live -= records
         tenant.cost -= cost
-        self.total -= 1
+        self.total -= records
         self.total_cost -= cost
         if entry.deadline is not None:
             self._timed -= 1

@@ -44,10 +44,10 @@ class ServiceRate:
         """Whether enough has been measured to refuse a record for it."""
         return self._records > ENOUGH
 
-    def learn(self, cost: int, seconds: float) -> None:
-        """Take in a record of `cost` that was inside for `seconds`."""
-        self._records = self._records * MEMORY + 1
-        self._seconds = self._seconds * MEMORY + seconds
+    def learn(self, cost: int, seconds: float, records: int = 1) -> None:
+        """Take in records of `cost` together that were inside for `seconds`."""
+        self._records = self._records * MEMORY + records
+        self._seconds = self._seconds * MEMORY + records * seconds
         self._cost = self._cost * MEMORY + cost
         self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
 
@@ -129,10 +129,10 @@ class Standby:
         self._tokens = FIRST_OUTPUT
         self.records: int = self._count()
 
-    def learn(self, output_tokens: int) -> None:
-        """Take in what a record that has ended produced; 0 counts as one step."""
-        self._ended = self._ended * OUTPUT_MEMORY + 1
-        self._tokens = self._tokens * OUTPUT_MEMORY + max(1, output_tokens)
+    def learn(self, output_tokens: int, records: int = 1) -> None:
+        """Take in what records that have ended produced together; none of them less than for one step."""
+        self._ended = self._ended * OUTPUT_MEMORY + records
+        self._tokens = self._tokens * OUTPUT_MEMORY + max(records, output_tokens)
         self.records = self._count()
 
     def _count(self) -> int:

@@ -23,6 +23,7 @@ class AdmissionRequest(NamedTuple):
         wait: Wait for room when the queue is full, instead of being refused.
         token_ids: The tokens that its answer, a stream, has sent from another Engine already.
         max_tokens: Most output tokens of an answer that states no limit of its own.
+        size: Bytes of its body; 0 where it came without one.
     """
 
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -30,6 +31,7 @@ class AdmissionRequest(NamedTuple):
     wait: bool = False
     token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
+    size: int = 0
 
 
 @dataclass(slots=True)
@@ -41,7 +43,9 @@ class AdmissionResult:
         refusal: Why the batcher has refused it.
         usage: Tokens and times.
         stream: The tokens of its answer, if that is a stream which may go on in another Engine.
-        asked: Slots that it has asked for: one for each prompt, and in a beam search for each token.
+        asked: Slots that it has asked for: one for each prompt.
+        texts: Texts that it has had tokenized, or that wait for it.
+        searching: It is a beam search, whose slot covers all that it asks of the engine.
     """
 
     admitted: bool = False
@@ -49,6 +53,8 @@ class AdmissionResult:
     usage: RequestUsage = field(default_factory=RequestUsage)
     stream: StreamTokens | None = None
     asked: int = 0
+    texts: int = 0
+    searching: bool = False
 
 
 class Admission(NamedTuple):
@@ -79,6 +85,11 @@ def refusal_of(error: BatcherError) -> RequestError:
             return RequestError(429, "rate_limit_error", message, retry_after_s=error.retry_after_s)
         case Expired():
             return RequestError(408, "timeout_error", "The request could not start in the time it allows.")
+        case Oversize(what=str()):
+            message = (
+                f"n: {error.cost} answers must start together, and the engine runs {error.limit} at once"
+            )
+            return RequestError(400, "invalid_request_error", message, param="n")
         case Oversize():
             return RequestError(400, "invalid_request_error", str(error))
         case _:

@@ -49,6 +49,11 @@ WATCH_S = 0.25
 LAST_ANSWERS_S = 0.25
 """Seconds in which the requests of a dead engine are answered, before its process ends."""
 
+DETOKENIZE = "/detokenize"
+
+OTHER_COMMAS = 100
+"""Commas that a request of `/detokenize` may have outside its list."""
+
 RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
 """Routes whose streams may go on in another replica when this one dies."""
 
@@ -211,6 +216,7 @@ class Engine:
             yield pack_error(unserved, request.path)
             return
         try:
+            self._check_tokens(request)
             await self._grammars.check(grammars_of(request.body))
         except RequestError as error:
             yield pack_error(error, request.path)
@@ -226,6 +232,7 @@ class Engine:
                 wait=request.resumes,
                 token_ids=tuple(to_ids(request.token_ids)),
                 max_tokens=request.max_tokens,
+                size=len(request.body),
             ),
             result,
         )
@@ -260,13 +267,25 @@ class Engine:
                         message = blame_request(message)
                 yield message
 
+    def _check_tokens(self, request: RelayRequest) -> None:
+        """Refuse a list of token ids that is too long before it is parsed, which holds all others up."""
+        if request.path != DETOKENIZE:
+            return
+        most = self._engine.max_tokenize_tokens
+        # Other fields have a few commas too.
+        if request.body.count(b",") > most + OTHER_COMMAS:
+            message = f"tokens: at most {most} token ids are taken here (max_tokenize_tokens)"
+            raise RequestError(400, "invalid_request_error", message, param="tokens")
+
     async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         message = await answer(self._generate_json(relayed, usage), usage)
         return LOST if self._engine.died else message
 
     async def _generate_json(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
-        response = await self._generate(request, relayed.scheduling_now(), usage, relayed.max_tokens)
+        response = await self._generate(
+            request, relayed.scheduling_now(), usage, relayed.max_tokens, len(relayed.body)
+        )
         return response.model_dump_json(exclude_unset=True).encode()
 
     async def _generate(
@@ -275,8 +294,10 @@ class Engine:
         scheduling: Scheduling,
         usage: RequestUsage,
         max_tokens: int | None = None,
+        size: int = 0,
     ) -> GenerateResponse:
         deadline = scheduling.deadline(time.monotonic())
+        set_current(AdmissionRequest(scheduling, deadline, size=size), AdmissionResult(usage=usage))
         sampling = self._engine.sampling(request)
         prompts: Sequence[list[int] | RequestError]
         if request.messages is None:

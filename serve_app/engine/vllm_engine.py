@@ -7,8 +7,8 @@ import asyncio
 import itertools
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from fastapi import FastAPI
@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -36,10 +37,12 @@ from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_gated import GatedLLM, RefusedError
 from serve_app.engine.vllm_media import use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
+from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.settings.schema import LLMSettings
 from serve_app.settings.user_config import BatcherUserConfig
 
@@ -136,7 +139,13 @@ class VLLMEngine:
         # vLLM asks for it with every request, and its tokenizer looks it up each time: cached.
         eos_token_id = self.llm.renderer.get_eos_token_id()
         self.llm.renderer.get_eos_token_id = lambda: eos_token_id
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self.max_tokenize_tokens = settings.max_tokenize_tokens or self.max_model_len
+        self._texts = TokenizingQueue(
+            settings.batcher.max_queue_size,
+            self.llm.model_config.renderer_num_workers,
+            settings.batcher.tenant_weights,
+        )
+        bound_tokenizing(self.llm.renderer, self._texts, self.max_tokenize_tokens)
         self._ids = itertools.count()
         self.steps = 0
         self._count_steps()
@@ -176,6 +185,7 @@ class VLLMEngine:
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Start the batcher and return vLLM's application, and the paths of its routes."""
         await self.batcher.start()
+        await self._texts.start()
         tasks = await self.llm.get_supported_tasks()
         app = build_app(self._args, tasks, self.llm.model_config)
         # vLLM gives its own errors OpenAI's shape, but not those of the router: no such path or method.
@@ -183,6 +193,9 @@ class VLLMEngine:
         _drop_unused(app)
         app.middleware_stack = app.build_middleware_stack()
         await init_app_state(self.llm, app.state, self._args, tasks)
+        for part in vars(app.state)["_state"].values():
+            if isinstance(part, BeamSearchOnlineMixin):
+                part.beam_search = partial(self.llm.beam_search, part.beam_search)
         self._renderer = app.state.online_renderer
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
@@ -190,9 +203,12 @@ class VLLMEngine:
         return cast(ASGIApp, app), {getattr(route, "path", "") for route in app.router.routes}
 
     async def tokenize(self, prompts: list[str]) -> list[list[int] | RequestError]:
-        """Return the token ids of each prompt, with the model's special tokens, or its error."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._encode, prompts)
+        """Return the token ids of each prompt, with the model's special tokens, or its error.
+
+        Raises:
+            RequestError: Too many texts wait, or the request's time is over.
+        """
+        return await self._texts.run(partial(self._encode, prompts), sum(map(len, prompts)))
 
     def _encode(self, prompts: list[str]) -> list[list[int] | RequestError]:
         # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
@@ -206,8 +222,19 @@ class VLLMEngine:
         return RequestError(400, "invalid_request_error", message)
 
     async def render(self, chats: list[list[JSON]]) -> list[list[int] | RequestError]:
-        """Return the token ids of each chat, through the model's chat template, or its error."""
-        return await asyncio.gather(*map(self._render, chats))
+        """Return the token ids of each chat, through the model's chat template, or its error.
+
+        Raises:
+            RequestError: Too many texts wait, or the request's time is over.
+        """
+        tasks = [asyncio.ensure_future(self._render(chat)) for chat in chats]
+        try:
+            return await asyncio.gather(*tasks)
+        except RefusedError as error:
+            raise error.error from None
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _render(self, messages: list[JSON]) -> list[int] | RequestError:
         try:
@@ -299,8 +326,8 @@ class VLLMEngine:
         try:
             await self.batcher.stop(timeout=timeout_s)
         finally:
+            await self._texts.stop()
             self.llm.shutdown()
-            self._threads.shutdown(wait=False)
 
 
 def _hide_refusals() -> None:

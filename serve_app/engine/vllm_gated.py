@@ -4,7 +4,7 @@ Only files whose names begin with vllm_ import vllm. The imports are those of vL
 """
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from http import HTTPStatus
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -61,22 +61,16 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         if request.max_tokens is not None and (sampling_params.max_tokens or limit) > request.max_tokens:
             # A larger value is a default: the Ingress has refused what a client asks for beyond it.
             sampling_params.max_tokens = request.max_tokens
-        output = sampling_params.max_tokens
-        most = limit if output is None else min(length + output, limit)
-        n = sampling_params.n
-        reserved = n * self._blocks(length)
-        capacity = self.batcher.capacity
-        if n > 1 and n * self._blocks(most) > capacity:
-            # One sequence that is as large as the engine runs alone; many of them would keep all others out.
-            message = (
-                f"n: {n} answers of {most} tokens with their prompts need {n * self._blocks(most)} tokens of "
-                f"KV cache, and the engine has {capacity}; lower n or max_tokens"
-            )
-            result.refusal = RequestError(400, "invalid_request_error", message, param="n")
-            raise RefusedError(result.refusal)
         if self.by_priority:
             # Not the priority in the body: the Ingress has decided what its client may ask for.
             options["priority"] = request.scheduling.priority
+        if result.searching:
+            results = super().generate(prompt, sampling_params, request_id, **options)
+            async with aclosing(results):
+                async for output in results:
+                    yield output
+            return
+        admitted = self._slot(length, sampling_params.max_tokens, sampling_params.n)
         # The parameters don't change any more, and a copy costs a fifth of vLLM's work on a short prompt.
         sampling_params.skip_clone = True
         if request.token_ids:
@@ -85,7 +79,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         else:
             results = super().generate(prompt, sampling_params, request_id, **options)
         async with (
-            _AdmittedSlot(self.batcher, reserved, n * self._blocks(most) - reserved, length) as slot,
+            admitted as slot,
             aclosing(results),
         ):
             self.prompt_tokens += length
@@ -98,6 +92,55 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             async for output in results:
                 slot.report(sum(len(each.token_ids) for each in output.outputs))
                 yield output
+
+    async def beam_search(
+        self,
+        search: Callable[..., AsyncGenerator[RequestOutput, None]],
+        *,
+        prompt: Any,
+        params: BeamSearchParams,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a beam search in one slot, as `beam_width` sequences.
+
+        Args:
+            search: The search of vLLM's application, which asks the engine once for each token of each beam.
+            prompt: The rendered prompt.
+            params: Its width and length.
+            options: The other arguments of the search.
+        """
+        length = _prompt_length(prompt, self.model_config.max_model_len)
+        request, result = current()
+        if request.max_tokens is not None:
+            params.max_tokens = min(params.max_tokens, request.max_tokens)
+        results = search(prompt=prompt, params=params, **options)
+        async with self._slot(length, params.max_tokens, params.beam_width) as slot, aclosing(results):
+            self.prompt_tokens += length
+            result.searching = True
+            async for output in results:
+                slot.report(sum(len(each.token_ids) for each in output.outputs))
+                yield output
+
+    def _slot(self, length: int, max_tokens: int | None, n: int) -> "_AdmittedSlot":
+        """Return the slot of `n` sequences with one prompt.
+
+        Raises:
+            RefusedError: 400, they never fit together.
+        """
+        limit: int = self.model_config.max_model_len
+        most = limit if max_tokens is None else min(length + max_tokens, limit)
+        reserved, whole = n * self._blocks(length), n * self._blocks(most)
+        capacity = self.batcher.capacity
+        if n > 1 and whole > capacity:
+            # One sequence that is as large as the engine runs alone; many of them would keep all others out.
+            message = (
+                f"n: {n} answers of {most} tokens with their prompts need {whole} tokens of KV cache, and "
+                f"the engine has {capacity}; lower n or max_tokens"
+            )
+            result = current().result
+            result.refusal = RequestError(400, "invalid_request_error", message, param="n")
+            raise RefusedError(result.refusal)
+        return _AdmittedSlot(self.batcher, reserved, whole - reserved, length, n)
 
     async def _stream(
         self,
@@ -216,11 +259,13 @@ class _AdmittedSlot:
 
     __slots__ = ("_length", "_result", "_slot")
 
-    def __init__(self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int) -> None:
+    def __init__(
+        self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int, n: int = 1
+    ) -> None:
         self._length = length
         request, self._result = current()
         # The first slot of a request is refused when the queue is full; once it has one, the others wait, and
-        # its deadline is met: a list may be longer than the queue, a beam search takes a slot for each token.
+        # its deadline is met: a list may be longer than the queue.
         wait = request.wait or self._result.asked > 0
         deadline = None if self._result.admitted else request.deadline
         self._result.asked += 1
@@ -232,6 +277,7 @@ class _AdmittedSlot:
             tenant=request.scheduling.tenant,
             deadline=deadline,
             wait=wait,
+            records=n,
         )
 
     async def __aenter__(self) -> Slot:

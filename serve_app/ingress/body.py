@@ -116,6 +116,26 @@ class JSONBody:
         commas = text.count(b",")
         return commas + 1 if commas < most else len(_LIST.decode(field))
 
+    def count_parts(self, name: str, most: int) -> int:
+        """Return the messages in a list, or a list of lists, and the parts of their contents.
+
+        Or a number up to `most` that they don't exceed.
+
+        Raises:
+            RequestError: 400, the field is nested too deeply.
+        """
+        field = self._fields.get(name)
+        try:
+            if isinstance(field, msgspec.Raw):
+                # Messages and parts are objects: a long text is parsed only if need be.
+                if (objects := bytes(field).count(b"{")) <= most:
+                    return objects
+                field = msgspec.json.decode(field)
+            return _count_parts(field)
+        except RecursionError:
+            message = f"{name}: nested too deeply"
+            raise RequestError(400, "invalid_request_error", message, param=name) from None
+
     def _value(self, name: str) -> Any:
         field = self._fields[name]
         if not isinstance(field, msgspec.Raw):
@@ -126,6 +146,13 @@ class JSONBody:
             # A number of thousands of digits, a list of thousands of levels.
             message = f"{name}: is no value that can be read"
             raise RequestError(400, "invalid_request_error", message, param=name) from None
+
+
+def _count_parts(field: Any) -> int:
+    if isinstance(field, dict):
+        content = field.get("content")
+        return 1 + (len(content) if isinstance(content, list) else 0)
+    return sum(map(_count_parts, field)) if isinstance(field, list) else 0
 
 
 def _is_plain(body: bytes) -> bool:

@@ -24,6 +24,7 @@ PROMPT_LISTS = (
     "data_1",
     "data_2",
 )
+MESSAGE_LISTS = (*PROMPT_LISTS, "query", "messages", "system", "previous_input_messages", "tools")
 CHAT_BATCH = "/v1/chat/completions/batch"
 
 
@@ -85,6 +86,9 @@ def read_openai(body: bytes, path: str, limits: IngressSettings) -> OpenAIFields
         # An empty list is refused by vLLM, in its own words.
         if content.count(name, limits.max_prompts) != 0:
             _check_list(content, name, limits)
+    for name in MESSAGE_LISTS:
+        count = content.count_parts(name, limits.max_messages)
+        _check_most(name, count, limits.max_messages, "ingress.max_messages")
     return fields
 
 

@@ -157,6 +157,8 @@ class LLMSettings(Strict):
             prompt's time to first token.
         grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
             may take to parse; one that takes longer is answered 400.
+        max_tokenize_tokens: Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: as
+            many as the context. Other routes take what fits into the context.
     """
 
     id: ModelId
@@ -167,6 +169,7 @@ class LLMSettings(Strict):
     sampling: SamplingFields = SamplingFields()
     engine_hang_timeout_s: Seconds = 60.0
     grammar_cpu_s: Seconds = 0.1
+    max_tokenize_tokens: Positive | None = None
 
     @property
     def path(self) -> str:
@@ -274,6 +277,7 @@ class IngressSettings(Strict):
         max_tokens: Most tokens per answer that a request may ask for; the default bound is the model's
             context.
         max_n: Most answers per prompt (`n`).
+        max_messages: Most messages and parts of their contents, in all chats of a call; and most tools.
         allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
     """
 
@@ -283,6 +287,7 @@ class IngressSettings(Strict):
     max_prompts: Positive = 10_000
     max_tokens: Positive | None = None
     max_n: Positive = 128
+    max_messages: Positive = 10_000
     allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
 
     @property

@@ -233,10 +233,11 @@ class ContinuousSchedule:
         stats = self.batcher.stats
         ended = stats.total_completed + stats.total_failed + stats.total_cancelled + stats.total_expired
         assert stats.total_submitted == ended + stats.queue_depth + stats.running, stats
-        assert stats.queue_depth <= self.queue
+        # An empty queue takes any one slot.
+        assert stats.queue_depth <= self.queue or sum(slot.admitted for slot in self.batcher._queue) == 1
         assert stats.running_cost >= 0
         assert 0 <= stats.background_running <= stats.running
-        assert len(self.batcher._running) == stats.running
+        assert sum(slot.records for slot in self.batcher._running) == stats.running
 
     async def hold(self, number: int) -> None:
         draw = self.draw
@@ -245,6 +246,7 @@ class ContinuousSchedule:
         deadline = self.loop.time() + draw.choice([0.0, 0.02, 0.1]) if draw.random() < 0.3 else None
         options: dict[str, Any] = {"tenant": tenant, "priority": priority, "deadline": deadline}
         options["wait"] = draw.random() < 0.5
+        options["records"] = draw.choice([1, 1, 1, 2, 3])
         if draw.random() < 0.3:
             options |= {"prompt_tokens": cost, "max_tokens": 5}
         else:
@@ -355,11 +357,15 @@ class QueueSchedule:
     def check(self) -> None:
         queue, waiting = self.queue, self.waiting
         inside = [entry for entry in waiting if entry.admitted]
-        assert (queue.total, queue.total_cost) == (len(waiting), sum(entry.cost for entry in waiting))
-        assert (queue.size, queue.cost) == (len(inside), sum(entry.cost for entry in inside))
-        assert queue.outside == len(waiting) - len(inside)
-        assert self.size is None or queue.size <= self.size
-        assert self.cost is None or queue.cost <= self.cost or queue.size == 1
+        assert (queue.total, queue.total_cost) == counted(waiting)
+        assert (queue.size, queue.cost) == counted(inside)
+        assert queue.outside == counted(waiting)[0] - counted(inside)[0]
+        assert self.size is None or queue.size <= self.size or len(inside) == 1
+        assert self.cost is None or queue.cost <= self.cost or len(inside) == 1
+        assert sum(records for records, _ in queue.classes().values()) == queue.size
+        for tenant in TENANTS:
+            own = [entry for entry in waiting if (entry.tenant, entry.priority) == (tenant, 0)]
+            assert queue.own(0, tenant) == counted(own)[0]
         assert all(entry.waiting for entry in waiting)
         assert set(queue) == set(waiting)
 
@@ -383,12 +389,15 @@ class QueueSchedule:
             if chance < 0.5:
                 deadline = clock.now + draw.choice([1.0, 5.0]) if draw.random() < 0.3 else None
                 tenant, priority = draw.choice(TENANTS), draw.choice([-1, 0, 0, 1])
-                entry = Entry(number, draw.randint(0, 20), priority, tenant, deadline)
+                records = draw.choice([1, 1, 1, 2, 7])
+                entry = Entry(number, draw.randint(0, 20), priority, tenant, deadline, records)
                 queue.put(entry)
                 self.waiting.append(entry)
             elif chance < 0.7:
                 budget = draw.choice([None, 20])
-                taken = queue.take(budget, draw.choice([None, 1, 3]))
+                most = draw.choice([None, 1, 3])
+                taken = queue.take(budget, most)
+                assert most is None or len(taken) <= 1 or counted(taken)[0] <= most
                 assert budget is None or len(taken) <= 1 or sum(entry.cost for entry in taken) <= budget
                 assert all(entry.deadline is None or clock.now < entry.deadline for entry in taken)
                 self.expire()
@@ -424,6 +433,11 @@ class QueueSchedule:
             assert entry.deadline is not None
             assert entry.deadline <= self.clock.now
             self.waiting.remove(entry)
+
+
+def counted(entries: list[Entry]) -> tuple[int, int]:
+    """Return the records of some entries, and their cost."""
+    return sum(entry.records for entry in entries), sum(entry.cost for entry in entries)
 
 
 def on_a_loop(kind: Callable[[int], Any], number: int, eager: bool = False) -> None:

@@ -36,6 +36,9 @@ def test_the_error_of_a_request_that_can_never_fit_has_the_limit() -> None:
     assert "900" in error.message
     assert "800" in error.message
     assert error.headers() == {}
+    error = refusal_of(Oversize(128, 64, "places"))
+    assert (error.status, error.param) == (400, "n")
+    assert "128 answers" in error.message
 
 
 @pytest.mark.parametrize("reason", [Closed("stopping"), Aborted("x"), BatcherError("y")])

@@ -26,6 +26,7 @@ class FakeEngine:
     """Stands for a VLLMEngine."""
 
     died: bool = False
+    max_tokenize_tokens: int = 1_000
 
 
 def made(app: Any, *, died: bool = False) -> Any:
@@ -37,7 +38,7 @@ def made(app: Any, *, died: bool = False) -> Any:
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1)
     parts._app = app
-    parts._routes = {REQUEST.path}
+    parts._routes = {REQUEST.path, "/detokenize"}
     return parts
 
 
@@ -163,3 +164,27 @@ async def test_a_hostile_grammar_never_reaches_vllm() -> None:
     assert piece.head is not None
     assert piece.head.status == 400
     assert json.loads(piece.body)["error"]["param"] == "structured_outputs.regex"
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(1_000, 200), (2_000, 400)])
+async def test_a_list_of_token_ids_that_is_too_long_is_not_parsed(tokens: int, status: int) -> None:
+    body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
+    engine = made(failing(200, admitted=True))
+    (message,) = [each async for each in engine.relay(replace(REQUEST, path="/detokenize", body=body))]
+    piece = unpack(message)
+    assert piece.head is not None
+    assert piece.head.status == status
+    if status == 400:
+        error = json.loads(piece.body)["error"]
+        assert (error["param"], "max_tokenize_tokens" in error["message"]) == ("tokens", True)
+
+
+async def test_the_size_of_a_body_goes_with_its_request() -> None:
+    sizes = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sizes.append(current().request.size)
+        await failing(200, admitted=True)(scope, receive, send)
+
+    await answer(made(app))
+    assert sizes == [len(REQUEST.body)]

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import SamplingFields
+from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_engine import Completion, VLLMEngine
 from serve_app.engine.vllm_options import Limits
 from serve_app.settings.schema import DEMO_MODEL, LLMSettings
@@ -39,12 +39,13 @@ async def engine(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncIterat
     engine.max_model_len = CONTEXT
     engine._sampling = {"max_tokens": 16, "temperature": 0.5}
     engine._tokenizer = get_tokenizer(LLMSettings(id="demo", source=DEMO_MODEL).path)
-    engine._threads = ThreadPoolExecutor(1)
+    engine._texts = TokenizingQueue(1)
+    await engine._texts.start()
     engine._ids = itertools.count()
     engine._limits = Limits(1024, None, 64, {"a": 2.0})
     yield engine
     await batcher.stop(drain=False)
-    engine._threads.shutdown()
+    await engine._texts.stop()
 
 
 async def refusal(engine: VLLMEngine, token_ids: list[int], **fields: Any) -> RequestError:

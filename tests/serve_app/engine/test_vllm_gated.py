@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +10,12 @@ import pytest
 from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 
 from batcher import ContinuousBatcher
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.settings.schema import DEMO_MODEL, LLMSettings
@@ -246,7 +247,7 @@ async def test_a_request_that_was_admitted_has_met_its_deadline(
     llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
     set_current(AdmissionRequest(deadline=time.monotonic() + 0.05), AdmissionResult())
     await run(llm)
-    # A beam search takes a slot for each of its tokens.
+    # The next prompt of its list comes later.
     await asyncio.sleep(0.06)
     assert len(await run(llm)) == 1
 
@@ -267,6 +268,105 @@ async def test_answers_that_never_fit_together_are_refused(
     assert script.calls == []
     await run(llm, params=SamplingParams(n=8, max_tokens=None))
     await run(llm, params=SamplingParams(n=9, max_tokens=4))
+
+
+async def test_answers_are_as_many_records_and_a_priority_request_goes_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """110 `flex` requests of eight answers: 880 sequences for 256 places."""
+    requests, answers, places = 110, 8, 256
+    started: list[str] = []
+    go = asyncio.Event()
+
+    class Held(Script):
+        async def run(
+            self, prompt: Any, params: Any, request_id: str, **options: Any
+        ) -> AsyncGenerator[Any, None]:
+            started.append(request_id)
+            await go.wait()
+            yield output(1, finish="stop")
+
+    async with ContinuousBatcher(capacity=1_000_000, max_running=places) as batcher:
+        llm = gated(monkeypatch, Held(), batcher)
+
+        async def ask(name: str, priority: int, n: int) -> None:
+            scheduling = Scheduling(priority=priority, tenant=name)
+            set_current(AdmissionRequest(scheduling), AdmissionResult())
+            async for _ in llm.generate(TEN, SamplingParams(max_tokens=4, n=n), name):
+                pass
+
+        tasks = [asyncio.ensure_future(ask("flex", 10, answers)) for _ in range(requests)]
+        try:
+            await asyncio.sleep(0)
+            stats = batcher.stats
+            assert (stats.running, len(started)) == (places, places // answers)
+            assert stats.queue_depth == requests * answers - places
+            # The report to the autoscaler has all sequences.
+            assert autoscaling_stats(stats)[SEQUENCES] == requests * answers
+            tasks.append(asyncio.ensure_future(ask("live", -10, 1)))
+            # No place is free: it is the first of those that wait.
+            await asyncio.sleep(0)
+        finally:
+            go.set()
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.gather(*tasks)
+    assert started[places // answers] == "live"
+    assert batcher.stats.total_completed == requests * answers + 1
+
+
+async def test_more_answers_than_the_engine_runs_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ContinuousBatcher(capacity=10_000, places=4, oversize="alone") as batcher:
+        llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
+        set_current(AdmissionRequest(), AdmissionResult())
+        with pytest.raises(RefusedError, match="n: 5 answers must start together"):
+            await run(llm, params=SamplingParams(max_tokens=4, n=5))
+        await run(llm, params=SamplingParams(max_tokens=4, n=4))
+
+
+def searched(llm: Any, steps: int = 1, **params: Any) -> AsyncGenerator[Any, None]:
+    """Return the results of a beam search that asks the engine so many times."""
+
+    async def search(*, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
+        for _ in range(steps):
+            await asyncio.gather(*(run(llm, prompt) for _ in range(params.beam_width)))
+        yield output(*range(params.max_tokens), finish="length")
+
+    results: AsyncGenerator[Any, None] = llm.beam_search(
+        search, prompt=TEN, params=BeamSearchParams(**params), request_id="r"
+    )
+    return results
+
+
+async def test_a_beam_search_is_admitted_once_with_all_its_beams(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    result = AdmissionResult()
+    # Its deadline is met when it starts, and a full queue doesn't refuse its later tokens.
+    set_current(AdmissionRequest(deadline=time.monotonic() + LIMIT_S), result)
+    async with asyncio.timeout(LIMIT_S):
+        results = searched(llm, steps=3, beam_width=4, max_tokens=7)
+        assert [len(each.outputs[0].token_ids) async for each in results] == [7]
+    # 10 + 7 tokens are two blocks.
+    assert script.costs == [4 * 2 * BLOCK] * 12
+    stats = batcher.stats
+    # Four beams are four records.
+    assert (stats.total_completed, stats.running_cost, llm.prompt_tokens) == (4, 0, 10)
+    assert result.usage.prompt_tokens == 10
+    assert result.usage.output_tokens == 7
+
+
+async def test_a_beam_search_that_never_fits_is_refused(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    set_current(AdmissionRequest(), AdmissionResult())
+    with pytest.raises(RefusedError, match="lower n or max_tokens"):
+        await anext(searched(llm, beam_width=9, max_tokens=CONTEXT))
+    set_current(AdmissionRequest(max_tokens=4), AdmissionResult())
+    assert len((await anext(searched(llm, beam_width=9, max_tokens=CONTEXT))).outputs[0].token_ids) == 4
 
 
 async def test_one_answer_as_large_as_the_engine_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:

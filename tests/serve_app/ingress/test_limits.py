@@ -10,6 +10,7 @@ import pytest
 
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.limits import CHAT_BATCH
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -43,14 +44,21 @@ PROMPT = {"prompt": "x"}
         ("/v1/rerank", {"documents": ["x"] * 4}, "documents"),
         ("/v1/score", {"text_2": ["x"] * 4}, "text_2"),
         ("/v1/score", {"queries": "x", "items": ["x"] * 4}, "items"),
+        ("/v1/rerank", {"documents": {"content": [{"text": "x"}] * 12}}, "documents"),
         ("/v1/completions", {"prompt_embeds": ["x"] * 4}, "prompt_embeds"),
-        ("/v1/chat/completions/batch", {"messages": [[]] * 4}, "messages"),
+        (CHAT_BATCH, {"messages": [[]] * 4}, "messages"),
+        (CHAT, {"messages": [{"content": "x"}] * 13}, "messages"),
+        (CHAT, {"messages": [{"content": [{"text": "x"}] * 6}] * 2}, "messages"),
+        (CHAT_BATCH, {"messages": [[{"content": "x"}] * 7] * 2}, "messages"),
+        ("/v1/responses", {"input": [{"content": [{"text": "x"}] * 12}]}, "input"),
+        (CHAT, {"tools": [{"function": {}}] * 13}, "tools"),
+        (CHAT, {"messages": json.loads("[" * 500 + "{}, " * 12 + "{}" + "]" * 500)}, "messages"),
         ("/generate", {"prompts": ["x"], "max_tokens": 11}, "max_tokens"),
         ("/generate", {"prompts": ["x"] * 4}, "prompts"),
     ],
 )
 async def test_more_than_the_limit_is_refused_with_the_field(path: str, body: object, param: str) -> None:
-    async with Client(max_n=2, max_tokens=10, max_prompts=3) as client:
+    async with Client(max_n=2, max_tokens=10, max_prompts=3, max_messages=12) as client:
         message = check_error(await client.post(path, json=body), 400, "invalid_request_error", param)
         assert message.startswith(f"{param}: ")
         assert client.engine.requests == []
@@ -74,10 +82,13 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
         ("/generate", {"prompts": ["x"] * 3, "max_tokens": 10}),
         # One chat of many messages.
         (CHAT, {"messages": [{}] * 9}),
+        # Many objects, but few messages.
+        (CHAT, {"messages": [{"content": "{" * 50}, {"content": [{"text": "{" * 50}]}]}),
+        (CHAT, {"tools": [{"function": {"parameters": {"a": [{}] * 50}}}]}),
     ],
 )
 async def test_a_request_within_the_limits_goes_through(path: str, body: object) -> None:
-    async with Client(max_n=2, max_tokens=10, max_prompts=3) as client:
+    async with Client(max_n=2, max_tokens=10, max_prompts=3, max_messages=12) as client:
         assert (await client.post(path, json=body)).status_code == 200
 
 

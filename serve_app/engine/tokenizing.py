@@ -1,0 +1,117 @@
+"""Tokenizing of texts: in the order of a batcher, and with a thread of its own for long requests."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from batcher import BatcherError, ContinuousBatcher
+from serve_app.engine.admission import current, refusal_of
+
+LONG_BYTES = 65_536
+"""A request with a larger body is long."""
+
+LONG_QUEUE_CHARS = 1 << 28
+"""Characters of long requests that may wait."""
+
+SHORT_AT_ONCE, LONG_AT_ONCE = 16, 2
+"""Texts that are handed to their threads at once: these don't run out of work between two texts."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """Threads, and the batcher that admits texts to them; a text costs its characters."""
+
+    batcher: ContinuousBatcher
+    threads: ThreadPoolExecutor
+
+
+class TokenizingQueue:
+    """Threads that tokenize, in the order of tiers and tenants.
+
+    The texts of a long request take turns with those of other long ones, in one thread. The others never wait
+    behind them: a tokenizer leaves the interpreter's lock alone while it works.
+
+    Args:
+        max_queue_size: Texts that may wait, of long requests and of others; then the first text of a request
+            is refused.
+        threads: Threads for requests that are not long.
+        tenant_weights: Share of a tenant in relation to the others.
+    """
+
+    def __init__(
+        self, max_queue_size: int, threads: int = 1, tenant_weights: Mapping[str, float] | None = None
+    ) -> None:
+        def lane(threads: int, running: int) -> _Lane:
+            batcher = ContinuousBatcher(
+                capacity=LONG_QUEUE_CHARS,
+                max_running=running,
+                max_queue_size=max_queue_size,
+                max_queue_cost=LONG_QUEUE_CHARS,
+                oversize="alone",
+                tenant_weights=tenant_weights,
+            )
+            return _Lane(batcher, ThreadPoolExecutor(threads, thread_name_prefix="tokenize"))
+
+        self._short = lane(threads, SHORT_AT_ONCE)
+        self._long = lane(1, LONG_AT_ONCE)
+
+    async def start(self) -> None:
+        """Admit texts."""
+        for lane in (self._short, self._long):
+            await lane.batcher.start()
+
+    async def stop(self, timeout_s: float = 1.0) -> None:
+        """Refuse texts, those that wait too.
+
+        Args:
+            timeout_s: Seconds for those that a thread has begun.
+        """
+        for lane in (self._short, self._long):
+            await lane.batcher.stop(drain=False, timeout=timeout_s)
+            lane.threads.shutdown(wait=False, cancel_futures=True)
+
+    async def run(self, call: Callable[[], T], characters: int) -> T:
+        """Return the result of a call that tokenizes, made in a thread when its turn has come.
+
+        Args:
+            call: Tokenizes one text of the task's request, or several.
+            characters: Their length.
+
+        Raises:
+            RequestError: 429, too many texts wait; 408, the request's time is over; 503, the replica stops.
+        """
+        request, result = current()
+        lane = self._long if max(request.size, characters) > LONG_BYTES else self._short
+        scheduling = request.scheduling
+        lane.batcher.weigh(scheduling.tenant, scheduling.weight)
+        # As with slots: what has begun is not refused halfway.
+        begun = result.texts > 0
+        result.texts += 1
+        slot = lane.batcher.slot(
+            characters,
+            priority=scheduling.priority,
+            tenant=scheduling.tenant,
+            deadline=None if begun else request.deadline,
+            wait=request.wait or begun,
+        )
+        try:
+            await slot.__aenter__()
+        except BatcherError as error:
+            result.refusal = refusal_of(error)
+            raise result.refusal from None
+        future = asyncio.get_running_loop().run_in_executor(lane.threads, call)
+
+        def ended(done: "asyncio.Future[T]") -> None:
+            slot.release()
+            if not done.cancelled():
+                # Its client may have left: then nobody else takes the error.
+                done.exception()
+
+        # A thread can't be stopped. Its place is taken until it ends, so that calls whose clients have left
+        # don't pile up in front of it.
+        future.add_done_callback(ended)
+        return await asyncio.shield(future)

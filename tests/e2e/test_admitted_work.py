@@ -1,0 +1,69 @@
+"""What is admitted for a request is what vLLM runs for it: sequences, and tokens of KV cache."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.e2e.admitted_work import CASES, CONTEXT
+
+SEQUENCES = {
+    "prompt: list": 4,
+    "prompt: tokens": 4,
+    "prompt: list, n": 6,
+    "n": 3,
+    "n, stream": 3,
+    "chat: n": 3,
+    "chats": 3,
+    "generate": 3,
+    "generate: chats": 3,
+    # One for each beam and token; the first token has one beam.
+    "beams": 1 + 7 * 3,
+    "beams: list": 2 * (1 + 7 * 3),
+    "chat: beams": 1 + 7 * 3,
+    **dict.fromkeys(("count_tokens", "tokenize", "tokenize: chat", "detokenize"), 0),
+}
+"""Sequences that vLLM runs for a request; one where not given."""
+
+REFUSED = {
+    **dict.fromkeys(
+        ("tokenize: long", "tokenize: huge", "chat: huge", "detokenize: long"), f"{CONTEXT} tokens"
+    ),
+    "chats: n": "set `n` to 1",
+}
+"""Requests that are refused, by what their message says."""
+
+
+@pytest.fixture(scope="module")
+def results() -> Any:
+    command = [sys.executable, "-m", "tests.e2e.admitted_work"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_request_is_admitted_with_all_that_vllm_runs_for_it(results: Any, case: str) -> None:
+    found = results[case]
+    if case in REFUSED:
+        assert (found["status"], found["sequences"], found["slots"]) == (400, 0, 0), found
+        assert REFUSED[case] in found["text"], found
+        return
+    assert found["status"] == 200, found
+    assert found["sequences"] == SEQUENCES.get(case, 1), found
+    # At no moment did vLLM hold more than the batcher had let in.
+    assert (found["beyond"], found["uncounted"]) == (0, 0), found
+    # A request that ran alone reserved no more than it could need: its beams are fewer at first.
+    assert found["peak_cost"] == found["peak_tokens"] or "beams" in case, found
+    assert found["left"] == 0, found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_text_is_tokenized_past_the_queue(results: Any, case: str) -> None:
+    found = results[case]
+    decoded = 1 if case == "detokenize" else 0
+    assert found["tokenized"] + decoded == found["texts"], found
+    if "huge" in case:
+        assert found["tokenized"] == 0

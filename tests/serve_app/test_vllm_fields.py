@@ -1,0 +1,163 @@
+"""Fields of vLLM's own requests that can multiply work, on the routes that clients reach."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.pooling.embed.api_router import router as embed
+from vllm.entrypoints.pooling.scoring.api_router import router as scoring
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from serve_app.ingress.routing import OPENAI
+
+ROUTES = (*OPENAI, "/tokenize", "/detokenize")
+
+RECORDS = {
+    "n",
+    "prompt",
+    "input",
+    "messages",
+    "documents",
+    "queries",
+    "items",
+    "text_1",
+    "text_2",
+    "data_1",
+    "data_2",
+}
+"""Fields that multiply sequences. Each sequence is a record of the batcher, with its own KV cache.
+
+tests/e2e/test_admitted_work.py compares what is admitted with what the engine runs.
+"""
+
+REVIEWED = {
+    **dict.fromkeys(RECORDS, "records"),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens"), "KV cache, ingress.max_tokens"
+    ),
+    **dict.fromkeys(("min_tokens", "thinking_token_budget", "thinking.budget_tokens"), "within max_tokens"),
+    **dict.fromkeys(("best_of", "max_tool_calls"), "vLLM ignores it"),
+    "prompt_embeds": "refused by vLLM unless the config allows it; ingress.max_prompts",
+    "tokens": "max_tokenize_tokens",
+    **dict.fromkeys(
+        (
+            *(f"{field}.content" for field in ("query", *RECORDS)),
+            "previous_input_messages",
+            "system",
+            "tools",
+            "tool_choice.tools",
+        ),
+        "ingress.max_messages",
+    ),
+    "truncate_prompt_tokens": "a long text is cut before it is tokenized",
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"), "vLLM's max_logprobs"
+    ),
+    **dict.fromkeys(("stop", "stop_sequences"), "vLLM's own bound on stop strings"),
+    **dict.fromkeys(
+        ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias"),
+        "ids of the vocabulary, once a step",
+    ),
+    **dict.fromkeys(
+        (
+            "structured_outputs.choice",
+            "structured_outputs.json",
+            "response_format",
+            "response_format.json_schema",
+            "response_format.structures",
+            "response_format.triggers",
+            "text",
+            "text.format",
+            "tool_choice",
+            "tool_choice.function",
+        ),
+        "grammar_cpu_s",
+    ),
+    **dict.fromkeys(
+        (
+            "repetition_detection.max_pattern_size",
+            "repetition_detection.min_count",
+            "repetition_detection.min_pattern_size",
+        ),
+        "within the answer's length",
+    ),
+    **dict.fromkeys(
+        ("dimensions", "max_tokens_per_doc", "max_tokens_per_query", "top_n"), "within the answer"
+    ),
+    **dict.fromkeys(
+        ("seed", "top_k", "priority", "stream_interval", "routed_experts_prompt_start"), "a number"
+    ),
+    **dict.fromkeys(
+        (
+            "chat_template_kwargs",
+            "ec_transfer_params",
+            "include",
+            "kv_transfer_params",
+            "media_io_kwargs",
+            "metadata",
+            "mm_processor_kwargs",
+            "prompt.variables",
+            "reasoning",
+            "stream_options",
+            "timestamp_granularities[]",
+            "vllm_xargs",
+        ),
+        "options",
+    ),
+}
+"""Fields that are a number or a list, by what bounds the work that they make.
+
+A new one is added here after a look at what it multiplies and, if that is sequences, at their admission.
+"""
+
+
+@pytest.fixture(scope="module")
+def openapi() -> Any:
+    app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), ("generate", "transcription"))
+    # vLLM adds these for pooling models.
+    for router in (embed, scoring):
+        app.include_router(router)
+    return app.openapi()
+
+
+def _find(schema: Any) -> Any:
+    """Return what a reference names, or the schema itself."""
+    while reference := schema.get("$ref"):
+        root = schema["root"]
+        for key in reference.removeprefix("#/").split("/"):
+            root = root[key]
+        schema = root | {"root": schema["root"]}
+    return schema
+
+
+def _variants(schema: Any) -> Iterator[Any]:
+    """Yield a schema, its references resolved, or each of its alternatives."""
+    schema = _find(schema)
+    alternatives = [each for key in ("anyOf", "oneOf", "allOf") for each in schema.get(key, ())]
+    for each in alternatives:
+        yield from _variants(each | {"root": schema["root"]})
+    if not alternatives:
+        yield schema
+
+
+def _multipliers(schema: Any, prefix: str = "") -> Iterator[str]:
+    """Yield the fields of a request that are a number, a list or a map, and those of the objects in it."""
+    for model in _variants(schema):
+        for name, field in model.get("properties", {}).items():
+            for variant in _variants(field | {"root": schema["root"]}):
+                is_map = variant.get("additionalProperties") and "properties" not in variant
+                if variant.get("type") in ("integer", "array") or is_map:
+                    yield prefix + name
+                if not prefix:
+                    yield from _multipliers(variant, f"{name}.")
+
+
+def test_each_field_that_can_multiply_work_was_looked_at(openapi: Any) -> None:
+    found = set()
+    for path in ROUTES:
+        for content in openapi["paths"][path]["post"]["requestBody"]["content"].values():
+            found |= set(_multipliers(content["schema"] | {"root": openapi}))
+    assert found >= RECORDS | {"tokens", "repetition_detection.min_count"}
+    assert found <= set(REVIEWED), "fields that nobody has looked at"
