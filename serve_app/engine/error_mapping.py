@@ -14,8 +14,8 @@ FAILED = {500, 501}
 def blame_request(message: bytes) -> bytes:
     """Return the answer of vLLM's application to a request that has got no token of an engine that lives.
 
-    Only the request can have made it fail: the application fails on some values before it has checked them and
-    on features that the model doesn't have, the engine on grammars that it can't compile. Such a failure
+    Only the request can have made it fail: the application fails on some values before it has checked them
+    and on features that the model doesn't have, the engine on grammars that it can't compile. Such a failure
     becomes a 400.
 
     Args:

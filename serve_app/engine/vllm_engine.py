@@ -127,6 +127,7 @@ class VLLMEngine:
         )
         self.llm.stream_interval = StreamInterval()
         self.llm.by_priority = self._args.scheduling_policy == "priority"
+        self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._limits = limits_of(settings.batcher, self.llm)
         self.batcher = self.llm.batcher = steps.batcher = batcher_of(settings.batcher, self._limits)
         self.max_model_len: int = self.llm.model_config.max_model_len

@@ -44,12 +44,14 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         batcher: Admits the requests.
         stream_interval: Bounds the pieces per second of all streams.
         by_priority: vLLM schedules by priority too.
+        max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         prompt_tokens: Tokens of the prompts that were admitted.
     """
 
     batcher: ContinuousBatcher
     stream_interval: StreamInterval
     by_priority: bool
+    max_prompt_logprobs: int
     prompt_tokens: int = 0
 
     async def generate(
@@ -70,6 +72,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 async for output in results:
                     yield output
             return
+        self._check_prompt_logprobs(length, sampling_params.prompt_logprobs)
         admitted = self._slot(length, sampling_params.max_tokens, sampling_params.n)
         # The parameters don't change any more, and a copy costs a fifth of vLLM's work on a short prompt.
         sampling_params.skip_clone = True
@@ -120,6 +123,26 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             async for output in results:
                 slot.report(sum(len(each.token_ids) for each in output.outputs))
                 yield output
+
+    def _check_prompt_logprobs(self, length: int, each: int | None) -> None:
+        """Refuse more logprobs of a prompt than the event loop can make without holding others up.
+
+        Raises:
+            RefusedError: 400.
+        """
+        if each is None:
+            return
+        # vLLM adds the prompt's own token to those that are asked for; -1 are all of the vocabulary.
+        every = self.model_config.get_vocab_size() if each < 0 else each + 1
+        if length * every <= self.max_prompt_logprobs:
+            return
+        message = (
+            f"prompt_logprobs: {length} prompt tokens with {every} logprobs each are more than "
+            f"{self.max_prompt_logprobs} (max_prompt_logprobs); ask for fewer, or send a shorter prompt"
+        )
+        result = current().result
+        result.refusal = RequestError(400, "invalid_request_error", message, param="prompt_logprobs")
+        raise RefusedError(result.refusal)
 
     def _slot(self, length: int, max_tokens: int | None, n: int) -> "_AdmittedSlot":
         """Return the slot of `n` sequences with one prompt.

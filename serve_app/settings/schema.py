@@ -159,6 +159,8 @@ class LLMSettings(Strict):
             may take to parse; one that takes longer is answered 400.
         max_tokenize_tokens: Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: as
             many as the context. Other routes take what fits into the context.
+        max_prompt_logprobs: Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens
+            times the logprobs of each. vLLM makes them on the event loop.
     """
 
     id: ModelId
@@ -170,6 +172,7 @@ class LLMSettings(Strict):
     engine_hang_timeout_s: Seconds = 60.0
     grammar_cpu_s: Seconds = 0.1
     max_tokenize_tokens: Positive | None = None
+    max_prompt_logprobs: Positive = 32_768
 
     @property
     def path(self) -> str:

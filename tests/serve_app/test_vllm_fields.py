@@ -53,7 +53,8 @@ REVIEWED = {
     ),
     "truncate_prompt_tokens": "a long text is cut before it is tokenized",
     **dict.fromkeys(
-        ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"), "vLLM's max_logprobs"
+        ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
+        "vLLM's max_logprobs, and max_prompt_logprobs",
     ),
     **dict.fromkeys(("stop", "stop_sequences"), "vLLM's own bound on stop strings"),
     **dict.fromkeys(

@@ -323,6 +323,22 @@ async def test_more_answers_than_the_engine_runs_at_once_are_refused(monkeypatch
         await run(llm, params=SamplingParams(max_tokens=4, n=4))
 
 
+async def test_more_logprobs_of_a_prompt_than_the_loop_can_make_are_refused(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    set_current(AdmissionRequest(), AdmissionResult())
+    # Ten tokens; the bound is 100.
+    await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=9))
+    with pytest.raises(RefusedError, match=r"10 prompt tokens with 11 logprobs each.*max_prompt_logprobs"):
+        await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=10))
+    with pytest.raises(RefusedError, match="10 prompt tokens with 1000 logprobs each"):
+        await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=-1))
+    assert len(script.calls) == 1
+    assert batcher.stats.total_submitted == 1
+
+
 def searched(llm: Any, steps: int = 1, **params: Any) -> AsyncGenerator[Any, None]:
     """Return the results of a beam search that asks the engine so many times."""
 
