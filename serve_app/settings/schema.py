@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -19,6 +20,7 @@ from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
 from serve_app.api.protocol import Flag, SamplingFields
 from serve_app.settings.messages import describe_errors
+from serve_app.simulation.profiles import Profile, read_profile
 
 DEMO_MODEL = "saturate://demo"
 """The `source` of the model that is shipped with this package."""
@@ -157,6 +159,9 @@ class LLMSettings(Strict):
             prompt's time to first token.
         grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
             may take to parse; one that takes longer is answered 400.
+        simulate: Profile of a simulated device, which takes the model's place: a built-in one by its name, a
+            YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. Then
+            `source` lends its tokenizer only; the default is the demo model's.
     """
 
     id: ModelId
@@ -167,6 +172,14 @@ class LLMSettings(Strict):
     sampling: SamplingFields = SamplingFields()
     engine_hang_timeout_s: Seconds = 60.0
     grammar_cpu_s: Seconds = 0.1
+    simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simulation_needs_no_source(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("simulate") is not None:
+            return {"source": DEMO_MODEL, **fields}
+        return fields
 
     @property
     def path(self) -> str:
@@ -408,6 +421,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("models", "llm", "batcher"): BatcherSettings,
     ("models", "llm", "batcher", "goals"): GoalSettings,
     ("models", "llm", "sampling"): SamplingFields,
+    ("models", "llm", "simulate"): Profile,
     ("models", "function"): FunctionSettings,
     ("models", "function", "batcher"): FunctionBatcherSettings,
     ("ingress",): IngressSettings,
