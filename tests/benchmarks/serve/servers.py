@@ -34,7 +34,7 @@ def saturate(
     content = config()
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
-    served |= {"source": str(model.folder), "engine": dict(model.engine)}
+    served |= model.settings
     served["batcher"] |= batcher or {}
     if telemetry is not None:
         content["applications"][0]["args"]["telemetry"] = dict(telemetry)
@@ -65,7 +65,8 @@ def vllm_serve(model: Model, folder: Path) -> Iterator[Server]:
     for name, value in model.engine.items():
         flag = name.replace("_", "-")
         command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else []
-        command += [] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        text = json.dumps(value) if isinstance(value, dict) else str(value)
+        command += [] if isinstance(value, bool) else [f"--{flag}", text]
     with over_http("vllm serve", command, port, folder, env=model.env) as server:
         yield server
 
@@ -112,3 +113,9 @@ SERVERS: Mapping[str, tuple[Start, str]] = {
 
 DEFAULT = [name for name in SERVERS if name != SILENT]
 """Servers that are measured if none is named."""
+
+ON_DEVICE = [OURS, VLLM, SEEDS, OFFLINE, SILENT]
+"""Servers that run on a simulated device. ray.serve.llm has another vLLM, with another executor."""
+
+DEFAULT_ON_DEVICE = [OURS, VLLM, SEEDS]
+"""Those that are measured there if none is named."""
