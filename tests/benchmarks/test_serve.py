@@ -1,12 +1,19 @@
 """Parts of the service's benchmark that can go wrong without a server."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from serve_app.engine.vllm_options import vllm_args
+from serve_app.settings.schema import LLMSettings
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.serve.__main__ import main
 from tests.benchmarks.serve.client import Answer
 from tests.benchmarks.serve.loads import ALL_LOADS, CHUNK, DEVICE_LOADS, SERIES
-from tests.benchmarks.serve.models import MODELS, PROFILES
-from tests.benchmarks.serve.servers import DEFAULT_ON_DEVICE, OURS, VLLM
+from tests.benchmarks.serve.models import MODELS
+from tests.benchmarks.serve.servers import DEFAULT_ON_DEVICE, OURS, VLLM, flags
 from tests.benchmarks.serve.tables import DEVICE_TARGETS, targets
 from tests.benchmarks.serve.ways import Run, ways
 
@@ -54,6 +61,16 @@ def test_targets_are_those_of_the_device() -> None:
     for name in DEVICE_LOADS:
         assert targets(name, "h100-70b-tp4")
     assert DEFAULT_ON_DEVICE[:2] == [OURS, VLLM]
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_both_servers_run_on_the_same_device(name: str, tmp_path: Path) -> None:
+    device = MODELS[name](tmp_path)
+    theirs = make_arg_parser(FlexibleArgumentParser()).parse_args(flags(device.engine))
+    ours = vllm_args(LLMSettings.model_validate({"id": "demo", **device.settings}))
+    for option in device.engine:
+        assert getattr(theirs, option) == getattr(ours, option), option
+    assert theirs.additional_config["simulate"]["name"] == name
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks import report
 from tests.benchmarks.measuring import Table
 from tests.benchmarks.serve import plot, tables
 from tests.benchmarks.serve.loads import ALL_LOADS, DEVICE_LOADS, LOADS
-from tests.benchmarks.serve.models import GPU_MODELS, MODELS, PROFILES, about
+from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
 from tests.benchmarks.serve.rounds import START, Found, Plan, measure
 from tests.benchmarks.serve.servers import DEFAULT, DEFAULT_ON_DEVICE, ON_DEVICE, OURS, SERVERS, SILENT
 from tests.benchmarks.serve.ways import ways
