@@ -11,7 +11,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine import core as vllm_core
 
@@ -34,6 +34,7 @@ class Engine:
         tokens: Output tokens of each request.
         seen_at: When each came.
         cached: Tokens of each prompt that were in the prefix cache.
+        host_s: Seconds that vLLM takes between two steps.
     """
 
     def __init__(self, time: VirtualTime, **fields: Any) -> None:
@@ -45,6 +46,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
         self.seen_at: dict[str, list[float]] = {}
         self.cached: dict[str, int] = {}
+        self.host_s = 0.0
 
     def add(self, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> None:
         """Add a request."""
@@ -61,6 +63,7 @@ class Engine:
             if not self.core.scheduler.has_requests() and not self.core.batch_queue:
                 return
             outputs, _ = self.core.step_fn()
+            self.time.sleep(self.host_s)
             for each in (outputs or {}).values():
                 for output in each.outputs:
                     self.tokens[output.request_id] += output.new_token_ids
@@ -105,6 +108,18 @@ def test_a_request_takes_the_time_of_the_profile(start: Callable[..., Engine], a
     first = 7.0 + 0.0495
     assert engine.seen_at["a"] == pytest.approx([first, first + 0.02475, first + 0.02475 + 0.025])
     assert len(engine.tokens["a"]) == 3
+
+
+@pytest.mark.parametrize(("ahead", "step_s"), [(False, 0.017), (True, 0.012)])
+def test_async_scheduling_hides_the_time_of_vllm_behind_the_step(
+    start: Callable[..., Engine], ahead: bool, step_s: float
+) -> None:
+    engine = start(async_scheduling=ahead, per_kv_token_ms=0.0)
+    engine.host_s = 0.005
+    engine.add("a", PROMPT, 20)
+    engine.run()
+    *_, earlier, last = engine.seen_at["a"]
+    assert last - earlier == pytest.approx(step_s)
 
 
 def test_sequences_share_a_step(start: Callable[..., Engine]) -> None:
@@ -161,6 +176,24 @@ def test_requests_are_preempted_and_go_on_with_the_same_tokens(
     engine.run()
     assert preempted
     assert [engine.tokens[str(number)] for number in range(5)] == alone
+
+
+def test_a_token_that_preemption_lost_comes_again(start: Callable[..., Engine]) -> None:
+    engine = start()
+    executor = engine.core.model_executor
+    engine.add("a", PROMPT, 5)
+    first = engine.core.scheduler.schedule()
+    executor.execute_model(first)
+    (token,) = executor.sample_tokens(None).sampled_token_ids
+    again = SchedulerOutput.make_empty()
+    again.num_scheduled_tokens = first.num_scheduled_tokens
+    again.total_num_scheduled_tokens = len(PROMPT)
+    cached = again.scheduled_cached_reqs
+    cached.req_ids.append("a")
+    cached.num_computed_tokens.append(0)
+    cached.num_output_tokens.append(0)
+    executor.execute_model(again)
+    assert executor.sample_tokens(None).sampled_token_ids == [token]
 
 
 def count_preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
