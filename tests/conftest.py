@@ -27,6 +27,7 @@ LAST = [
     "test_driver_kills",
     "test_overload",
     # On services of their own.
+    "test_simulated",
     "test_scaling",
     "test_worker_death",
     "test_node_loss",

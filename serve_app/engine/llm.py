@@ -73,6 +73,12 @@ class Engine:
     ) -> None:
         tie_children()
         flush_warnings()
+        if settings.simulate:
+            logger.warning(
+                "%s is simulated (%s): no model runs, and answers are letters without sense",
+                settings.id,
+                settings.simulate.name,
+            )
         self._id = settings.id
         self._max_prompts = max_prompts
         with preserved_handlers():

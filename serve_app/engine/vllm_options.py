@@ -12,6 +12,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from batcher import ContinuousBatcher, Goals
 from serve_app.settings.schema import BatcherSettings, EngineSettings, LLMSettings, SettingsError
+from serve_app.simulation.options import engine_options
 
 
 def vllm_args(settings: LLMSettings) -> Any:
@@ -21,7 +22,10 @@ def vllm_args(settings: LLMSettings) -> Any:
         SettingsError: vLLM has no such option.
     """
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    for name, value in settings.engine.options().items():
+    options = settings.engine.options()
+    if settings.simulate:
+        options = engine_options(settings.simulate, **options)
+    for name, value in options.items():
         if not hasattr(args, name):
             where = "engine" if name in EngineSettings.model_fields else "engine.extra"
             raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")

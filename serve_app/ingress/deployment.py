@@ -32,7 +32,7 @@ from serve_app.ingress.limits import OpenAIFields, read_call, read_openai
 from serve_app.ingress.pages import STATS_PAGE, page, wants_page
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
-from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card
+from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card, simulated
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, Settings
 from serve_app.system import cancellation
@@ -93,7 +93,8 @@ class Ingress:
             for model, handle in self._engines.items()
         }
         context = serve.get_replica_context()
-        self._health = Health(context.app_name, list(self._engines))
+        profiles = {model.id: profile for model in settings.models if (profile := simulated(model))}
+        self._health = Health(context.app_name, list(self._engines), profiles)
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._started = int(time.time())

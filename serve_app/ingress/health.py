@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
@@ -43,9 +44,15 @@ class ModelHealth:
 
 @dataclass(slots=True, frozen=True)
 class Report:
-    """The health of all models of the application."""
+    """The health of all models of the application.
+
+    Attributes:
+        models: The models by name.
+        simulated: Profiles of those on a simulated device, by name.
+    """
 
     models: dict[str, ModelHealth]
+    simulated: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -67,6 +74,8 @@ class Report:
         for name, model in self.models.items():
             state = "ready" if model.running else "asleep" if model.asleep else "starting"
             models[name] = {"state": state, "replicas": model.running}
+            if name in self.simulated:
+                models[name]["simulated"] = self.simulated[name]
             if not model.ready:
                 models[name]["awaits"] = model.awaits
         return {
@@ -81,11 +90,13 @@ class Health:
     Args:
         app: The Serve application.
         models: The ids of its models.
+        simulated: Profiles of those on a simulated device, by id.
     """
 
-    def __init__(self, app: str, models: list[str]) -> None:
+    def __init__(self, app: str, models: list[str], simulated: Mapping[str, str] | None = None) -> None:
         self._app = app
         self._models = models
+        self._simulated = simulated or {}
         self._report: Report | None = None
         self._read_at = float("-inf")
         self._lock = asyncio.Lock()
@@ -111,4 +122,4 @@ class Health:
             healthy = deployment.status == "HEALTHY"
             awaits = deployment.message or f"an Engine replica (deployment {deployment.status.lower()})"
             models[model] = ModelHealth(running, healthy and not running, awaits)
-        return Report(models)
+        return Report(models, self._simulated)

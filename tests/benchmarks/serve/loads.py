@@ -18,7 +18,7 @@ CHUNK = 50
 SERIES = 10_000
 """Most prompts in a series."""
 
-Kind = Literal["chat", "completion", "lists", "mixed"]
+Kind = Literal["chat", "burst", "completion", "lists", "mixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,9 @@ class Load:
 
     Attributes:
         about: Short description for the table.
-        kind: "chat" streams, "completion" doesn't; "lists" and "mixed" are for `/generate` where a server
-            has it, with lists of prompts or single ones.
+        kind: "chat" streams, and so does "burst", which sends all that may be in flight at once and waits
+            until the server is idle again; "completion" doesn't stream; "lists" and "mixed" are for
+            `/generate` where a server has it, with lists of prompts or single ones.
         in_flight: Prompts in flight.
         count: Number of prompts.
         make: Returns the prompt of a number.
@@ -113,3 +114,42 @@ LOADS: Mapping[str, Load] = {
     "mixed": Load("single prompts, 64 in flight", "mixed", 64, 256, mixed, MIXED, "75m"),
 }
 """By name."""
+
+
+def document(number: int) -> Prompt:
+    """Return a prompt of 256 tokens with an answer of 128."""
+    return Prompt(_text(number, 256), 128)
+
+
+@cache
+def mixed_list(number: int) -> Prompt:
+    """Return a prompt of 64 tokens with an answer of 8 to 256, the same in each list of 50."""
+    return Prompt(_text(number, INPUT), mixed(number % SERIES // CHUNK).tokens)
+
+
+@cache
+def _book() -> str:
+    return (FOX * 3_200)[: 220 * 1024 - 128]
+
+
+def long(number: int) -> Prompt:
+    """Return a prompt of 220 KB, all but the last 128 bytes always the same, with an answer of 16 tokens."""
+    return Prompt(_book() + _text(number, 128), 16)
+
+
+DOCUMENT = "256 tokens in, 128 out"
+LISTS = "64 tokens in, 8 to 256 out (lognormal, the same within a list)"
+LONG = "220 KB in, of which the device has all but 128 bytes in its cache, 16 tokens out"
+
+DEVICE_LOADS: Mapping[str, Load] = {
+    **{
+        f"device-{n}": Load(f"streaming chat, clients: {n}", "chat", n, count, document, DOCUMENT)
+        for n, count in ((1, 12), (8, 48), (32, 192), (64, 256), (128, 512))
+    },
+    "device-burst": Load("bursts of 32 streaming chats", "burst", 32, 192, document, DOCUMENT),
+    "device-lists": Load("lists of 50 prompts, 10 in flight", "lists", 10 * CHUNK, 1500, mixed_list, LISTS),
+    "device-long": Load("streaming chat, 20 clients, long prompts", "chat", 20, 60, long, LONG),
+}
+"""Loads for a simulated device, by name. A step takes its time there, so the numbers are smaller."""
+
+ALL_LOADS = {**LOADS, **DEVICE_LOADS}

@@ -4,11 +4,14 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from serve_app.simulation.options import engine_options
+from serve_app.simulation.profiles import PROFILES, Profile
 from tests.e2e.service import ROOT
 
 DEMO = ROOT / "serve_app/demo/model"
@@ -26,6 +29,7 @@ class Model:
         folder: Folder of config, tokenizer and, unless they are dummies, weights.
         engine: Options of `vllm serve`, with underscores.
         gpus: Number of GPUs.
+        simulate: Profile of the simulated device; None: the model runs.
         threads: CPU threads of a step; Ray gives one to an actor of one core.
     """
 
@@ -34,6 +38,16 @@ class Model:
     engine: Mapping[str, Any]
     gpus: int = 0
     threads: int = 1
+    simulate: Profile | None = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the model in a config of this project."""
+        served: dict[str, Any] = {"source": str(self.folder), "engine": dict(self.engine)}
+        if self.simulate is not None:
+            # The engine's options follow from the profile.
+            served |= {"engine": {}, "simulate": self.simulate.model_dump()}
+        return served
 
     @property
     def env(self) -> dict[str, str]:
@@ -149,8 +163,17 @@ def tiny(folder: Path) -> Model:
     return _dummy("7b-tiny", folder, engine)
 
 
+def device(name: str, folder: Path) -> Model:
+    """Return the demo model on a simulated device that loads at once and whose cache no load fills."""
+    changes = {"load_s": 0.0, "kv_tokens": 6_000_000, "max_model_len": 262_144}
+    profile = PROFILES[name].model_copy(update=changes)
+    return Model(about(name), DEMO, engine_options(profile), simulate=profile)
+
+
 def about(name: str) -> str:
     """Return a short description of a model."""
+    if name in PROFILES:
+        return f"the simulated device {name}"
     if name not in SHAPES:
         return "the demo model"
     size = SHAPES[name].parameters / 1e6
@@ -179,5 +202,11 @@ SHAPES: Mapping[str, Shape] = {
 GPU_MODELS = {"7b"}
 """Models that need a GPU."""
 
-MODELS: Mapping[str, Callable[[Path], Model]] = {"demo": demo, "75m": small, "7b": large, "7b-tiny": tiny}
+MODELS: Mapping[str, Callable[[Path], Model]] = {
+    "demo": demo,
+    "75m": small,
+    "7b": large,
+    "7b-tiny": tiny,
+    **{name: partial(device, name) for name in PROFILES},
+}
 """Factories of the models, by name; each gets a folder for files."""

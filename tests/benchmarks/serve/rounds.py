@@ -10,7 +10,7 @@ from batcher.stats import percentiles
 from serve_app.system.processes import adopt_orphans
 from tests.benchmarks.measuring import progress
 from tests.benchmarks.serve.groups import CLIENT, memory_mib
-from tests.benchmarks.serve.loads import LOADS, Load
+from tests.benchmarks.serve.loads import ALL_LOADS, Load
 from tests.benchmarks.serve.models import MODELS, Model
 from tests.benchmarks.serve.running import UnavailableError
 from tests.benchmarks.serve.servers import SERVERS
@@ -100,7 +100,7 @@ def _visit(
     start, _ = SERVERS[name]
     with start(model, folder) as server:
         for load_name, load in loads.items():
-            series = 10 * list(LOADS).index(load_name)
+            series = 10 * list(ALL_LOADS).index(load_name) % 100
             for turn, (candidate, way) in enumerate(ways(load)[name].items()):
                 progress(f"{where}: {candidate}, {load.about}")
                 try:
@@ -122,9 +122,8 @@ def quantities(load: Load, run: Run) -> dict[str, float]:
     answers = run.answers
     tokens = sum(answer.tokens for answer in answers)
     prompts = sum(answer.prompts for answer in answers)
-    took = max(answer.ended_at for answer in answers) - min(answer.sent_at for answer in answers)
-    seen = {"tokens_per_s": tokens / took, "prompts_per_s": prompts / took}
-    if load.kind == "chat":
+    seen = {"tokens_per_s": tokens / run.took_s, "prompts_per_s": prompts / run.took_s}
+    if load.kind in {"chat", "burst"}:
         ttft = [answer.ttft_s * 1e3 for answer in answers]
         tpot = [answer.tpot_s * 1e3 for answer in answers]
         gaps = [gap * 1e3 for answer in answers for gap in answer.gaps_s]

@@ -34,7 +34,7 @@ def saturate(
     content = config()
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
-    served |= {"source": str(model.folder), "engine": dict(model.engine)}
+    served |= model.settings
     served["batcher"] |= batcher or {}
     if telemetry is not None:
         content["applications"][0]["args"]["telemetry"] = dict(telemetry)
@@ -55,6 +55,18 @@ def silent(model: Model, folder: Path) -> AbstractContextManager[Server]:
     return saturate(model, folder, telemetry=SILENT_TELEMETRY.model_dump())
 
 
+def flags(engine: Mapping[str, Any]) -> list[str]:
+    """Return options of `vllm serve` as words of its command line."""
+    words: list[str] = []
+    for name, value in engine.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return words
+
+
 @contextmanager
 def vllm_serve(model: Model, folder: Path) -> Iterator[Server]:
     """Run vLLM's own API server."""
@@ -62,10 +74,7 @@ def vllm_serve(model: Model, folder: Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     command += ["--model", str(model.folder), "--served-model-name", "demo"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-    for name, value in model.engine.items():
-        flag = name.replace("_", "-")
-        command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else []
-        command += [] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    command += flags(model.engine)
     with over_http("vllm serve", command, port, folder, env=model.env) as server:
         yield server
 
@@ -112,3 +121,9 @@ SERVERS: Mapping[str, tuple[Start, str]] = {
 
 DEFAULT = [name for name in SERVERS if name != SILENT]
 """Servers that are measured if none is named."""
+
+ON_DEVICE = [OURS, VLLM, SEEDS, OFFLINE, SILENT]
+"""Servers that run on a simulated device. ray.serve.llm has another vLLM, with another executor."""
+
+DEFAULT_ON_DEVICE = [OURS, VLLM, SEEDS]
+"""Those that are measured there if none is named."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from tests.benchmarks.measuring import Row, Table
 from tests.benchmarks.serve.loads import Load
+from tests.benchmarks.serve.models import about
 from tests.benchmarks.serve.rounds import Samples
 from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, SILENT, VLLM
 from tests.benchmarks.serve.ways import HANDLE
@@ -101,18 +102,63 @@ TARGETS: Mapping[str, Sequence[Target]] = {
 }
 """Targets by load."""
 
+_SHOWN = (Target("tokens_per_s", VLLM), Target("ttft_p50_ms", VLLM, by="-"), Target("cpu", VLLM))
+_CLOSE = (Target("tokens_per_s", VLLM, at_least=0.98), Target("ttft_p99_ms", VLLM, by="-"))
+_LEVEL = (
+    Target("tokens_per_s", VLLM, at_least=0.99),
+    *(Target(quantity, VLLM, by="-", at_most=5.0) for quantity in ("ttft_p50_ms", "ttft_p99_ms")),
+)
+_DEVICE: Mapping[str, Sequence[Target]] = {
+    **{f"device-{n}": _SHOWN for n in (1, 8, 32, 64, 128)},
+    "device-burst": [Target(each, VLLM, by="-") for each in ("ttft_p50_ms", "ttft_p99_ms")],
+    "device-lists": (
+        Target("tokens_per_s", VLLM, at_least=1.0),
+        Target("tokens_per_s", SEEDS, at_least=1.8),
+        Target("latency_p50_ms", SEEDS, at_most=0.4),
+    ),
+    "device-long": (
+        Target("ttft_p50_ms", VLLM, by="-", at_most=20.0),
+        Target("ttft_p99_ms", VLLM, by="-"),
+        Target("tokens_per_s", VLLM),
+    ),
+}
+DEVICE_TARGETS: Mapping[str, Mapping[str, Sequence[Target]]] = {
+    "l4-7b": {f"device-{n}": _LEVEL for n in (1, 32, 64)},
+    "h100-8b": {
+        "device-1": (_CLOSE[0], Target("ttft_p50_ms", VLLM, by="-", at_most=2.0)),
+        "device-8": _CLOSE,
+        "device-32": (*_CLOSE, Target("ttft_p50_ms", VLLM, by="-")),
+        "device-burst": (
+            Target("ttft_p50_ms", VLLM, by="-", at_most=15.0),
+            Target("ttft_p99_ms", VLLM, by="-", at_most=30.0),
+        ),
+        "device-128": (
+            Target("tokens_per_s", VLLM, at_least=0.95),
+            Target("ttft_p99_ms", VLLM, at_most=1.5),
+        ),
+    },
+}
+"""Targets by device, then by load; `_DEVICE` has the others."""
 
-def table(load: Load, name: str, found: Mapping[str, Samples], about: str) -> Table:
+
+def targets(load: str, model: str) -> Sequence[Target]:
+    """Return the targets of a load with a model, or a simulated device."""
+    if load in _DEVICE:
+        return DEVICE_TARGETS.get(model, {}).get(load, _DEVICE[load])
+    return TARGETS.get(load, ())
+
+
+def table(load: Load, name: str, found: Mapping[str, Samples], model: str) -> Table:
     """Return a load's table.
 
     Args:
         load: The load.
         name: Name of the load.
         found: Samples by candidate.
-        about: Short description of the model.
+        model: Name of the model.
     """
-    rows = [*_figures(found), *_relations(found, TARGETS.get(name, ()))]
-    return Table(f"{load.about}; {load.lengths}; {about}.", rows)
+    rows = [*_figures(found), *_relations(found, targets(name, model))]
+    return Table(f"{load.about}; {load.lengths}; {about(model)}.", rows)
 
 
 def start_table(found: Mapping[str, Samples]) -> Table:

@@ -20,6 +20,9 @@ HANDLE = f"{OURS}, handle"
 
 FIXED = {"temperature": 0, "ignore_eos": True}
 
+IDLE_S = 0.3
+"""Seconds between two bursts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -29,11 +32,18 @@ class Run:
         answers: Answers, in the order in which they ended.
         client_cpu_s: CPU seconds of the client.
         cpu_s: CPU seconds of the server, by group of processes.
+        idle_s: Seconds between the first request and the last answer in which nothing was asked.
     """
 
     answers: Sequence[Answer]
     client_cpu_s: float
     cpu_s: Mapping[str, float]
+    idle_s: float = 0.0
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from the first request to the last answer, without those in which nothing was asked."""
+        return _span_s(self.answers) - self.idle_s
 
 
 Way = Callable[[Server, Sequence[Prompt]], Run]
@@ -78,6 +88,23 @@ def single(request: Callable[[Prompt], Request], connections: int) -> Way:
 def lists(request: Callable[[Sequence[Prompt]], Request], size: int, in_flight: int) -> Way:
     """Return the way of `size` prompts per request and `in_flight` requests at once."""
     return lambda server, prompts: _http(server, in_flight, [request(part) for part in _parts(prompts, size)])
+
+
+def bursts(request: Callable[[Prompt], Request], size: int) -> Way:
+    """Return the way of `size` requests at once on an idle server, one burst after the other."""
+
+    def way(server: Server, prompts: Sequence[Prompt]) -> Run:
+        before, client = server.usage(), time.process_time()
+        found: list[list[Answer]] = []
+        for part in _parts(prompts, size):
+            time.sleep(IDLE_S)
+            found.append(asyncio.run(run(server.port, size, [request(prompt) for prompt in part])))
+        answers = [answer for part in found for answer in part]
+        busy = sum(map(_span_s, found))
+        client = time.process_time() - client
+        return Run(answers, client, server.usage().since(before), _span_s(answers) - busy)
+
+    return way
 
 
 def over_handle(server: Server, prompts: Sequence[Prompt]) -> Run:
@@ -136,6 +163,8 @@ def ways(load: Load) -> Mapping[str, Mapping[str, Way]]:
             SEEDS: {SEEDS: one},
             OFFLINE: {OFFLINE: at_once},
         }
+    if load.kind == "burst":
+        return {name: {name: bursts(chat, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY, SILENT)}
     request = chat if load.kind == "chat" else completion
     return {name: {name: single(request, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY, SILENT)}
 
@@ -145,6 +174,10 @@ def _http(server: Server, connections: int, requests: Sequence[Request]) -> Run:
     answers = asyncio.run(run(server.port, connections, requests))
     client = time.process_time() - client
     return Run(answers, client, server.usage().since(before))
+
+
+def _span_s(answers: Sequence[Answer]) -> float:
+    return max(answer.ended_at for answer in answers) - min(answer.sent_at for answer in answers)
 
 
 def _parts(prompts: Sequence[Prompt], size: int) -> Iterator[list[Prompt]]:

@@ -68,3 +68,15 @@ def test_the_config_may_lower_the_capacity() -> None:
 def test_the_batcher_keeps_to_the_limits() -> None:
     stats = batcher_of(settings().batcher, Limits(100, 3, 64, {})).stats
     assert (stats.capacity, stats.max_running) == (100, 3)
+
+
+def test_a_simulated_device_gets_its_executor_and_its_limits() -> None:
+    simulated = LLMSettings.model_validate(
+        {"id": "fast", "simulate": "h100-8b", "engine": {"max_num_seqs": 7, "enable_prefix_caching": False}}
+    )
+    args = vllm_args(simulated)
+    assert args.distributed_executor_backend.endswith("SimulatedExecutor")
+    assert args.additional_config["simulate"]["name"] == "h100-8b"
+    assert (args.max_num_seqs, args.max_model_len) == (7, 131_072)
+    assert args.enable_prefix_caching is False
+    assert args.model.endswith("demo/model")

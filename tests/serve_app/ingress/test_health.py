@@ -62,6 +62,13 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     return controller
 
 
+async def test_a_simulated_model_is_named_as_one(controller: Controller) -> None:
+    controller.deployments["Engine:a"] = deployment(replicas={ReplicaState.RUNNING: 1})
+    body = (await Health("llm", ["a", "b"], {"a": "h100-8b"}).read()).body()
+    assert body["models"]["a"] == {"state": "ready", "replicas": 1, "simulated": "h100-8b"}
+    assert "simulated" not in body["models"]["b"]
+
+
 async def read(*models: str) -> Report:
     return await Health("llm", list(models or ["demo"])).read()
 

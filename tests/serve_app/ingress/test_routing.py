@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.ingress.routing import Routing, card
+from serve_app.ingress.routing import Routing, card, simulated
 from serve_app.settings.schema import parse
 
 LLM: dict[str, Any] = {"id": "llm", "source": "x"}
@@ -108,3 +108,10 @@ def test_a_card_has_the_fields_by_which_clients_size_their_context() -> None:
     function = card(models.find("rank"), 7, None)
     assert (function["kind"], function["root"]) == ("function", FUNCTION["target"])
     assert function["max_model_len"] is None
+
+
+def test_a_card_says_which_device_is_simulated() -> None:
+    model = routing({"id": "fast", "simulate": "h100-8b"}).find("fast")
+    assert card(model, 7, 512)["simulated"] == simulated(model) == "h100-8b"
+    assert "simulated" not in card(routing(LLM).find("llm"), 7, 2048)
+    assert simulated(routing(FUNCTION).find("rank")) is None

@@ -1,0 +1,75 @@
+"""A simulated device: a timeline of steps, one after the other."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from serve_app.simulation.profiles import Profile
+
+
+class Step(NamedTuple):
+    """The work of one step.
+
+    Attributes:
+        prefill_tokens: Tokens of prompts that it computes.
+        sequences: Sequences that it computes.
+        kv_tokens: Tokens of context that it reads, of all sequences together.
+    """
+
+    prefill_tokens: int
+    sequences: int
+    kv_tokens: int
+
+
+def duration_s(profile: Profile, step: Step) -> float:
+    """Return the seconds that a step takes."""
+    milliseconds = (
+        profile.base_ms
+        + profile.per_prefill_token_ms * step.prefill_tokens
+        + profile.per_sequence_ms * step.sequences
+        + profile.per_kv_token_ms * step.kv_tokens
+    )
+    return milliseconds / 1000
+
+
+class Device:
+    """Runs steps in the order in which they are submitted; waiting for one takes no CPU.
+
+    Args:
+        profile: Its times.
+        clock: Returns the time in seconds.
+        sleep: Waits for a number of seconds.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.profile = profile
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at = clock()
+
+    def submit(self, step: Step) -> float:
+        """Add a step, which starts when those before it have ended; return when it ends, on the clock."""
+        self._free_at = max(self._clock(), self._free_at) + duration_s(self.profile, step)
+        return self._free_at
+
+    def wait(self, until: float) -> None:
+        """Wait until a time on the clock."""
+        if (left := until - self._clock()) > 0:
+            self._sleep(left)
+
+    def load(self) -> None:
+        """Take the time to load the weights."""
+        self._sleep(self.profile.load_s)
+
+    def fall_asleep(self) -> None:
+        """Take the time to move the weights to the host."""
+        self._sleep(self.profile.sleep_s)
+
+    def wake_up(self) -> None:
+        """Take the time to move the weights back."""
+        self._sleep(self.profile.wake_s)

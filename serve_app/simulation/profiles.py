@@ -1,0 +1,185 @@
+"""Profiles of simulated devices: the times of a model on some hardware.
+
+A step takes the sum of `base_ms`, `per_prefill_token_ms` for each token of a prompt, `per_sequence_ms` for
+each sequence and `per_kv_token_ms` for each token of context. The built-in profiles are derived from public
+figures, not measured. Weights and caches have 16 bits. The figures:
+
+- L4: 24 GB of memory, 300 GB/s, 121 TFLOP/s (dense, 16 bits), PCIe 4.0 (NVIDIA L4 data sheet).
+- H100 SXM: 80 GB of memory, 3.35 TB/s, 989 TFLOP/s (dense, 16 bits), PCIe 5.0 (NVIDIA H100 data sheet).
+- Qwen2.5-7B: 7.62 B parameters, 28 layers, 4 KV heads of 128; Llama-3.1-8B: 8.03 B, 32 layers, 8 KV heads of
+  128; Llama-3.1-70B: 70.6 B, 80 layers, 8 KV heads of 128 (their config.json). A token of context takes
+  layers * 2 * KV heads * 128 * 2 bytes: 57,344; 131,072; 327,680.
+
+The arithmetic:
+
+- `base_ms`: every step reads all weights once. 15.2 GB at 300 GB/s are 51 ms on the L4. On an H100 16.1 GB at
+  3.35 TB/s are 4.8 ms; with launches and sampling, half the bandwidth is assumed, so 10 ms. On four H100s
+  141 GB at 13.4 TB/s are 10.5 ms; half the bandwidth makes 21 ms, and 160 all-reduces of 20 µs add 3 ms.
+- `per_prefill_token_ms`: 2 FLOP per parameter at half the peak: 0.25 ms, 0.03 ms; for the 70B on four H100s
+  0.07 ms.
+- `per_kv_token_ms`: bytes of a token of context at the full bandwidth: 0.19 µs, 0.039 µs, 0.024 µs.
+- `per_sequence_ms`: a decoded token costs what a token of a prompt costs, but hides behind the weights on the
+  L4; sampling and bookkeeping are 0.01 ms. An H100 gets 0.04 ms in all, four of them 0.05 ms.
+- `load_s`: weights from a local disk with 2 GB/s (L4), 5 GB/s (H100). Compilation and warm-up are left out.
+- `sleep_s`, `wake_s`: weights over PCIe with 20 GB/s (L4), 50 GB/s (each H100).
+- `kv_tokens`: 90% of the memory, less weights and 1 GB (L4) or 2 GB (each H100), by bytes of a token.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from serve_app.api.validation import field_path
+
+BLOCK = 16
+"""Tokens of a KV block, as on a GPU."""
+
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+class Profile(BaseModel):
+    """Times and limits of a simulated device with a model.
+
+    Attributes:
+        name: Name in `/health`, `/v1/models` and the log.
+        base_ms: Milliseconds of every step.
+        per_prefill_token_ms: Milliseconds more for each token of a prompt in the step.
+        per_sequence_ms: Milliseconds more for each sequence in the step.
+        per_kv_token_ms: Milliseconds more for each token of context that the step reads.
+        load_s: Seconds to load the weights.
+        sleep_s: Seconds to fall asleep, with the weights moved to the host.
+        wake_s: Seconds to wake up.
+        kv_tokens: Tokens that fit into the KV cache.
+        max_model_len: Context of the model in tokens.
+        max_num_seqs: Most sequences in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        async_scheduling: Whether the next step is scheduled while one runs; vLLM's default on a GPU.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    base_ms: Positive
+    per_prefill_token_ms: NotNegative
+    per_sequence_ms: NotNegative
+    per_kv_token_ms: NotNegative
+    load_s: NotNegative
+    sleep_s: NotNegative
+    wake_s: NotNegative
+    kv_tokens: Count
+    max_model_len: Count
+    max_num_seqs: Count = 256
+    max_num_batched_tokens: Count = 8192
+    async_scheduling: Annotated[bool, Field(strict=True)] = True
+
+    @model_validator(mode="after")
+    def _one_request_fits(self) -> "Profile":
+        if self.kv_tokens < self.max_model_len:
+            raise ValueError(
+                f"kv_tokens: {self.kv_tokens} is below max_model_len ({self.max_model_len}); one request of "
+                "that length has to fit"
+            )
+        return self
+
+
+PROFILES: Mapping[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            name="l4-7b",
+            base_ms=51.0,
+            per_prefill_token_ms=0.25,
+            per_sequence_ms=0.01,
+            per_kv_token_ms=0.00019,
+            load_s=7.6,
+            sleep_s=0.8,
+            wake_s=0.8,
+            kv_tokens=94_000,
+            max_model_len=32_768,
+            max_num_batched_tokens=2048,
+        ),
+        Profile(
+            name="h100-8b",
+            base_ms=10.0,
+            per_prefill_token_ms=0.03,
+            per_sequence_ms=0.04,
+            per_kv_token_ms=0.000039,
+            load_s=3.2,
+            sleep_s=0.3,
+            wake_s=0.3,
+            kv_tokens=411_000,
+            max_model_len=131_072,
+        ),
+        Profile(
+            name="h100-70b-tp4",
+            base_ms=24.0,
+            per_prefill_token_ms=0.07,
+            per_sequence_ms=0.05,
+            per_kv_token_ms=0.000024,
+            load_s=28.0,
+            sleep_s=0.7,
+            wake_s=0.7,
+            kv_tokens=424_000,
+            max_model_len=131_072,
+        ),
+    )
+}
+"""Built-in profiles by name: Qwen2.5-7B on an L4, Llama-3.1-8B on an H100, Llama-3.1-70B on four of them."""
+
+OWN = "simulate"
+"""Key of the profile in vLLM's `additional_config`."""
+
+
+def read_profile(value: Any) -> Any:
+    """Return a profile for its name or its YAML file; anything else is returned as it is.
+
+    Args:
+        value: The name of a built-in profile, or the absolute path of a YAML file with the fields of a
+            `Profile`; `name` may be left out, and is the file's then.
+
+    Raises:
+        ValueError: There is no such profile, or a field of the file is wrong or missing; each is named with
+            its path.
+    """
+    if not isinstance(value, str):
+        return value
+    if value in PROFILES:
+        return PROFILES[value]
+    path = Path(value)
+    if not path.is_absolute():
+        names = ", ".join(map(repr, PROFILES))
+        raise ValueError(f"must be {names}, or the absolute path of a YAML file, not {value!r}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{value}: can't be read: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{value}: is not YAML: {' '.join(str(error).split())}") from None
+    if isinstance(content, dict):
+        content = {"name": path.stem, **content}
+    try:
+        return Profile.model_validate(content)
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{value}: {line}" for line in _lines(error))) from None
+
+
+def _lines(error: ValidationError) -> list[str]:
+    lines = []
+    for item in error.errors():
+        path = field_path(item["loc"])
+        match item["type"]:
+            case "missing":
+                lines.append(f"{path}: required, but missing")
+            case "extra_forbidden":
+                lines.append(f"{path}: unknown key; allowed here: {', '.join(Profile.model_fields)}")
+            case "value_error":
+                lines.append(str(item["ctx"]["error"]))
+            case _:
+                what = f"{item['msg']}, not {item['input']!r}"
+                lines.append(f"{path}: {what}" if path else what)
+    return lines

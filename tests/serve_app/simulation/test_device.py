@@ -1,0 +1,60 @@
+"""The timeline of a simulated device, on a clock of the test."""
+
+import pytest
+
+from serve_app.simulation.device import Device, Step, duration_s
+from tests.serve_app.simulation.virtual import VirtualTime, profile
+
+
+@pytest.fixture
+def time() -> VirtualTime:
+    return VirtualTime()
+
+
+@pytest.fixture
+def device(time: VirtualTime) -> Device:
+    return time.device(profile())
+
+
+@pytest.mark.parametrize(
+    ("step", "milliseconds"),
+    [
+        (Step(0, 0, 0), 10.0),
+        (Step(100, 0, 0), 60.0),
+        (Step(0, 4, 0), 18.0),
+        (Step(0, 0, 40), 20.0),
+        (Step(100, 4, 40), 78.0),
+    ],
+)
+def test_a_step_takes_its_base_and_its_work(step: Step, milliseconds: float) -> None:
+    assert duration_s(profile(), step) == pytest.approx(milliseconds / 1000)
+
+
+def test_steps_run_one_after_the_other(device: Device, time: VirtualTime) -> None:
+    ends = [device.submit(Step(0, 0, 0)) for _ in range(3)]
+    assert ends == pytest.approx([0.01, 0.02, 0.03])
+    assert time.now == 0.0
+
+
+def test_an_idle_device_starts_a_step_at_once(device: Device, time: VirtualTime) -> None:
+    device.submit(Step(0, 0, 0))
+    time.now = 5.0
+    assert device.submit(Step(0, 0, 0)) == pytest.approx(5.01)
+
+
+def test_waiting_ends_with_the_step_and_not_later(device: Device, time: VirtualTime) -> None:
+    first, second = device.submit(Step(0, 0, 0)), device.submit(Step(0, 0, 0))
+    time.now = 0.015
+    device.wait(first)
+    assert time.now == 0.015
+    device.wait(second)
+    assert time.now == pytest.approx(0.02)
+
+
+def test_weights_take_their_time(device: Device, time: VirtualTime) -> None:
+    device.load()
+    assert time.now == 7.0
+    device.fall_asleep()
+    assert time.now == 10.0
+    device.wake_up()
+    assert time.now == 14.0
