@@ -5,10 +5,11 @@ The Ingress needs a few fields of a body, and how long its lists are. The Engine
 
 import asyncio
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
@@ -87,6 +88,17 @@ class JSONBody:
         # A list has at most one item more than the text has commas: a long text is counted only if need be.
         commas = text.count(b",")
         return commas + 1 if commas < most else len(_LIST.decode(field))
+
+    def text(self, names: Sequence[str], most: int) -> bytes:
+        """Return the JSON text of the named fields that the object has, one behind the other.
+
+        Args:
+            names: The fields.
+            most: Bytes after which the text is cut off.
+        """
+        fields = [self._fields[name] for name in names if name in self._fields]
+        texts = [field if isinstance(field, msgspec.Raw) else to_json(field) for field in fields]
+        return b"".join([memoryview(text)[:most] for text in texts])[:most]
 
     def _value(self, name: str) -> Any:
         field = self._fields[name]

@@ -153,6 +153,8 @@ class LLMSettings(Strict):
             prompt's time to first token.
         grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
             may take to parse; one that takes longer is answered 400.
+        routing: `prefix` sends a request to the replica that has the longest beginning of its prompt in its
+            KV cache, if that is not much more loaded than the others. `least_loaded` looks at tokens alone.
     """
 
     id: ModelId
@@ -163,6 +165,7 @@ class LLMSettings(Strict):
     sampling: SamplingFields = SamplingFields()
     engine_hang_timeout_s: Seconds = 60.0
     grammar_cpu_s: Seconds = 0.1
+    routing: Literal["prefix", "least_loaded"] = "prefix"
 
     @property
     def path(self) -> str:

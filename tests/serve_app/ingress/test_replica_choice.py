@@ -19,6 +19,11 @@ def choice(names: str = "abc", seed: int = 1, **options: float) -> ReplicaChoice
     return made
 
 
+def some_prefixes(count: int) -> list[tuple[int, ...]]:
+    """Return prefixes of which no two begin alike."""
+    return [prefix_hashes(f"{number} ".encode() * 500) for number in range(count)]
+
+
 def send(policy: ReplicaChoice, prefix: tuple[int, ...] = (), tokens: int = 1_000) -> str:
     name = policy.choose(prefix)
     policy.charge("call", name, prefix, tokens)
@@ -91,10 +96,16 @@ def test_a_caller_with_a_small_part_of_the_traffic_has_a_small_part_of_the_bound
 
 def test_callers_that_know_nothing_of_each_other_place_a_prefix_on_the_same_two_replicas() -> None:
     names = "abcdefgh"
-    prefixes = [prefix_hashes(f"{number} ".encode() * 500) for number in range(40)]
-    placed = [{choice(names, seed).choose(prefix) for seed in range(12)} for prefix in prefixes]
+    placed = [{choice(names, seed).choose(prefix) for seed in range(12)} for prefix in some_prefixes(40)]
     assert max(map(len, placed)) <= 2
     assert set().union(*placed) == set(names)
+
+
+def test_where_callers_would_agree_on_replicas_that_are_too_loaded_another_is_chosen() -> None:
+    policy = choice()
+    for name in "ab":
+        policy.charge("x", name, (), SLACK_TOKENS + 1)
+    assert {policy.choose(prefix) for prefix in some_prefixes(20)} == {"c"}
 
 
 def test_replicas_to_avoid_are_avoided_while_there_are_others() -> None:
@@ -108,7 +119,7 @@ def test_replicas_to_avoid_are_avoided_while_there_are_others() -> None:
 def test_prefixes_can_be_turned_off() -> None:
     policy = choice("ab", prefixes=False)
     policy.charge("x", "a", PREFIX, 1)
-    assert {policy.choose(PREFIX) for _ in range(20)} == {"b"}
+    assert {policy.choose(prefix) for prefix in (PREFIX, *some_prefixes(20))} == {"b"}
 
 
 def test_without_replicas_there_is_no_choice() -> None:
@@ -118,18 +129,19 @@ def test_without_replicas_there_is_no_choice() -> None:
 
 def test_replicas_that_come_and_go_change_nothing_for_the_others() -> None:
     policy = choice("abcd")
-    prefixes = [prefix_hashes(f"{number} ".encode() * 500) for number in range(200)]
     # Small requests: the bound has no part in it.
-    placed = {prefix: send(policy, prefix, 10) for prefix in prefixes}
+    placed = {prefix: send(policy, prefix, 10) for prefix in some_prefixes(200)}
+    assert set(placed.values()) == set("abcd")
     policy.remove("b")
     policy.remove("b")
-    policy.update({name: ReplicaState() for name in "acde"})
+    policy.update({name: ReplicaState() for name in "ace"})
     for prefix, name in placed.items():
-        assert policy.choose(prefix) == name or name == "b"
+        chosen = policy.choose(prefix)
+        assert chosen == name or (name in "bd" and chosen in "ace")
     # A replica with an old name is a new one.
     policy.update({name: ReplicaState() for name in "abcde"})
-    assert all(policy.choose(prefix) == name for prefix, name in placed.items() if name != "b")
-    assert policy.loads.tokens["b"] == policy.loads.tokens["e"] == 0
+    assert all(policy.choose(prefix) == name for prefix, name in placed.items() if name in "ac")
+    assert [policy.loads.tokens[name] for name in "bde"] == [0, 0, 0]
 
 
 TEXTS = [b"a" * 4_000, b"a" * 2_000 + b"b" * 4_000, b"c" * 700, b"", b"d" * 100_000]
