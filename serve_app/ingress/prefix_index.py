@@ -63,8 +63,17 @@ class PrefixIndex:
         while len(held) > most:
             self._drop(held.popitem(last=False)[0], replica)
 
-    def matches(self, prefix: Sequence[int], least: int) -> Iterator[list[str]]:
-        """Yield the replicas that hold a prefix, those with the longest match first.
+    def known(self, prefix: Sequence[int]) -> int:
+        """Return how many of the hashes of a prompt, from its beginning, any replica holds."""
+        count = 0
+        for chunk in prefix:
+            if chunk not in self._replicas:
+                break
+            count += 1
+        return count
+
+    def matches(self, prefix: Sequence[int], least: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield the replicas that hold a prefix, those with the longest match first, with its last hash.
 
         Each list has the replicas of the lists before it too.
 
@@ -72,12 +81,8 @@ class PrefixIndex:
             prefix: The hashes of a prompt.
             least: Hashes that are too few for a match.
         """
-        levels = []
-        for chunk in prefix:
-            if (replicas := self._replicas.get(chunk)) is None:
-                break
-            levels.append(replicas)
-        yield from reversed(levels[least:])
+        for depth in range(self.known(prefix) - 1, least - 1, -1):
+            yield prefix[depth], self._replicas[prefix[depth]]
 
     def _drop(self, chunk: int, replica: str) -> None:
         replicas = self._replicas[chunk]

@@ -21,6 +21,9 @@ LEAST_SLACK_TOKENS = 1_024
 SLACK_SHARE = 0.25
 """The same as a share of the least load; the largest of the three counts."""
 
+CROWD = 4
+"""Requests of all callers that may share a prefix on one replica while another has half of its load."""
+
 AHEAD = 0.125
 """Share of the slack by which the first replica for a new prefix may be ahead of the second."""
 
@@ -46,7 +49,8 @@ class ReplicaChoice:
     1. Replicas that the request is to avoid are left out, unless none is left.
     2. Replicas on which this caller has more tokens than `limit` allows are left out.
     3. Of the rest, those with the longest cached prefix of the prompt are taken, if it is at least a quarter
-       of the prompt. Whether a replica has the request's adapter loaded belongs in front of this.
+       of the prompt. Whether a replica has the request's adapter loaded belongs in front of this. Where
+       many requests share a prefix, one with half the load takes it over, and holds it too from then on.
     4. Without one, the prompt's own hash draws two replicas, of which the first is taken unless it is ahead:
        other callers, which don't know what this one sent, send the same prefix there too.
     5. Where that leaves several, or none, chance draws two, and the less loaded one is chosen.
@@ -75,6 +79,7 @@ class ReplicaChoice:
         self._slack_tokens = slack_tokens
         self._slack_share = slack_share
         self._slack = float(slack_tokens)
+        self._crowd = float(CROWD)
         self._draw = draw or random.Random()
 
     def update(self, replicas: Mapping[str, ReplicaState]) -> None:
@@ -90,7 +95,9 @@ class ReplicaChoice:
             self.loads.reported[name] = state.tokens
         # All callers draw from the same order.
         self._names = sorted(replicas)
-        self._slack = max(LEAST_SLACK_TOKENS, self._slack_tokens * self.loads.share())
+        share = self.loads.share()
+        self._slack = max(LEAST_SLACK_TOKENS, self._slack_tokens * share)
+        self._crowd = max(1.0, CROWD * share)
 
     def remove(self, replica: str) -> None:
         """Forget a replica that has died."""
@@ -124,9 +131,11 @@ class ReplicaChoice:
             raise LookupError("there is no replica")
         limit = self.limit(min(loads.values()))
         if self._prefixes and prefix:
-            for holders in self._index.matches(prefix, LEAST_MATCH[len(prefix)]):
+            for chunk, holders in self._index.matches(prefix, LEAST_MATCH[len(prefix)]):
                 if (chosen := self._lesser(holders, loads, limit)) is not None:
-                    return chosen
+                    if self.loads.sharing(chosen, chunk) < self._crowd:
+                        return chosen
+                    return self._lesser(names, loads, loads[chosen] / 2) or chosen
             if (chosen := self._agreed(names, prefix, loads, limit)) is not None:
                 return chosen
         chosen = self._lesser(names, loads, limit)
@@ -142,9 +151,12 @@ class ReplicaChoice:
             prefix: The hashes of the prompt.
             tokens: The request's tokens.
         """
+        chunk = None
         if self._prefixes:
+            if known := self._index.known(prefix):
+                chunk = prefix[known - 1]
             self._index.record(replica, prefix)
-        return self.loads.charge(call, replica, tokens)
+        return self.loads.charge(call, replica, tokens, chunk)
 
     def _forget(self, replica: str) -> None:
         self.loads.remove(replica)

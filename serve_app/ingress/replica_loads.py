@@ -1,7 +1,7 @@
 """The load of each replica in tokens, as one caller knows it."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ class Charge:
         replica: The replica.
         tokens: The tokens.
         at: When the replica was chosen.
+        chunk: The last hash of its prompt that was known already; None: there was none.
         taken: The replica has taken the call, or the call has ended.
     """
 
@@ -25,6 +26,7 @@ class Charge:
     replica: str
     tokens: int
     at: float
+    chunk: int | None = None
     taken: bool = False
 
 
@@ -46,6 +48,7 @@ class ReplicaLoads:
         self.tokens: dict[str, int] = {}
         self.reported: dict[str, int] = {}
         self._total = 0
+        self._sharing: Counter[tuple[str, int | None]] = Counter()
         self._charges: dict[str, list[Charge]] = {}
         self._untaken: deque[Charge] = deque()
         self._clock = clock
@@ -66,25 +69,29 @@ class ReplicaLoads:
         reported = sum(self.reported.values())
         return self._total / reported if self._total < reported else 1.0
 
-    def charge(self, call: str, replica: str, tokens: int) -> Charge:
+    def sharing(self, replica: str, chunk: int) -> int:
+        """Return how many calls on a replica share a prefix, and nothing longer, with others."""
+        return self._sharing[replica, chunk]
+
+    def charge(self, call: str, replica: str, tokens: int, chunk: int | None = None) -> Charge:
         """Add a call to the replica that is chosen for it."""
         now = self._clock()
         while self._untaken and (self._untaken[0].taken or now - self._untaken[0].at > UNTAKEN_S):
             lost = self._untaken.popleft()
             if not lost.taken:
                 self.release(lost)
-        charge = Charge(call, replica, tokens, now)
+        charge = Charge(call, replica, tokens, now, chunk)
         self._charges.setdefault(call, []).append(charge)
         self._untaken.append(charge)
-        self._change(replica, tokens)
+        self._change(charge, 1)
         return charge
 
     def move(self, charge: Charge, replica: str) -> None:
         """Put a call on the replica that it was sent to, if that isn't the one that was chosen."""
         if charge.replica != replica and charge in self._charges.get(charge.call, ()):
-            self._change(charge.replica, -charge.tokens)
+            self._change(charge, -1)
             charge.replica = replica
-            self._change(replica, charge.tokens)
+            self._change(charge, 1)
 
     def take(self, call: str, replica: str) -> None:
         """Note that a replica has taken a call: its end will be told."""
@@ -108,9 +115,15 @@ class ReplicaLoads:
         if not charges:
             del self._charges[charge.call]
         charge.taken = True
-        self._change(charge.replica, -charge.tokens)
+        self._change(charge, -1)
 
-    def _change(self, replica: str, tokens: int) -> None:
-        if replica in self.tokens:
-            self.tokens[replica] += tokens
-            self._total += tokens
+    def _change(self, charge: Charge, calls: int) -> None:
+        if charge.replica not in self.tokens:
+            return
+        self.tokens[charge.replica] += calls * charge.tokens
+        self._total += calls * charge.tokens
+        if charge.chunk is not None:
+            place = charge.replica, charge.chunk
+            self._sharing[place] += calls
+            if not self._sharing[place]:
+                del self._sharing[place]

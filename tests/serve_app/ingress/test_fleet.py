@@ -114,6 +114,18 @@ def test_other_prefixes_are_no_worse_than_by_chance(label: str, options: dict[st
     assert fleet.spread <= 1.2
 
 
+@pytest.mark.parametrize("clients", [1, 4])
+def test_one_system_prompt_for_all_does_not_leave_replicas_idle(clients: int) -> None:
+    def traffic(draw: random.Random) -> Traffic:
+        return Traffic(draw, prefixes=1, output=64)
+
+    fleet = run(Ours, 4, traffic, clients=clients, requests=600, label="one prefix, few clients: ")
+    others = run(PowerOfTwo, 4, traffic, clients=clients, requests=600, label="one prefix, few clients: ")
+    assert fleet.tokens_per_s >= 0.95 * others.tokens_per_s
+    if clients > 1:
+        assert fleet.spread <= 1.2
+
+
 def test_replicas_that_die_and_come_leave_the_others_their_caches() -> None:
     fleet = Fleet(Ours, Traffic, replicas=4, clients=64)
     result = fleet.run(

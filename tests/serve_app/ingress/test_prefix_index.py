@@ -9,7 +9,7 @@ from serve_app.ingress.prefix_index import LEAST_CHUNKS, PrefixIndex
 
 
 def matches(index: PrefixIndex, prefix: tuple[int, ...], least: int = 0) -> list[set[str]]:
-    return [set(names) for names in index.matches(prefix, least)]
+    return [set(names) for _, names in index.matches(prefix, least)]
 
 
 def test_the_longest_match_comes_first() -> None:

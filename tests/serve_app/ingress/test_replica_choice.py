@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.ingress.prompt_prefix import prefix_hashes
-from serve_app.ingress.replica_choice import LEAST_SLACK_TOKENS, SLACK_TOKENS, ReplicaChoice, ReplicaState
+from serve_app.ingress.replica_choice import (
+    CROWD,
+    LEAST_SLACK_TOKENS,
+    SLACK_TOKENS,
+    ReplicaChoice,
+    ReplicaState,
+)
 
 PREFIX = prefix_hashes(b"a prompt that others share " * 100)
 
@@ -64,6 +70,29 @@ def test_a_short_match_is_none() -> None:
     policy.charge("x", "a", PREFIX[:1], SLACK_TOKENS)
     assert policy.choose((PREFIX[0], 7, 8, 9)) == "a"
     assert {policy.choose((PREFIX[0], 7, n, 9, 9)) for n in range(50)} == {"b", "c"}
+
+
+def test_a_prefix_that_many_requests_share_is_taken_over_by_an_idle_replica() -> None:
+    policy = choice("abc")
+    chosen = [send(policy, PREFIX) for _ in range(30)]
+    assert len(set(chosen[:CROWD])) == 1
+    assert max(Counter(chosen).values()) <= 15
+    # Where the others are half as loaded or more, it stays.
+    policy = choice("ab")
+    policy.charge("x", "a", PREFIX, 1_000)
+    policy.charge("x", "b", (), 6_000)
+    assert {send(policy, PREFIX) for _ in range(10)} == {"a"}
+
+
+def test_requests_that_share_more_than_a_frequent_prefix_are_no_crowd() -> None:
+    """The turns of one chat go where the chat is, however many chats share its system prompt."""
+    policy = choice("ab")
+    chat = prefix_hashes(b"a prompt that others share " * 100 + b"the turns of one chat " * 100)
+    policy.charge("x", "a", chat, 0)
+    for _ in range(10):
+        policy.charge("x", "a", PREFIX, 500)
+    assert policy.choose(PREFIX) == "b"
+    assert policy.choose(chat) == "a"
 
 
 def test_without_a_prefix_the_less_loaded_of_two_is_chosen() -> None:

@@ -44,6 +44,19 @@ def test_a_call_that_went_elsewhere_counts_there() -> None:
     assert one.tokens == {"a": 0, "b": 0}
 
 
+def test_calls_that_share_a_prefix_are_counted_where_they_are() -> None:
+    one = loads("a", "b")
+    first = one.charge("x", "a", 10, chunk=5)
+    one.charge("y", "a", 10, chunk=5)
+    one.charge("z", "a", 10, chunk=6)
+    assert (one.sharing("a", 5), one.sharing("b", 5)) == (2, 0)
+    one.move(first, "b")
+    assert (one.sharing("a", 5), one.sharing("b", 5)) == (1, 1)
+    one.end("x", "b")
+    one.remove("a")
+    assert (one.sharing("a", 5), one.sharing("b", 5)) == (0, 0)
+
+
 def test_calls_with_one_id_end_one_by_one() -> None:
     one = loads("a", "b")
     one.charge("x", "a", 10)

@@ -111,9 +111,9 @@ async def three() -> Handle:
 
 
 async def test_requests_with_one_prefix_go_to_one_replica(three: Handle) -> None:
-    chosen = [await three.send(relayed(PREFIX)) for _ in range(8)]
+    chosen = [await three.send(relayed(PREFIX)) for _ in range(4)]
     assert len(set(chosen)) == 1
-    assert sorted(three.tokens.values()) == [0, 0, 8_000]
+    assert sorted(three.tokens.values()) == [0, 0, 4_000]
 
 
 async def test_without_prefixes_they_go_by_load_alone() -> None:
@@ -261,7 +261,7 @@ async def test_a_replica_that_starts_again_holds_nothing(three: Handle) -> None:
     assert set(three.tokens.values()) == {0}
     assert await three.send(relayed(PREFIX)) in "abc"
     # The one that was chosen now is the only one that holds it.
-    assert len({await three.send(relayed(PREFIX)) for _ in range(8)}) == 1
+    assert len({await three.send(relayed(PREFIX)) for _ in range(4)}) == 1
 
 
 async def test_a_request_waits_until_a_replica_is_there() -> None:
