@@ -5,6 +5,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
+from ray.serve.config import RequestRouterConfig
 
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
@@ -18,6 +19,12 @@ and answer a refused request with the time after which to retry."""
 
 HEALTH_CHECK_PERIOD_S = 1
 """Seconds between health checks: a dead replica is replaced at the next, a failing one after three."""
+
+ROUTER = "serve_app.ingress.request_router:EngineRouter"
+"""Chooses between the replicas of a language model, in every process that has a handle of it."""
+
+ROUTING_STATS_PERIOD_S = 2.0
+"""Seconds between two reports of a replica's tokens to the processes that choose between replicas."""
 
 GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
 """Seconds in which a stopping replica may finish its answers: as long as HAProxy lets them run, so that one
@@ -53,7 +60,15 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def _engine(model: ModelSettings, settings: Settings) -> Application:
-    kind: type[Any] = FunctionEngine if isinstance(model, FunctionSettings) else Engine
+    kind: type[Any] = FunctionEngine
+    router: dict[str, Any] = {}
+    if not isinstance(model, FunctionSettings):
+        kind = Engine
+        router = {
+            "request_router_class": ROUTER,
+            "request_router_kwargs": {"prefixes": model.routing == "prefix"},
+            "request_routing_stats_period_s": ROUTING_STATS_PERIOD_S,
+        }
     deployment = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -61,6 +76,7 @@ def _engine(model: ModelSettings, settings: Settings) -> Application:
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=GRACE_S,
         logging_config=QUIET,
+        request_router_config=RequestRouterConfig(**router),
     )(kind)
     return deployment.options(name=engine_name(model.id)).bind(
         model, settings.ingress.max_prompts, settings.telemetry

@@ -4,8 +4,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.protocol import (
@@ -17,6 +17,7 @@ from serve_app.api.protocol import (
     parse_generate,
 )
 from serve_app.api.scheduling import Scheduling
+from serve_app.api.token_estimate import estimate_call
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.batch_call import BatchCall
@@ -24,7 +25,7 @@ from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
 from serve_app.engine.loop_watch import LoopWatch
-from serve_app.engine.replica import DRAIN_S, answer, replica_stats
+from serve_app.engine.replica import DRAIN_S, answer, replica_stats, routing_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
 from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split
@@ -66,6 +67,9 @@ class Engine:
         max_prompts: Most prompts that one call may carry.
         telemetry: What is measured and logged.
     """
+
+    _held = 0
+    """Tokens of the calls that this replica answers, as their callers estimate them."""
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
@@ -119,17 +123,18 @@ class Engine:
             RequestError: The request is wrong, or can't be served now.
             EngineLostError: vLLM's engine died while it had the request.
         """
-        if not isinstance(request, GenerateRequest):
-            request = parse_generate(request, max_prompts=self._max_prompts)
-        if self._engine.died:
-            raise engine_failed()
-        try:
-            response = await self._generate(request, request.scheduling(), RequestUsage())
-        except RequestError:
+        with self._holding(estimate_call(request)):
+            if not isinstance(request, GenerateRequest):
+                request = parse_generate(request, max_prompts=self._max_prompts)
             if self._engine.died:
-                raise EngineLostError from None
-            raise
-        return response.model_dump(exclude_unset=True)
+                raise engine_failed()
+            try:
+                response = await self._generate(request, request.scheduling(), RequestUsage())
+            except RequestError:
+                if self._engine.died:
+                    raise EngineLostError from None
+                raise
+            return response.model_dump(exclude_unset=True)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
@@ -144,10 +149,11 @@ class Engine:
         else:
             messages = self._answer_openai(request, began, usage)
         try:
-            async with aclosing(messages):
-                async for message in messages:
-                    for part in split(message, request.path):
-                        yield part
+            with self._holding(request.tokens):
+                async with aclosing(messages):
+                    async for message in messages:
+                        for part in split(message, request.path):
+                            yield part
         finally:
             self._telemetry.answered(request.headers, began, usage)
 
@@ -158,6 +164,22 @@ class Engine:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the tokens that this replica holds; Serve calls the method by this name."""
         return autoscaling_stats(self._engine.batcher.stats)
+
+    def record_routing_stats(self) -> dict[str, int]:
+        """Return the tokens that this replica holds, by which callers choose; Serve calls it by this name."""
+        return routing_stats(self._held)
+
+    def record_replica_metadata(self) -> dict[str, int]:
+        """Return the size of the KV cache in tokens; Serve calls it by this name, once."""
+        return {"token_capacity": self._engine.batcher.capacity}
+
+    @contextmanager
+    def _holding(self, tokens: int) -> Iterator[None]:
+        self._held += tokens
+        try:
+            yield
+        finally:
+            self._held -= tokens
 
     async def check_health(self) -> None:
         """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""

@@ -29,6 +29,19 @@ async def answer(body: Awaitable[bytes], usage: RequestUsage) -> bytes:
     return pack(head=Head(200, [(b"content-type", b"application/json")]), body=content, usage=usage)
 
 
+def routing_stats(tokens: int) -> dict[str, int]:
+    """Return a replica's report to those that choose between replicas.
+
+    Ray Serve sends a report that has changed to every process with a handle, so the tokens are rounded to
+    three binary digits: a steady load changes nothing.
+
+    Args:
+        tokens: Tokens that it holds, as their callers estimate them.
+    """
+    step = 1 << max(0, tokens.bit_length() - 3)
+    return {"tokens": (tokens + step // 2) // step * step}
+
+
 def replica_stats(stats: Stats, **limits: int) -> JSON:
     """Return a replica's entry in `/stats`.
 

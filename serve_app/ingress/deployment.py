@@ -23,7 +23,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, KeyStore
-from serve_app.ingress.body import form_field, read_body
+from serve_app.ingress.body import JSONBody, form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.health import Health
@@ -33,6 +33,7 @@ from serve_app.ingress.pages import STATS_PAGE, page, wants_page
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card, simulated
+from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, Settings
 from serve_app.system import cancellation
@@ -172,28 +173,34 @@ class Ingress:
 
     async def _generate(self, request: Request) -> Response:
         body = await read_body(request, self._settings.ingress)
-        fields = read_call(body, self._settings.ingress, "prompts", "messages")
-        return self._relay(fields.model, request, body, GENERATE, fields)
+        content = JSONBody(body)
+        fields = read_call(content, self._settings.ingress, "prompts", "messages")
+        return self._relay(
+            fields.model, request, body, GENERATE, fields, call_key(content, fields, len(body))
+        )
 
     async def _process(self, request: Request) -> Response:
         body = await read_body(request, self._settings.ingress)
-        fields = read_call(body, self._settings.ingress, "records")
+        fields = read_call(JSONBody(body), self._settings.ingress, "records")
         return self._relay(fields.model, request, body, PROCESS, fields)
 
     async def _openai(self, request: Request) -> Response:
         body = await read_body(request, self._settings.ingress)
         path = _path(request)
         if _is_json(request, body):
-            fields = read_openai(body, path, self._settings.ingress)
+            content = JSONBody(body)
+            fields = read_openai(content, path, self._settings.ingress)
+            key = openai_key(content, fields, len(body))
         else:
             # A form with a file: vLLM takes the model from there too.
             model = form_field(body, request.headers.get("content-type", ""), "model")
             fields = OpenAIFields(model=model or request.query_params.get("model"))
+            key = NO_KEY
         if fields.service_tier == "fast":
             # OpenAI's newer name of "priority", which vLLM refuses.
             body = to_json(from_json(body) | {"service_tier": "priority"})
         tier = SchedulingFields(service_tier=fields.service_tier)
-        return self._relay(fields.model, request, body, MOVED.get(path, path), tier)
+        return self._relay(fields.model, request, body, MOVED.get(path, path), tier, key)
 
     async def _models(self, request: Request) -> Response:
         names = list(self._engines)
@@ -222,7 +229,13 @@ class Ingress:
         return self._contexts.get(name, model.engine.max_model_len)
 
     def _relay(
-        self, model: str | None, request: Request, body: bytes, path: str, fields: SchedulingFields
+        self,
+        model: str | None,
+        request: Request,
+        body: bytes,
+        path: str,
+        fields: SchedulingFields,
+        key: RoutingKey = NO_KEY,
     ) -> ProxyResponse:
         chosen = self._routing.choose(model, path)
         relay = self._relays[chosen]
@@ -242,7 +255,17 @@ class Ingress:
             return EngineCall(messages, served)
 
         most = self._settings.ingress.max_tokens
-        relayed = RelayRequest(request.method, path, query, headers, body, scheduling, max_tokens=most)
+        relayed = RelayRequest(
+            request.method,
+            path,
+            query,
+            headers,
+            body,
+            scheduling,
+            max_tokens=most,
+            prefix=key.prefix,
+            tokens=key.tokens,
+        )
         self._lost.check(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)

@@ -47,14 +47,18 @@ class OpenAIFields(BaseModel):
     max_output_tokens: int | None = None
     background: Any = None
 
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer that the request states."""
+        return next((value for name in TOKENS if (value := getattr(self, name)) is not None), None)
 
-def read_call(body: bytes, limits: IngressSettings, *lists: str) -> CallFields:
+
+def read_call(content: JSONBody, limits: IngressSettings, *lists: str) -> CallFields:
     """Return the fields of a `/generate` or `/process` call, whose prompts or records are in `lists`.
 
     Raises:
         RequestError: 400, the call asks for more than `limits` allow, or a field is wrong.
     """
-    content = JSONBody(body)
     fields = parse_body(CallFields, content.values(*CallFields.model_fields))
     for name in lists:
         _check_list(content, name, limits)
@@ -63,13 +67,12 @@ def read_call(body: bytes, limits: IngressSettings, *lists: str) -> CallFields:
     return fields
 
 
-def read_openai(body: bytes, path: str, limits: IngressSettings) -> OpenAIFields:
+def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAIFields:
     """Return the fields of a request of OpenAI's or Anthropic's API.
 
     Raises:
         RequestError: 400, the request asks for more than `limits` allow, or a field is wrong.
     """
-    content = JSONBody(body)
     values = content.values(*OpenAIFields.model_fields)
     if path.startswith(ANTHROPIC) and values.get("service_tier") == "standard_only":
         values["service_tier"] = "default"

@@ -21,6 +21,8 @@ class RelayRequest:
         resumes: It goes on with a stream that broke in another Engine.
         token_ids: The tokens that the stream had sent, as the bytes of an `array`.
         max_tokens: Most output tokens of an answer that states no limit of its own; None: the context.
+        prefix: Hashes of the beginning of its prompt, by which the Ingress chooses a replica.
+        tokens: About how many tokens it takes up, of prompt and answer.
     """
 
     method: str
@@ -33,6 +35,8 @@ class RelayRequest:
     resumes: bool = False
     token_ids: bytes = b""
     max_tokens: int | None = None
+    prefix: tuple[int, ...] = ()
+    tokens: int = 0
 
     def scheduling_now(self) -> Scheduling:
         """Return the scheduling from now on: the time that it has waited elsewhere counts.

@@ -166,6 +166,8 @@ class LLMSettings(Strict):
         simulate: Profile of a simulated device, which takes the model's place: a built-in one by its name, a
             YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. Then
             `source` lends its tokenizer only; the default is the demo model's.
+        routing: `prefix` sends a request to the replica that has the longest beginning of its prompt in its
+            KV cache, if that is not much more loaded than the others. `least_loaded` looks at tokens alone.
     """
 
     id: ModelId
@@ -178,6 +180,7 @@ class LLMSettings(Strict):
     grammar_cpu_s: Seconds = 0.1
     max_tokenize_tokens: Positive | None = None
     max_prompt_logprobs: Positive = 32_768
+    routing: Literal["prefix", "least_loaded"] = "prefix"
     simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
 
     @model_validator(mode="before")

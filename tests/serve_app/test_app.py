@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from ray.serve._private.build_app import BuiltApplication, build_app
+from ray.serve.config import RequestRouterConfig
 
-from serve_app.app import build
+from serve_app.app import ROUTER, build
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
 from serve_app.settings.schema import LLMSettings, SettingsError, TelemetrySettings
@@ -83,6 +84,28 @@ print({d._deployment_config.graceful_shutdown_timeout_s for d in app.deployments
     env = os.environ | {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "777"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
     assert done.stdout == "{777.0}\n", done.stderr
+
+
+def routers(*models: object) -> dict[str, Any]:
+    """Return the router's class and arguments of each Engine."""
+    return {
+        deployment.name: (config.request_router_class, config.request_router_kwargs)
+        for deployment in built(*models).deployments
+        if (config := deployment._deployment_config.request_router_config) and deployment.name != "Ingress"
+    }
+
+
+def test_language_models_have_our_router_and_functions_have_ray_serve_s() -> None:
+    assert routers(DEMO, OTHER | {"routing": "least_loaded"}, FUNCTION) == {
+        "Engine:demo": (ROUTER, {"prefixes": True}),
+        "Engine:org/other": (ROUTER, {"prefixes": False}),
+        "Engine:rank": (RequestRouterConfig().request_router_class, {}),
+    }
+
+
+def test_an_unknown_routing_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(SettingsError, match=r"models\[0\]\.routing.*'prefix' or 'least_loaded'"):
+        built(DEMO | {"routing": "random"})
 
 
 def test_wrong_args_fail_at_once() -> None:

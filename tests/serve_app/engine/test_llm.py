@@ -188,3 +188,34 @@ async def test_the_size_of_a_body_goes_with_its_request() -> None:
 
     await answer(made(app))
     assert sizes == [len(REQUEST.body)]
+
+
+async def test_the_tokens_of_a_call_are_reported_until_it_ends() -> None:
+    reported = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reported.append(engine.record_routing_stats())
+        await failing(200, admitted=True)(scope, receive, send)
+
+    engine = made(app)
+    messages = [message async for message in engine.relay(replace(REQUEST, tokens=1_000))]
+    assert messages
+    assert reported == [{"tokens": 1_024}]
+    assert engine.record_routing_stats() == {"tokens": 0}
+
+
+async def test_the_tokens_of_a_call_over_the_handle_are_estimated() -> None:
+    engine = made(failing())
+    parts: Any = engine
+    parts._max_prompts = 1
+    reported = []
+
+    async def generate(*_: object) -> Any:
+        reported.append(engine.record_routing_stats())
+        raise RequestError(400, "invalid_request_error", "no")
+
+    parts._generate = generate
+    with pytest.raises(RequestError):
+        await engine.generate({"prompts": ["x" * 4_000], "max_tokens": 24})
+    assert reported == [{"tokens": 1_024}]
+    assert engine.record_routing_stats() == {"tokens": 0}

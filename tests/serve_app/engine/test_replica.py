@@ -5,7 +5,7 @@ import json
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.replica import answer
+from serve_app.engine.replica import answer, routing_stats
 from serve_app.relay.frame import Head, Piece, unpack
 from serve_app.relay.usage import RequestUsage
 
@@ -37,3 +37,15 @@ async def test_any_other_error_is_no_answer() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         await answer(body(), RequestUsage())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reported"), [(0, 0), (1, 1), (7, 7), (100, 96), (1_000, 1_024), (100_000, 98_304)]
+)
+def test_the_tokens_that_a_replica_reports_are_rounded(tokens: int, reported: int) -> None:
+    """Every report that differs is sent to all handles."""
+    assert routing_stats(tokens) == {"tokens": reported}
+
+
+def test_a_load_that_hardly_changes_is_reported_once() -> None:
+    assert len({routing_stats(tokens)["tokens"] for tokens in range(60_000, 69_000)}) <= 2

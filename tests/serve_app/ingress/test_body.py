@@ -121,3 +121,16 @@ def test_other_bodies_have_no_such_field(body: bytes, type: str) -> None:
 def test_no_body_and_no_type_break_the_search(body: bytes, type: str) -> None:
     form_field(form(body), "multipart/form-data; boundary=cut" + type, "model")
     form_field(body, type, "model")
+
+
+def test_the_text_of_fields_is_that_of_the_body_in_the_order_asked_for() -> None:
+    body = JSONBody(b'{"messages": [ {"role": "user"} ], "model": "a", "system":"Be brief."}')
+    assert body.text(("system", "tools", "messages"), 1_000) == b'"Be brief."[ {"role": "user"} ]'
+    assert body.text(("system", "messages"), 13) == b'"Be brief."[ '
+    assert body.text(("prompt",), 1_000) == b""
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "a\\ud83d\\ude00", "n": 1}', b'{"prompt": "ab", "x": NaN}'])
+def test_a_body_that_is_parsed_as_a_whole_has_the_text_of_its_fields_too(body: bytes) -> None:
+    text = JSONBody(body).text(("prompt",), 1_000)
+    assert json.loads(text) == json.loads(body)["prompt"]

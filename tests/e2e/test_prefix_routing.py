@@ -1,0 +1,64 @@
+"""Choice of the replica on the live service: prompts that share a prefix go where it is cached."""
+
+import time
+from collections import Counter
+
+import httpx
+import pytest
+
+from tests.e2e.service import Service
+
+pytestmark = pytest.mark.timeout(240)
+
+LIMIT_S = 90.0
+PREFIXES = 10
+REPEATS = 5
+
+NODES = """
+import json, ray
+ray.init(address="auto", logging_level="ERROR")
+nodes = [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes() if n["Alive"]]
+print(json.dumps(nodes))
+"""
+
+
+def completed(http: httpx.Client) -> Counter[str]:
+    """Return the requests that each replica has completed."""
+    replicas = http.get("/stats").json()["models"]["demo"]["replicas"]
+    return Counter({one["replica"]: one["batcher"]["total_completed"] for one in replicas})
+
+
+def cached_tokens(nodes: list[str]) -> float:
+    """Return the tokens of prompts that all replicas found in their prefix caches, as last reported."""
+    lines = [line for node in nodes for line in httpx.get(f"http://{node}/metrics").text.splitlines()]
+    return sum(
+        float(line.split()[-1]) for line in lines if line.startswith("ray_vllm_prefix_cache_hits_total")
+    )
+
+
+def test_prompts_with_one_prefix_go_to_one_replica_and_find_it_cached(pair: Service) -> None:
+    nodes = pair.run_python(NODES)
+    before = cached_tokens(nodes)
+    chosen = []
+    with httpx.Client(base_url=pair.url, timeout=60) as http:
+        for number in range(PREFIXES):
+            there = completed(http)
+            # A token for each character: 1,280 tokens are ten blocks of the KV cache.
+            prefix = f"{100 + number} + ".ljust(16, "1") * 80
+            for repeat in range(REPEATS):
+                # A connection each: both Ingresses get their part.
+                body = {"model": "demo", "prompt": f"{prefix}{repeat}?", "max_tokens": 2}
+                response = httpx.post(f"{pair.url}/v1/completions", json=body, timeout=60)
+                assert response.status_code == 200, response.text
+                assert response.json()["usage"]["prompt_tokens"] > 1_280
+            chosen.append(completed(http) - there)
+    print(chosen, flush=True)
+    assert [sorted(counts.values()) for counts in chosen] == [[REPEATS]] * PREFIXES
+    assert len(set().union(*chosen)) == 2, "both replicas have a part of the prefixes"
+    least = PREFIXES * (REPEATS - 1) * 1_280
+    deadline = time.monotonic() + LIMIT_S
+    # Ray's processes report every ten seconds.
+    while (found := cached_tokens(nodes) - before) < least:
+        assert time.monotonic() < deadline, f"{found} tokens were cached, not {least}"
+        time.sleep(1.0)
+    print(f"{found:.0f} tokens of prompts were cached", flush=True)
