@@ -730,7 +730,7 @@ def test_tiers_are_forgotten_with_their_last_entry() -> None:
         queue.add(Entry("low", 1, priority))
         queue.take(max_records=2)
     assert len(queue._tiers) == 0
-    assert len(queue._turns) < 100
+    assert len(queue._turns.heap) < 100
 
 
 def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
