@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from batcher import checks
 from batcher.admission import LEAST_DELAY_S, UNKNOWN_WAIT_S, Batcher, State
 from batcher.batch_delay import BatchDelay
-from batcher.checks import LARGEST, PRIORITIES
+from batcher.checks import LARGEST
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Ticket
 from batcher.errors import LATE, BatcherError, Closed, Expired, Oversize
@@ -82,9 +82,8 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             records that the error is due to are alone, see `Search` for how many calls that takes. "single"
             runs each record of the batch again by itself. "fail" fails every record of the batch: for
             functions that must not run twice on a record.
-        priority_aging_s: Seconds after which a tier that waits passes the one a level above, for one
-            record; None: never.
-        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        priority_aging_s: See `RequestQueue`.
+        tenant_weights: See `RequestQueue`.
         clock: Returns the time in seconds; deadlines are on it.
 
     Raises:
@@ -279,11 +278,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         """
         ticket = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
         if not ticket.admitted:
-            try:
-                await self._wait_for_space(ticket)
-            except BaseException:
-                ticket.cancel()
-                raise
+            await self._wait_for_space(ticket, ticket.cancel)
         return ticket
 
     async def submit_batch(
@@ -395,16 +390,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
-        """Return the seconds that a record submitted now would wait for its start.
-
-        That is the time until `process_fn` is free, and the batches before its own at their mean time.
-
-        Args:
-            cost: What the record costs.
-            priority: Its tier; what waits in lower tiers doesn't count.
-            tenant: Its tenant; None: it goes behind its whole tier.
-            records: Records that come together.
-        """
+        # The time until `process_fn` is free, and the batches before its own at their mean time.
         before, ahead = self._queue.ahead(priority, tenant)
         if len(self._runs) < self._concurrency and not before:
             return 0.0
@@ -435,10 +421,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             name, cost = "estimated_cost", _either(cost, estimated_cost)
         if type(cost) is not int or not 0 <= cost <= LARGEST:
             cost = self._cost_of(record) if cost is None else whole_cost(name, cost)
-        if type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
-            checks.priority(priority)
-        if type(tenant) is not str:
-            checks.tenant(tenant)
+        checks.order(priority, tenant)
         now = self._clock()
         if deadline is not None or timeout is not None:
             deadline = self._deadline(deadline, timeout, now)
@@ -585,9 +568,9 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         if self._queue.remove(ticket):
             self._decide()
 
-    def _end(self, entry: Ticket[ResultT], error: BatcherError) -> None:
+    def _tell(self, entry: Ticket[ResultT], error: BatcherError) -> None:
         if not entry.admitted:
-            super()._end(entry, error)
+            super()._tell(entry, error)
         elif not entry.done():
             entry.fail(error)
             if isinstance(error, Closed):
@@ -610,7 +593,6 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             if ticket.deadline is None:
                 continue
             if ticket.deadline <= now:
-                self._recorder.expired += 1
                 self._end(ticket, Expired(LATE))
             else:
                 self._formed_due = min(self._formed_due, ticket.deadline)
@@ -625,7 +607,6 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     def _close_records(self, batch: list[Ticket[ResultT]], message: str) -> None:
         for ticket in batch:
             if not ticket.done():
-                self._recorder.failed += 1
                 self._end(ticket, Closed(message))
 
     def _idle(self) -> bool:

@@ -46,26 +46,31 @@ class Held:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Turn(Held):
-    """Something that waits for its turn: the lowest key goes first; `item` is its place in the heap."""
+    """Something that waits for its turn: the lowest key goes first, then the lowest order.
 
-    key: Any = 0
+    Attributes:
+        item: Its place in the heap.
+    """
+
+    key: float = 0
+    order: int = 0
     item: Any = None
 
 
 class Turns(Generic[TurnT]):
-    """Decides whose turn it is, of what waits; among equals it is the turn of the one that came first."""
+    """Decides whose turn it is, of what waits."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[Any, int, TurnT]] = []
+        self.heap: list[tuple[float, int, int, TurnT]] = []
         self._sequence = itertools.count()
         self._most = SLACK
 
     def push(self, thing: TurnT) -> None:
         """Take in what begins to wait, or whose key has become lower."""
-        thing.item = (thing.key, next(self._sequence) if thing.item is None else thing.item[1], thing)
+        thing.item = (thing.key, thing.order, next(self._sequence), thing)
         heapq.heappush(self.heap, thing.item)
         if len(self.heap) > self._most:
-            self.heap = [item for item in self.heap if item is item[2].item]
+            self.heap = [item for item in self.heap if item is item[3].item]
             heapq.heapify(self.heap)
             self._most = 2 * len(self.heap) + SLACK
 
@@ -74,7 +79,7 @@ class Turns(Generic[TurnT]):
         heap = self.heap
         while heap:
             item = heap[0]
-            thing = item[2]
+            thing = item[3]
             if item is not thing.item:
                 heapq.heappop(heap)
             elif not thing.total:
@@ -84,7 +89,7 @@ class Turns(Generic[TurnT]):
                 return thing
             else:
                 # Keys mostly rise, so an item is put right only when it comes to the top.
-                thing.item = (thing.key, item[1], thing)
+                thing.item = (thing.key, item[1], item[2], thing)
                 heapq.heapreplace(heap, thing.item)
         return None
 
@@ -127,6 +132,10 @@ class Fifo:
         self._gone.clear()
 
 
+NONE = Fifo()
+"""Stays empty: most backlogs never have an entry outside."""
+
+
 @dataclass(slots=True, eq=False)
 class Tenant(Held):
     """One tenant of a queue, over all tiers.
@@ -158,7 +167,14 @@ class Backlog(Turn):
     tier: "Tier"
     tenant: Tenant
     inside: Fifo = field(default_factory=Fifo)
-    waiting: Fifo = field(default_factory=Fifo)
+    waiting: Fifo = NONE
+
+    def wait(self, entry: Any) -> None:
+        """Put an entry behind those that wait for space."""
+        if self.waiting is NONE:
+            self.waiting = Fifo()
+        self.waiting.append(entry)
+        self.tier.claims[self] = None
 
     def first(self) -> Any:
         """Return the first entry."""
@@ -174,6 +190,7 @@ class Tier(Turn):
 
     Attributes:
         claims: Backlogs with entries that wait for space, in turn.
+        joined: How often a tenant has joined.
         idle: Backlogs without entries that are remembered while they owe something.
     """
 
@@ -182,9 +199,10 @@ class Tier(Turn):
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     turns: Turns[Backlog] = field(default_factory=Turns)
     idle: OrderedDict[Backlog, None] = field(default_factory=OrderedDict)
+    joined: int = 0
 
     def join(self, tenant: Tenant) -> Backlog:
-        """Return the backlog of a tenant that is about to get an entry, at the level of the others at least."""
+        """Return the backlog of a tenant that is about to get an entry; at the level of the others."""
         backlog = self.backlogs.get(tenant.name)
         if backlog is None:
             backlog = self.backlogs[tenant.name] = Backlog(self, tenant)
@@ -194,6 +212,8 @@ class Tier(Turn):
         if level is not None and level.key > backlog.key:
             backlog.key = level.key
         if backlog.item is None:
+            self.joined += 1
+            backlog.order = self.joined
             self.turns.push(backlog)
         return backlog
 
@@ -211,7 +231,7 @@ class Tier(Turn):
     def walk(self) -> Iterator[Any]:
         """Yield the entries in the order in which they would be taken."""
         heads = [
-            (backlog.key, backlog.item[1], backlog.tenant.charge, iter(backlog))
+            (backlog.key, backlog.order, backlog.tenant.charge, iter(backlog))
             for backlog in self.backlogs.values()
             if backlog.total
         ]

@@ -169,7 +169,7 @@ class RequestQueue(Held, Generic[EntryT]):
         tier = self._tiers.get(priority)
         if tier is None:
             claims = self._claims[priority >= self._background]
-            tier = self._tiers[priority] = Tier(priority, claims, key=self._key(priority))
+            tier = self._tiers[priority] = Tier(priority, claims, key=self._key(priority), order=priority)
             self._turns.push(tier)
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None or not backlog.total:
@@ -191,8 +191,7 @@ class RequestQueue(Held, Generic[EntryT]):
             backlog.inside.append(entry)
             self.entered += records
         else:
-            backlog.waiting.append(entry)
-            tier.claims[backlog] = None
+            backlog.wait(entry)
             self._count_outside(entry, backlog, 1)
         if entry.deadline is not None:
             heapq.heappush(self._deadlines, (entry.deadline, next(self._sequence), entry, backlog))
@@ -304,7 +303,7 @@ class RequestQueue(Held, Generic[EntryT]):
         tier = self._turns.first()
         if before is not None:
             tiers = [tier for tier in self._tiers.values() if tier.priority < before]
-            tier = min(tiers, key=lambda tier: tier.key, default=None)
+            tier = min(tiers, key=lambda tier: (tier.key, tier.priority), default=None)
         return None if tier is None else self._first_of(tier)
 
     def pick(self, entry: EntryT) -> None:
@@ -364,9 +363,9 @@ class RequestQueue(Held, Generic[EntryT]):
         if backlog.item is not None and backlog.key < backlog.item[0]:
             tier.turns.push(backlog)
 
-    def _key(self, priority: int) -> tuple[float, int]:
+    def _key(self, priority: int) -> float:
         # All tiers age alike, so comparing these keys needs no clock.
-        return (0.0 if self._aging is None else self._clock() + priority * self._aging), priority
+        return float(priority) if self._aging is None else self._clock() + priority * self._aging
 
     def _first_of(self, tier: Tier) -> EntryT:
         backlog = tier.turns.first()
@@ -381,20 +380,20 @@ class RequestQueue(Held, Generic[EntryT]):
             self._let(entry, backlog)
         backlog.key += (entry.cost or 1) * backlog.tenant.charge
         if self._aging is not None:
-            backlog.tier.key = (now + entry.priority * self._aging, entry.priority)
+            backlog.tier.key = now + entry.priority * self._aging
         self._drop(entry, backlog)
 
     def _walk(self) -> Iterator[EntryT]:
-        turns = [(tier.key, tier.walk()) for tier in self._tiers.values()]
+        turns = [(tier.key, tier.priority, tier.walk()) for tier in self._tiers.values()]
         heapq.heapify(turns)
         while turns:
-            (_, priority), entries = turns[0]
+            _, priority, entries = turns[0]
             entry = next(entries, None)
             if entry is None:
                 heapq.heappop(turns)
             else:
                 yield entry
-                heapq.heapreplace(turns, (self._key(priority), entries))
+                heapq.heapreplace(turns, (self._key(priority), priority, entries))
 
     # Leaving
 

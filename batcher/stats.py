@@ -12,6 +12,8 @@ Outcome = Literal["completed", "failed", "cancelled"]
 RECENT = 512
 """Records over which percentiles are taken."""
 
+POINTS = (0.5, 0.9, 0.99)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
@@ -309,9 +311,7 @@ class Recorder:
         """Return the fields of `Stats` that follow from what was counted."""
         busy, idle = self.times(now)
         elapsed = busy + idle
-        wait = percentiles(self.waits, (0.5, 0.9, 0.99))
-        run = percentiles(self.runs, (0.5, 0.9, 0.99))
-        return {
+        found = {
             "total_completed": self.completed,
             "total_failed": self.failed,
             "total_cancelled": self.cancelled,
@@ -323,13 +323,11 @@ class Recorder:
             "cost_throughput": self.completed_cost / elapsed if elapsed else 0.0,
             "avg_latency_s": self.latency_s / self.completed if self.completed else 0.0,
             "avg_run_s": self.run_s / self.ran if self.ran else 0.0,
-            "wait_p50_s": wait[0],
-            "wait_p90_s": wait[1],
-            "wait_p99_s": wait[2],
-            "run_p50_s": run[0],
-            "run_p90_s": run[1],
-            "run_p99_s": run[2],
         }
+        for name, samples in (("wait", self.waits), ("run", self.runs)):
+            for point, value in zip(POINTS, percentiles(samples, POINTS), strict=True):
+                found[f"{name}_p{point * 100:.0f}_s"] = value
+        return found
 
 
 class WindowRecorder(Recorder):
