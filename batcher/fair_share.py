@@ -209,8 +209,9 @@ class Tier(Turn):
         self.idle.pop(backlog, None)
         backlog.tenant = tenant
         level = self.turns.first()
-        if level is not None and level.key > backlog.key:
-            backlog.key = level.key
+        if level is not None and level.key >= backlog.key:
+            # It owes nothing, and comes behind the others.
+            backlog.key, backlog.item = level.key, None
         if backlog.item is None:
             self.joined += 1
             backlog.order = self.joined
