@@ -247,7 +247,7 @@ class Batcher(ABC, Generic[EntryT]):
             )
         raise QueueFull(bound.name, bound.value, seconds)
 
-    async def _wait_for_space(self, entry: EntryT, withdraw: Callable[[], object]) -> None:
+    async def _wait_for_space(self, entry: EntryT, withdraw: Callable[[BaseException], object]) -> None:
         """Wait until an entry is admitted that waits outside; `withdraw` takes it back if that fails.
 
         Raises:
@@ -258,8 +258,8 @@ class Batcher(ABC, Generic[EntryT]):
             await entry.space
             if entry.refusal is not None:
                 raise entry.refusal
-        except BaseException:
-            withdraw()
+        except BaseException as error:
+            withdraw(error)
             raise
 
     def _decide(self) -> None:

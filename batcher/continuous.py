@@ -323,7 +323,7 @@ class ContinuousBatcher(Batcher[Slot]):
         )
         self._enter_nowait(slot)
         if not slot.admitted:
-            await self._wait_for_space(slot, slot.release)
+            await self._wait_for_space(slot, lambda error: self._leave(slot, error))
         task = self.loop.create_task(self._process(process_fn, record, slot))
         if not task.done():
             self._tasks[task] = slot

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 from batcher import checks
 from batcher.admission import LEAST_DELAY_S, UNKNOWN_WAIT_S, Batcher, State
 from batcher.batch_delay import BatchDelay
-from batcher.checks import LARGEST
+from batcher.checks import LARGEST, PRIORITIES
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Ticket
 from batcher.errors import LATE, BatcherError, Closed, Expired, Oversize
@@ -278,7 +278,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         """
         ticket = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
         if not ticket.admitted:
-            await self._wait_for_space(ticket, ticket.cancel)
+            await self._wait_for_space(ticket, lambda _: ticket.cancel())
         return ticket
 
     async def submit_batch(
@@ -421,7 +421,8 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             name, cost = "estimated_cost", _either(cost, estimated_cost)
         if type(cost) is not int or not 0 <= cost <= LARGEST:
             cost = self._cost_of(record) if cost is None else whole_cost(name, cost)
-        checks.order(priority, tenant)
+        if type(tenant) is not str or type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
+            checks.order(priority, tenant)
         now = self._clock()
         if deadline is not None or timeout is not None:
             deadline = self._deadline(deadline, timeout, now)

@@ -176,10 +176,6 @@ class Backlog(Turn):
         self.waiting.append(entry)
         self.tier.claims[self] = None
 
-    def first(self) -> Any:
-        """Return the first entry."""
-        return (self.inside.entries or self.waiting.entries)[0]
-
     def __iter__(self) -> Iterator[Any]:
         return itertools.chain(self.inside, self.waiting)
 

@@ -304,7 +304,8 @@ class RequestQueue(Held, Generic[EntryT]):
         if before is not None:
             tiers = [tier for tier in self._tiers.values() if tier.priority < before]
             tier = min(tiers, key=lambda tier: (tier.key, tier.priority), default=None)
-        return None if tier is None else self._first_of(tier)
+        backlog = None if tier is None else tier.turns.first()
+        return None if backlog is None else next(iter(backlog))
 
     def pick(self, entry: EntryT) -> None:
         """Take one waiting entry, whatever its place, and charge its tenant.
@@ -314,7 +315,7 @@ class RequestQueue(Held, Generic[EntryT]):
         """
         if entry._place is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
-        self._serve(entry, self._clock())
+        self._serve(entry, entry._place, self._clock())
 
     def take(
         self, budget: int | None = None, max_records: int | None = None, *, padded: bool = False
@@ -334,7 +335,9 @@ class RequestQueue(Held, Generic[EntryT]):
         total = longest = records = 0
         most: float = math.inf if max_records is None else max_records
         while records < most and (tier := self._turns.first()) is not None:
-            entry = self._first_of(tier)
+            backlog = tier.turns.first()
+            assert backlog is not None
+            entry: EntryT = (backlog.inside.entries or backlog.waiting.entries)[0]
             records += entry.records
             if padded:
                 longest = max(longest, entry.cost)
@@ -343,7 +346,7 @@ class RequestQueue(Held, Generic[EntryT]):
                 total += entry.cost
             if batch and ((budget is not None and total > budget) or records > most):
                 break
-            self._serve(entry, now)
+            self._serve(entry, backlog, now)
             batch.append(entry)
         return batch
 
@@ -367,15 +370,8 @@ class RequestQueue(Held, Generic[EntryT]):
         # All tiers age alike, so comparing these keys needs no clock.
         return float(priority) if self._aging is None else self._clock() + priority * self._aging
 
-    def _first_of(self, tier: Tier) -> EntryT:
-        backlog = tier.turns.first()
-        assert backlog is not None
-        entry: EntryT = backlog.first()
-        return entry
-
-    def _serve(self, entry: EntryT, now: float) -> None:
+    def _serve(self, entry: EntryT, backlog: Backlog, now: float) -> None:
         """Charge a tenant for an entry and take it out."""
-        backlog: Backlog = entry._place
         if not entry.admitted:
             self._let(entry, backlog)
         backlog.key += (entry.cost or 1) * backlog.tenant.charge
