@@ -43,13 +43,12 @@ class Batcher(ABC, Generic[EntryT]):
 
     Args:
         queue: The queue of entries.
-        recorder: Counts entries.
         clock: The queue's clock.
     """
 
-    def __init__(self, queue: RequestQueue[EntryT], recorder: Recorder, clock: Callable[[], float]) -> None:
+    def __init__(self, queue: RequestQueue[EntryT], clock: Callable[[], float]) -> None:
         self._queue = queue
-        self._recorder = recorder
+        self._recorder = Recorder()
         self._clock = clock
         self._state = State.STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -97,10 +97,11 @@ class Background:
             capacity: Cost that may run at once, of all classes.
             max_running: Records that may run at once, of all classes.
         """
+        places, costs = self.places(capacity, max_running)
         self.held = self.running > 0 and not (
-            self.running + records <= self.window.records
+            self.running + records <= places
+            and self.cost + cost <= costs
             and (self._credit > 0 or not self._stepped)
-            and self._leaves_space(cost, records, capacity, max_running)
         )
         return not self.held
 
@@ -159,10 +160,6 @@ class Background:
         per_step = max(1.0, SPREAD * window.records * self._prompt / max(self._life, 1.0))
         self._credit = min(self._credit + per_step, per_step)
         return self.held
-
-    def _leaves_space(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
-        places, costs = self.places(capacity, max_running)
-        return self.running + records <= places and self.cost + cost <= costs
 
 
 def kept(peak: int, bound: int) -> int:

@@ -17,7 +17,7 @@ from batcher.errors import Aborted, BatcherError, Expired, Oversize
 from batcher.queue import RequestQueue
 from batcher.rates import ServiceRate, Standby
 from batcher.slo import Goals
-from batcher.stats import RECENT, ContinuousStats, Observation, Outcome, WindowRecorder
+from batcher.stats import RECENT, ContinuousStats, Observation, Outcome
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -174,8 +174,7 @@ class ContinuousBatcher(Batcher[Slot]):
             tenant_weights=tenant_weights,
             background=None if goals is None else background,
         )
-        self._recorder: WindowRecorder
-        super().__init__(queue, WindowRecorder(), clock)
+        super().__init__(queue, clock)
         self._learns = policy == "max_utilization"
         self._alone = oversize == "alone"
         self._outputs = OutputEstimator()
@@ -417,7 +416,12 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-            self._check_hope(slot, slot.deadline - now)
+            wait = 0.0
+            if self._rate.known:
+                wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+            if wait > HOPELESS * (slot.deadline - now):
+                self._recorder.rejected += slot.records
+                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
         if not self._queue.total and self._fits(slot) and not self._held_back(slot):
             self._queue.pass_by(slot)
             self._begin(slot)
@@ -431,15 +435,6 @@ class ContinuousBatcher(Batcher[Slot]):
         if slot.records > 1 and slot.records > (most := self._regular()):
             return Oversize(slot.records, most, "max_running" if most == self._max_running else "places")
         return None
-
-    def _check_hope(self, slot: Slot, left: float) -> None:
-        """Refuse a slot that would only wait for its deadline."""
-        if not self._rate.known:
-            return
-        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-        if wait > HOPELESS * left:
-            self._recorder.rejected += slot.records
-            raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _wait_for_turn(self, slot: Slot) -> None:
         """Wait until a slot that waits starts."""
@@ -548,7 +543,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._decide()
 
     def _finish(self, slot: Slot, error: BaseException | None) -> None:
-        """Take a slot out of the window."""
+        """Take a slot out of the window, and count how it ended."""
         slot.running = False
         slot.owner = None
         now = self._clock()
@@ -558,12 +553,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._recorder.fill(self._running_cost / self._capacity, now)
         if not self._running:
             self._recorder.switch(False, now)
-        run = now - slot.started_at
-        self._record(slot, run, error)
-        self._learn(slot, now, run, finished=error is None)
-
-    def _record(self, slot: Slot, run: float, error: BaseException | None) -> None:
-        """Count a slot that ran, and how it ended."""
+        run, finished = now - slot.started_at, error is None
         recorder, records = self._recorder, slot.records
         recorder.ran += records
         recorder.run_s += records * run
@@ -587,9 +577,7 @@ class ContinuousBatcher(Batcher[Slot]):
                 recorder.observations.records.append(
                     Observation(slot.tenant, slot.priority, part, slot.waited_s, run, outcome)
                 )
-
-    def _learn(self, slot: Slot, now: float, run: float, *, finished: bool) -> None:
-        """Take from a slot that ran what helps to judge those that come."""
+        # What helps to judge those that come.
         if finished and self._standby is not None:
             self._standby.learn(slot.output_tokens, slot.records)
         self._rate.learn(slot.cost, run, slot.records)

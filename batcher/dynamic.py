@@ -22,7 +22,7 @@ from batcher.forming import FORMINGS, LOOKAHEAD_BATCHES, Former, Forming
 from batcher.mapping import map_records
 from batcher.processing import ON_ERROR, OnError, ProcessCall, ProcessFn, Processor
 from batcher.queue import RequestQueue
-from batcher.stats import BatchRecorder, BatchStats
+from batcher.stats import BatchStats
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -145,8 +145,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             priority_aging_s=priority_aging_s,
             tenant_weights=tenant_weights,
         )
-        self._recorder: BatchRecorder
-        super().__init__(queue, BatchRecorder(), clock)
+        super().__init__(queue, clock)
         self._call = ProcessCall(process_fn, max_concurrent_batches, type(self).__name__)
         self._cost_of = CostRule(cost_estimator, self._cost_methods, default_cost)
         self._processor: Processor[ResultT] = Processor(self._call, on_error, self._recorder, clock)

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from batcher.entries import Ticket
 from batcher.errors import LATE, Aborted, BadResults, Expired, fit, separate
-from batcher.stats import BatchObservation, BatchRecorder, Observation, Outcome
+from batcher.stats import BatchObservation, Observation, Outcome, Recorder
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -211,7 +211,7 @@ class Processor(Generic[ResultT]):
         self,
         call: ProcessCall[Any, ResultT],
         on_error: OnError,
-        recorder: BatchRecorder,
+        recorder: Recorder,
         clock: Callable[[], float],
     ) -> None:
         self._call = call

@@ -261,33 +261,42 @@ class Observations:
         self.batches: Kept[BatchObservation] = Kept(limit)
 
 
+@dataclass(eq=False)
 class Recorder:
     """What a batcher counts while it runs: plain attributes, so that counting costs nothing."""
 
-    def __init__(self) -> None:
-        self.completed: int = 0
-        self.completed_cost: int = 0
-        self.failed: int = 0
-        self.cancelled: int = 0
-        self.expired: int = 0
-        self.rejected: int = 0
-        self.ran: int = 0
-        self.run_s: float = 0.0
-        self.latency_s: float = 0.0
-        self.waits: deque[float] = deque(maxlen=RECENT)
-        self.runs: deque[float] = deque(maxlen=RECENT)
-        self.observations: Observations | None = None
-        self._busy = False
-        self._busy_s = 0.0
-        self._idle_s = 0.0
-        self._since: float | None = None
+    completed: int = 0
+    completed_cost: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    rejected: int = 0
+    ran: int = 0
+    run_s: float = 0.0
+    latency_s: float = 0.0
+    output_tokens: int = 0
+    batches: int = 0
+    batch_records: int = 0
+    batch_cost: int = 0
+    padded_cost: int = 0
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    observations: Observations | None = None
+    _busy: bool = False
+    _busy_s: float = 0.0
+    _idle_s: float = 0.0
+    _since: float | None = None
+    _fill: float = 0.0
+    _filled_s: float = 0.0
+    _filled_at: float = 0.0
 
     def open(self, now: float) -> None:
         """Time counts from now on."""
-        self._since = now
+        self._since = self._filled_at = now
 
     def close(self, now: float) -> None:
         """Time no longer counts."""
+        self.fill(self._fill, now)
         self._busy_s, self._idle_s = self.times(now)
         self._since = None
 
@@ -329,25 +338,6 @@ class Recorder:
                 found[f"{name}_p{point * 100:.0f}_s"] = value
         return found
 
-
-class WindowRecorder(Recorder):
-    """What a `ContinuousBatcher` counts; `fill` is the share of the capacity in use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.output_tokens: int = 0
-        self._fill = 0.0
-        self._filled_s = 0.0
-        self._filled_at = 0.0
-
-    def open(self, now: float) -> None:
-        super().open(now)
-        self._filled_at = now
-
-    def close(self, now: float) -> None:
-        self.fill(self._fill, now)
-        super().close(now)
-
     def fill(self, share: float, now: float) -> None:
         """From now on this share of the capacity is in use."""
         if self._since is not None:
@@ -360,14 +350,3 @@ class WindowRecorder(Recorder):
         self.fill(self._fill, now)
         elapsed = sum(self.times(now))
         return self._filled_s / elapsed if elapsed else 0.0
-
-
-class BatchRecorder(Recorder):
-    """What a `DynamicBatcher` counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: int = 0
-        self.batch_records: int = 0
-        self.batch_cost: int = 0
-        self.padded_cost: int = 0
