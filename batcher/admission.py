@@ -40,10 +40,6 @@ class Batcher(ABC, Generic[EntryT]):
 
     Whatever happens (a record comes, ends or is cancelled, a deadline passes, the capacity changes, the
     batcher stops) ends in `_decide`.
-
-    Args:
-        queue: The queue of entries.
-        clock: The queue's clock.
     """
 
     def __init__(self, queue: RequestQueue[EntryT], clock: Callable[[], float]) -> None:
@@ -217,15 +213,7 @@ class Batcher(ABC, Generic[EntryT]):
         return deadline
 
     def _enter(self, entry: EntryT, wait: bool) -> None:
-        """Put an entry into the queue, and start it if it may start.
-
-        Args:
-            entry: The entry.
-            wait: It may wait for space; it isn't admitted then yet.
-
-        Raises:
-            QueueFull: There is no space, and it may not wait.
-        """
+        """Put an entry into the queue, and start it if it may; without space it waits, or is refused."""
         queue = self._queue
         if queue.put(entry) and self._unchanged():
             deadline = entry.deadline

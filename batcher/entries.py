@@ -118,15 +118,15 @@ class Ticket(asyncio.Future[ResultT], Queued):
         super().__init__(loop=loop)
         self._withdraw = withdraw
         self._place = None
-        self.admitted = False
+        self.admitted: bool = False
         self.record: Any = record
-        self.cost = cost
-        self.priority = priority
-        self.tenant = tenant
-        self.deadline = deadline
-        self.submitted_at = submitted_at
-        self.refusal = None
-        self.space = None
+        self.cost: int = cost
+        self.priority: int = priority
+        self.tenant: str = tenant
+        self.deadline: float | None = deadline
+        self.submitted_at: float = submitted_at
+        self.refusal: BatcherError | None = None
+        self.space: asyncio.Future[None] | None = None
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel the record: it won't run, unless it runs already. Return whether it had not ended."""

@@ -244,15 +244,7 @@ class Tier(Turn):
 
 
 class Tenants:
-    """The tenants that have entries, or had of late, and their weights.
-
-    Args:
-        clock: Returns the time in seconds.
-        weights: Share of a tenant in relation to the others; 1.0 where not given.
-
-    Raises:
-        ValueError: A weight is out of range.
-    """
+    """The tenants that have entries, or had of late, and their weights."""
 
     def __init__(self, clock: Callable[[], float], weights: Mapping[str, float]) -> None:
         self._clock = clock

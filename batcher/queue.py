@@ -75,6 +75,9 @@ class RequestQueue(Held, Generic[EntryT]):
         ValueError: An argument is out of range.
     """
 
+    total: int
+    total_cost: int
+
     def __init__(
         self,
         *,
