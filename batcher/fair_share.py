@@ -95,27 +95,31 @@ class Turns(Generic[TurnT]):
 
 
 class Fifo:
-    """Entries in the order of their arrival; `entries` begins with the first, unless there is none."""
+    """Entries in the order of their arrival.
 
-    __slots__ = ("_gone", "entries")
+    Attributes:
+        entries: Begins with the first one, unless there is none.
+        gone: Those that were taken out between others, and were not reached yet.
+    """
+
+    __slots__ = ("entries", "gone")
 
     def __init__(self) -> None:
         self.entries: deque[Any] = deque()
-        # Those that were taken out between others, and were not reached yet.
-        self._gone: set[Any] = set()
+        self.gone: set[Any] = set()
 
     def __iter__(self) -> Iterator[Any]:
-        return (entry for entry in self.entries if entry not in self._gone)
+        return (entry for entry in self.entries if entry not in self.gone)
 
     def append(self, entry: Any) -> None:
         """Put an entry behind the others."""
-        if self._gone and entry in self._gone:
+        if self.gone and entry in self.gone:
             self._sweep()
         self.entries.append(entry)
 
     def discard(self, entry: Any) -> None:
         """Take one entry out."""
-        entries, gone = self.entries, self._gone
+        entries, gone = self.entries, self.gone
         if entries[0] is entry:
             entries.popleft()
             while gone and entries[0] in gone:
@@ -129,7 +133,7 @@ class Fifo:
 
     def _sweep(self) -> None:
         self.entries = deque(self)
-        self._gone.clear()
+        self.gone.clear()
 
 
 NONE = Fifo()

@@ -434,8 +434,11 @@ class RequestQueue(Held, Generic[EntryT]):
 
     def _drop(self, entry: EntryT, backlog: Backlog) -> None:
         tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
-        if entry.admitted:
-            backlog.inside.discard(entry)
+        inside = backlog.inside
+        if entry.admitted and inside.entries[0] is entry and not inside.gone:
+            inside.entries.popleft()
+        elif entry.admitted:
+            inside.discard(entry)
         else:
             self._leave_outside(entry, backlog)
         entry._place = None
