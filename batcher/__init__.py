@@ -1,6 +1,6 @@
 """Batchers that keep a GPU full: by token cost, in a fair order, with a bound on the records that wait."""
 
-from batcher.continuous import ContinuousBatcher
+from batcher.continuous import ContinuousBatcher, Slot
 from batcher.costs import (
     CostEstimator,
     CostEstimatorFn,
@@ -10,7 +10,7 @@ from batcher.costs import (
     TokenEstimatorFn,
 )
 from batcher.dynamic import DynamicBatcher
-from batcher.entries import Entry, Queued, Slot, Ticket
+from batcher.entries import Entry, Queued, Ticket
 from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
 from batcher.forming import Former
 from batcher.processing import InferenceFn, ProcessFn

@@ -8,13 +8,13 @@ from enum import Enum
 from typing import Any, Generic, Self, TypeVar
 
 from batcher import checks
-from batcher.entries import Submitted
+from batcher.entries import Queued
 from batcher.errors import LATE, BatcherError, Closed, Expired, QueueFull
 from batcher.queue import RequestQueue
 from batcher.rates import retry_after
 from batcher.stats import Observations, Recorder
 
-EntryT = TypeVar("EntryT", bound=Submitted)
+EntryT = TypeVar("EntryT", bound=Queued)
 
 UNKNOWN_WAIT_S = 1.0
 """The estimate of a wait as long as nothing has finished."""
@@ -40,16 +40,11 @@ class Batcher(ABC, Generic[EntryT]):
 
     Whatever happens (a record comes, ends or is cancelled, a deadline passes, the capacity changes, the
     batcher stops) ends in `_decide`.
-
-    Args:
-        queue: The queue of entries.
-        recorder: Counts entries.
-        clock: The queue's clock.
     """
 
-    def __init__(self, queue: RequestQueue[EntryT], recorder: Recorder, clock: Callable[[], float]) -> None:
+    def __init__(self, queue: RequestQueue[EntryT], clock: Callable[[], float]) -> None:
         self._queue = queue
-        self._recorder = recorder
+        self._recorder = Recorder()
         self._clock = clock
         self._state = State.STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,34 +80,25 @@ class Batcher(ABC, Generic[EntryT]):
         return self._recorder.observations
 
     def weigh(self, tenant: str, weight: float | None) -> None:
-        """Give a tenant a weight of its own, from now on.
-
-        Args:
-            tenant: Its name.
-            weight: Its share in relation to the others; None: what `tenant_weights` says.
-
-        Raises:
-            ValueError: The weight is out of range.
-            TypeError: The tenant is not a string.
-        """
+        """Give a tenant a weight of its own, from now on; see `RequestQueue.weigh`."""
         self._queue.weigh(tenant, weight)
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the tenants' shares, also of those that wait.
-
-        Args:
-            weights: Share of a tenant in relation to the others; 1.0 where not given.
-
-        Raises:
-            ValueError: A weight is out of range.
-        """
+        """Change the tenants' shares, also of those that wait; see `RequestQueue.set_tenant_weights`."""
         self._queue.set_tenant_weights(weights)
 
     @abstractmethod
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
-        """Return the seconds that a record submitted now would wait for its start."""
+        """Return the seconds that a record submitted now would wait for its start.
+
+        Args:
+            cost: What the record costs.
+            priority: Its tier; what waits in lower tiers doesn't count.
+            tenant: Its tenant; None: it goes behind its whole tier.
+            records: Records that come together; the cost is of all of them.
+        """
 
     # Life
 
@@ -191,10 +177,7 @@ class Batcher(ABC, Generic[EntryT]):
         if self._state is State.STOPPED or not self.loop.is_closed():
             return
         for entry in self._queue.clear():
-            if entry.admitted:
-                self._recorder.failed += entry.records
-            else:
-                self._recorder.rejected += entry.records
+            self._count_unserved(entry, late=False)
         self._abandon()
         self._alarm = None
         self._close()
@@ -230,15 +213,7 @@ class Batcher(ABC, Generic[EntryT]):
         return deadline
 
     def _enter(self, entry: EntryT, wait: bool) -> None:
-        """Put an entry into the queue, and start it if it may start.
-
-        Args:
-            entry: The entry.
-            wait: It may wait for space; it isn't admitted then yet.
-
-        Raises:
-            QueueFull: There is no space, and it may not wait.
-        """
+        """Put an entry into the queue, and start it if it may; without space it waits, or is refused."""
         queue = self._queue
         if queue.put(entry) and self._unchanged():
             deadline = entry.deadline
@@ -259,16 +234,20 @@ class Batcher(ABC, Generic[EntryT]):
             )
         raise QueueFull(bound.name, bound.value, seconds)
 
-    async def _wait_for_space(self, entry: EntryT) -> None:
-        """Wait until an entry is admitted that waits outside.
+    async def _wait_for_space(self, entry: EntryT, withdraw: Callable[[BaseException], object]) -> None:
+        """Wait until an entry is admitted that waits outside; `withdraw` takes it back if that fails.
 
         Raises:
             BatcherError: It was refused.
         """
         entry.space = self.loop.create_future()
-        await entry.space
-        if entry.refusal is not None:
-            raise entry.refusal
+        try:
+            await entry.space
+            if entry.refusal is not None:
+                raise entry.refusal
+        except BaseException as error:
+            withdraw(error)
+            raise
 
     def _decide(self) -> None:
         """Decide what becomes of the entries, in this order."""
@@ -313,24 +292,29 @@ class Batcher(ABC, Generic[EntryT]):
     def _end_late(self) -> None:
         """End the entries whose deadline has passed."""
         for entry in self._queue.expire():
-            if entry.admitted:
-                self._recorder.expired += entry.records
-                self._end(entry, Expired(LATE))
-            else:
-                self._recorder.rejected += entry.records
-                self._end(entry, Expired("the deadline passed before there was space in the queue"))
+            outside = "the deadline passed before there was space in the queue"
+            self._end(entry, Expired(LATE if entry.admitted else outside))
 
     def _refuse_all(self) -> None:
         """End all that has not started."""
         message = f"{type(self).__name__} was stopped before the record could start"
         for entry in self._queue.clear():
-            if entry.admitted:
-                self._recorder.failed += entry.records
-            else:
-                self._recorder.rejected += entry.records
             self._end(entry, Closed(message))
 
+    def _count_unserved(self, entry: EntryT, late: bool) -> None:
+        if not entry.admitted:
+            self._recorder.rejected += entry.records
+        elif late:
+            self._recorder.expired += entry.records
+        else:
+            self._recorder.failed += entry.records
+
     def _end(self, entry: EntryT, error: BatcherError) -> None:
+        """Count an entry that has left the queue unserved, and tell its caller."""
+        self._count_unserved(entry, isinstance(error, Expired))
+        self._tell(entry, error)
+
+    def _tell(self, entry: EntryT, error: BatcherError) -> None:
         """Tell the caller of an entry that it has left the queue unserved."""
         entry.refusal = error
         if entry.space is not None and not entry.space.done():

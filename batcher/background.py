@@ -89,18 +89,12 @@ class Background:
         self._stepped = False
 
     def admits(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
-        """Return whether a background slot may start now; one may always run.
-
-        Args:
-            cost: What it costs.
-            records: Its records.
-            capacity: Cost that may run at once, of all classes.
-            max_running: Records that may run at once, of all classes.
-        """
+        """Return whether a background slot may start within the bounds of all classes; one may always run."""
+        places, costs = self.places(capacity, max_running)
         self.held = self.running > 0 and not (
-            self.running + records <= self.window.records
+            self.running + records <= places
+            and self.cost + cost <= costs
             and (self._credit > 0 or not self._stepped)
-            and self._leaves_space(cost, records, capacity, max_running)
         )
         return not self.held
 
@@ -113,14 +107,7 @@ class Background:
         )
 
     def begin(self, background: bool, cost: int, records: int, prompt: int) -> None:
-        """Count a slot that starts.
-
-        Args:
-            background: Whether it is background.
-            cost: What it costs.
-            records: Its records.
-            prompt: Tokens of its prompt; its cost, if that is not known.
-        """
+        """Count a slot that starts; without a known prompt its cost stands for it."""
         if background:
             self.running += records
             self.cost += cost
@@ -159,10 +146,6 @@ class Background:
         per_step = max(1.0, SPREAD * window.records * self._prompt / max(self._life, 1.0))
         self._credit = min(self._credit + per_step, per_step)
         return self.held
-
-    def _leaves_space(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
-        places, costs = self.places(capacity, max_running)
-        return self.running + records <= places and self.cost + cost <= costs
 
 
 def kept(peak: int, bound: int) -> int:

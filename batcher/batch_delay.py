@@ -39,13 +39,7 @@ class BatchDelay:
         return self._followers * self.batch_s > (present + self._followers) * self.wait_s
 
     def learn(self, batch_s: float, complete_at: float | None, arrivals: Iterable[float]) -> None:
-        """Take in a batch that has ended.
-
-        Args:
-            batch_s: Seconds that it took.
-            complete_at: When nothing more seemed to be coming and it could have waited; None: it couldn't.
-            arrivals: When its records, and those that wait now, were submitted.
-        """
+        """Take in what a batch took, since when it could have waited, and when records were submitted."""
         self.batch_s = batch_s if self.batch_s is None else _moved(self.batch_s, batch_s)
         if complete_at is not None:
             until = complete_at + self.wait_s

@@ -61,15 +61,20 @@ def positive(name: str, value: object, most: float = LONGEST_S) -> None:
         raise ValueError(f"{name} must be at most {most:.0f}, not {shown(value)}")
 
 
-def priority(value: object) -> None:
-    """Raise ValueError unless `value` is a priority."""
-    whole("priority", value, -PRIORITIES, PRIORITIES)
-
-
 def tenant(value: object) -> None:
     """Raise TypeError unless `value` is the name of a tenant."""
     if not isinstance(value, str):
         raise TypeError(f"tenant must be a string, not {shown(value)}")
+
+
+def order(priority: object, name: object, records: object = 1) -> None:
+    """Raise ValueError or TypeError unless these are a priority, the name of a tenant, and some records."""
+    if type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
+        whole("priority", priority, -PRIORITIES, PRIORITIES)
+    if type(name) is not str:
+        tenant(name)
+    if type(records) is not int or not 1 <= records <= LARGEST:
+        whole("records", records, 1)
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> None:

@@ -4,19 +4,20 @@ import asyncio
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from types import EllipsisType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from batcher import checks
 from batcher.admission import UNKNOWN_WAIT_S, Batcher
 from batcher.background import BACKGROUND, Background
 from batcher.costs import OutputEstimator, whole_cost
-from batcher.entries import Slot, SlotCalls
+from batcher.entries import Queued
 from batcher.errors import Aborted, BatcherError, Expired, Oversize
 from batcher.queue import RequestQueue
 from batcher.rates import ServiceRate, Standby
 from batcher.slo import Goals
-from batcher.stats import RECENT, ContinuousStats, Observation, Outcome, WindowRecorder
+from batcher.stats import RECENT, ContinuousStats, Observation, Outcome
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -26,6 +27,83 @@ HOPELESS = 2.0
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 OversizePolicy = Literal["reject", "alone"]
+
+
+@dataclass(slots=True, eq=False)
+class Slot(Queued):
+    """The place of one record in the window, or of several; `async with` waits for it and gives it back.
+
+    Attributes:
+        cost: What it holds of the capacity now.
+        charged: What its tenant was charged for it.
+        running: Whether it is in the window.
+        owner: The task that holds it.
+        started_at: Time at which it started.
+        first_at: Time of its first token; 0 before.
+        waited_s: Seconds from submission to start.
+        output_tokens: Tokens reported so far.
+        turn: Future of the caller that waits for it to start.
+    """
+
+    _batcher: "ContinuousBatcher"
+    cost: int
+    priority: int
+    tenant: str
+    deadline: float | None
+    wait: bool
+    prompt_tokens: int | None
+    max_tokens: int | None
+    records: int = 1
+    output_tokens: int = 0
+    submitted_at: float = 0.0
+    started_at: float = 0.0
+    first_at: float = 0.0
+    waited_s: float = 0.0
+    charged: int = 0
+    used: bool = False
+    admitted: bool = False
+    running: bool = False
+    owner: asyncio.Task[Any] | None = None
+    refusal: BatcherError | None = None
+    space: asyncio.Future[None] | None = None
+    turn: asyncio.Future[None] | None = None
+    _place: Any = None
+
+    async def __aenter__(self) -> Self:
+        await self._batcher._enter_and_wait(self)
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._batcher._leave(self, error)
+
+    def release(self) -> None:
+        """Give the place back before the block ends; more than once does no harm.
+
+        A caller that waits to enter the slot gets `Aborted`.
+        """
+        self._batcher._leave(self, None)
+
+    def first_token(self) -> None:
+        """Tell that the first token is there, for goals to be held against."""
+        self._batcher._first_token(self)
+
+    def report(self, output_tokens: int) -> None:
+        """Tell how many tokens the record has produced so far.
+
+        With `max_utilization` a record that outgrows what was reserved for it reserves more, even beyond
+        the capacity: nothing new starts until the window has space again.
+
+        Args:
+            output_tokens: Tokens in all, of all its records, not since the last report.
+
+        Raises:
+            ValueError: It is not a whole number of at least 0.
+        """
+        if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
+            checks.whole("output_tokens", output_tokens, 0)
+        self.output_tokens = output_tokens
+        if self.prompt_tokens is not None and self.running and self.prompt_tokens + output_tokens > self.cost:
+            self._batcher._outgrown(self)
 
 
 class ContinuousBatcher(Batcher[Slot]):
@@ -52,9 +130,8 @@ class ContinuousBatcher(Batcher[Slot]):
             and the output that finished requests lead to expect, corrected by `Slot.report`.
         oversize: What becomes of a record that costs more than the capacity: "reject" refuses it,
             "alone" lets it run with nothing beside it.
-        priority_aging_s: Seconds after which a tier that waits passes the one a level above, for one
-            record; None: never.
-        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        priority_aging_s: See `RequestQueue`.
+        tenant_weights: See `RequestQueue`.
         goals: Goals of the foreground, that is the tiers before `background`. The others then run as many
             as that allows, and leave space for it; see `Background`. It takes `step` and
             `Slot.first_token` to know. None: all tiers share the window.
@@ -97,8 +174,7 @@ class ContinuousBatcher(Batcher[Slot]):
             tenant_weights=tenant_weights,
             background=None if goals is None else background,
         )
-        self._recorder: WindowRecorder
-        super().__init__(queue, WindowRecorder(), clock)
+        super().__init__(queue, clock)
         self._learns = policy == "max_utilization"
         self._alone = oversize == "alone"
         self._outputs = OutputEstimator()
@@ -106,7 +182,6 @@ class ContinuousBatcher(Batcher[Slot]):
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
         self._standby = None if places is None else Standby(places)
-        self._calls = SlotCalls(self._enter_and_wait, self._leave, self._first_token, self._outgrown)
         self._capacity = self._max_running = 1
         self._running: set[Slot] = set()
         self._running_records = 0
@@ -181,8 +256,7 @@ class ContinuousBatcher(Batcher[Slot]):
             TypeError: The tenant is not a string.
             Expired: The deadline has passed.
         """
-        if type(records) is not int or not 1 <= records <= checks.LARGEST:
-            checks.whole("records", records, 1)
+        checks.order(priority, tenant, records)
         if prompt_tokens is None or max_tokens is None:
             if cost is None or prompt_tokens is not None or max_tokens is not None:
                 raise ValueError("give either cost, or both prompt_tokens and max_tokens")
@@ -194,15 +268,11 @@ class ContinuousBatcher(Batcher[Slot]):
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             cost = prompt_tokens + (self._expected(max_tokens, records) if self._learns else max_tokens)
-        if type(priority) is not int or not -checks.PRIORITIES <= priority <= checks.PRIORITIES:
-            checks.priority(priority)
-        if type(tenant) is not str:
-            checks.tenant(tenant)
         if timeout is not None:
             deadline = self._deadline(deadline, timeout, self._clock(), records)
         elif deadline is not None:
             checks.instant("deadline", deadline)
-        return Slot(self._calls, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens, records)
+        return Slot(self, cost, priority, tenant, deadline, wait, prompt_tokens, max_tokens, records)
 
     async def submit(
         self,
@@ -252,11 +322,7 @@ class ContinuousBatcher(Batcher[Slot]):
         )
         self._enter_nowait(slot)
         if not slot.admitted:
-            try:
-                await self._wait_for_space(slot)
-            except BaseException as error:
-                self._leave(slot, error)
-                raise
+            await self._wait_for_space(slot, lambda error: self._leave(slot, error))
         task = self.loop.create_task(self._process(process_fn, record, slot))
         if not task.done():
             self._tasks[task] = slot
@@ -289,10 +355,6 @@ class ContinuousBatcher(Batcher[Slot]):
             if error is None:
                 continue
             self._queue.remove(slot)
-            if slot.admitted:
-                self._recorder.failed += slot.records
-            else:
-                self._recorder.rejected += slot.records
             self._end(slot, error)
         if self._loop is not None:
             self._decide()
@@ -313,16 +375,7 @@ class ContinuousBatcher(Batcher[Slot]):
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
-        """Return the seconds that a record submitted now would wait for its start.
-
-        What has to be served first is what waits before it, less what is free; see `ServiceRate`.
-
-        Args:
-            cost: What the record costs.
-            priority: Its tier; what waits in lower tiers doesn't count.
-            tenant: Its tenant; None: it goes behind its whole tier.
-            records: Records that start together.
-        """
+        # What has to be served first is what waits before it, less what is free.
         free = self._capacity - self._running_cost
         places = self._most() - self._running_records
         running, running_cost, rate = self._running_records, self._running_cost, self._rate
@@ -363,7 +416,12 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-            self._check_hope(slot, slot.deadline - now)
+            wait = 0.0
+            if self._rate.known:
+                wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+            if wait > HOPELESS * (slot.deadline - now):
+                self._recorder.rejected += slot.records
+                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
         if not self._queue.total and self._fits(slot) and not self._held_back(slot):
             self._queue.pass_by(slot)
             self._begin(slot)
@@ -377,15 +435,6 @@ class ContinuousBatcher(Batcher[Slot]):
         if slot.records > 1 and slot.records > (most := self._regular()):
             return Oversize(slot.records, most, "max_running" if most == self._max_running else "places")
         return None
-
-    def _check_hope(self, slot: Slot, left: float) -> None:
-        """Refuse a slot that would only wait for its deadline."""
-        if not self._rate.known:
-            return
-        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-        if wait > HOPELESS * left:
-            self._recorder.rejected += slot.records
-            raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _wait_for_turn(self, slot: Slot) -> None:
         """Wait until a slot that waits starts."""
@@ -488,13 +537,13 @@ class ContinuousBatcher(Batcher[Slot]):
             if slot.admitted:
                 self._recorder.cancelled += slot.records
             # It was released while its caller waits for it.
-            self._end(slot, Aborted("the slot was released before it started"))
+            self._tell(slot, Aborted("the slot was released before it started"))
         else:
             return
         self._decide()
 
     def _finish(self, slot: Slot, error: BaseException | None) -> None:
-        """Take a slot out of the window."""
+        """Take a slot out of the window, and count how it ended."""
         slot.running = False
         slot.owner = None
         now = self._clock()
@@ -504,12 +553,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._recorder.fill(self._running_cost / self._capacity, now)
         if not self._running:
             self._recorder.switch(False, now)
-        run = now - slot.started_at
-        self._record(slot, run, error)
-        self._learn(slot, now, run, finished=error is None)
-
-    def _record(self, slot: Slot, run: float, error: BaseException | None) -> None:
-        """Count a slot that ran, and how it ended."""
+        run, finished = now - slot.started_at, error is None
         recorder, records = self._recorder, slot.records
         recorder.ran += records
         recorder.run_s += records * run
@@ -533,9 +577,7 @@ class ContinuousBatcher(Batcher[Slot]):
                 recorder.observations.records.append(
                     Observation(slot.tenant, slot.priority, part, slot.waited_s, run, outcome)
                 )
-
-    def _learn(self, slot: Slot, now: float, run: float, *, finished: bool) -> None:
-        """Take from a slot that ran what helps to judge those that come."""
+        # What helps to judge those that come.
         if finished and self._standby is not None:
             self._standby.learn(slot.output_tokens, slot.records)
         self._rate.learn(slot.cost, run, slot.records)
@@ -581,8 +623,8 @@ class ContinuousBatcher(Batcher[Slot]):
 
     # The end of records, and of the batcher
 
-    def _end(self, entry: Slot, error: BatcherError) -> None:
-        super()._end(entry, error)
+    def _tell(self, entry: Slot, error: BatcherError) -> None:
+        super()._tell(entry, error)
         if entry.turn is not None and not entry.turn.done():
             entry.turn.set_result(None)
 

@@ -63,13 +63,7 @@ def whole_cost(name: str, value: object) -> int:
 
 
 class CostRule(Generic[RecordT]):
-    """How a batcher finds the cost of a record: by `estimator`, then by a method of it, then `default`.
-
-    Args:
-        estimator: Returns the cost of a record.
-        methods: Names of the methods to look for on a record, in this order.
-        default: The cost of any other record.
-    """
+    """How a batcher finds the cost of a record: by `estimator`, then by a method of it, then `default`."""
 
     def __init__(
         self, estimator: CostEstimatorFn[RecordT] | None, methods: tuple[str, ...], default: int

@@ -22,7 +22,7 @@ from batcher.forming import FORMINGS, LOOKAHEAD_BATCHES, Former, Forming
 from batcher.mapping import map_records
 from batcher.processing import ON_ERROR, OnError, ProcessCall, ProcessFn, Processor
 from batcher.queue import RequestQueue
-from batcher.stats import BatchRecorder, BatchStats
+from batcher.stats import BatchStats
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -82,9 +82,8 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             records that the error is due to are alone, see `Search` for how many calls that takes. "single"
             runs each record of the batch again by itself. "fail" fails every record of the batch: for
             functions that must not run twice on a record.
-        priority_aging_s: Seconds after which a tier that waits passes the one a level above, for one
-            record; None: never.
-        tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
+        priority_aging_s: See `RequestQueue`.
+        tenant_weights: See `RequestQueue`.
         clock: Returns the time in seconds; deadlines are on it.
 
     Raises:
@@ -146,8 +145,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             priority_aging_s=priority_aging_s,
             tenant_weights=tenant_weights,
         )
-        self._recorder: BatchRecorder
-        super().__init__(queue, BatchRecorder(), clock)
+        super().__init__(queue, clock)
         self._call = ProcessCall(process_fn, max_concurrent_batches, type(self).__name__)
         self._cost_of = CostRule(cost_estimator, self._cost_methods, default_cost)
         self._processor: Processor[ResultT] = Processor(self._call, on_error, self._recorder, clock)
@@ -279,11 +277,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         """
         ticket = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
         if not ticket.admitted:
-            try:
-                await self._wait_for_space(ticket)
-            except BaseException:
-                ticket.cancel()
-                raise
+            await self._wait_for_space(ticket, lambda _: ticket.cancel())
         return ticket
 
     async def submit_batch(
@@ -395,16 +389,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
-        """Return the seconds that a record submitted now would wait for its start.
-
-        That is the time until `process_fn` is free, and the batches before its own at their mean time.
-
-        Args:
-            cost: What the record costs.
-            priority: Its tier; what waits in lower tiers doesn't count.
-            tenant: Its tenant; None: it goes behind its whole tier.
-            records: Records that come together.
-        """
+        # The time until `process_fn` is free, and the batches before its own at their mean time.
         before, ahead = self._queue.ahead(priority, tenant)
         if len(self._runs) < self._concurrency and not before:
             return 0.0
@@ -435,10 +420,8 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             name, cost = "estimated_cost", _either(cost, estimated_cost)
         if type(cost) is not int or not 0 <= cost <= LARGEST:
             cost = self._cost_of(record) if cost is None else whole_cost(name, cost)
-        if type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
-            checks.priority(priority)
-        if type(tenant) is not str:
-            checks.tenant(tenant)
+        if type(tenant) is not str or type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
+            checks.order(priority, tenant)
         now = self._clock()
         if deadline is not None or timeout is not None:
             deadline = self._deadline(deadline, timeout, now)
@@ -585,9 +568,9 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         if self._queue.remove(ticket):
             self._decide()
 
-    def _end(self, entry: Ticket[ResultT], error: BatcherError) -> None:
+    def _tell(self, entry: Ticket[ResultT], error: BatcherError) -> None:
         if not entry.admitted:
-            super()._end(entry, error)
+            super()._tell(entry, error)
         elif not entry.done():
             entry.fail(error)
             if isinstance(error, Closed):
@@ -610,7 +593,6 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
             if ticket.deadline is None:
                 continue
             if ticket.deadline <= now:
-                self._recorder.expired += 1
                 self._end(ticket, Expired(LATE))
             else:
                 self._formed_due = min(self._formed_due, ticket.deadline)
@@ -625,7 +607,6 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     def _close_records(self, batch: list[Ticket[ResultT]], message: str) -> None:
         for ticket in batch:
             if not ticket.done():
-                self._recorder.failed += 1
                 self._end(ticket, Closed(message))
 
     def _idle(self) -> bool:

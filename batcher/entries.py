@@ -1,10 +1,9 @@
-"""Entries: what waits in a queue. For a queue alone, as the future of a record, or as a slot of a window."""
+"""Entries: what waits in a queue, by itself or as the future of a record."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from batcher import checks
 from batcher.errors import BatcherError
@@ -13,17 +12,20 @@ ResultT = TypeVar("ResultT")
 
 
 class Queued:
-    """An entry, as far as a queue knows it; the base of `Entry`, `Ticket` and `Slot`.
+    """An entry, as far as a queue and a batcher know it; the base of `Entry`, `Ticket` and `Slot`.
 
     It has no fields of its own, since a future can't have a base that has some.
 
     Attributes:
-        cost: Cost of the record, in whole units (tokens).
+        cost: Cost of its records together, in whole units (tokens).
         priority: Its tier; lower goes first.
         tenant: The name of its tenant.
         deadline: Time on the queue's clock by which it must have been taken; None: any time.
         records: Records that it stands for.
         admitted: Whether it counts against the bounds of the queue, or has been taken.
+        submitted_at: Time of its submission, on the batcher's clock.
+        refusal: The error that it was refused with.
+        space: Future of a caller that waits for it to be admitted.
     """
 
     __slots__ = ()
@@ -34,6 +36,9 @@ class Queued:
     deadline: float | None
     records: int = 1
     admitted: bool
+    submitted_at: float
+    refusal: BatcherError | None
+    space: asyncio.Future[None] | None
     _place: Any  # the `Backlog` in which it waits
 
     @property
@@ -44,7 +49,7 @@ class Queued:
 
 @dataclass(slots=True, eq=False)
 class Entry(Queued):
-    """A record in a `RequestQueue` that is used by itself.
+    """A record in a `RequestQueue` that is used by itself, or several.
 
     Args:
         record: Anything; the queue never looks at it.
@@ -70,30 +75,12 @@ class Entry(Queued):
 
     def __post_init__(self) -> None:
         checks.whole("cost", self.cost, 0)
-        checks.priority(self.priority)
-        checks.tenant(self.tenant)
+        checks.order(self.priority, self.tenant, self.records)
         if self.deadline is not None:
             checks.instant("deadline", self.deadline)
-        checks.whole("records", self.records, 1)
 
 
-class Submitted(Queued):
-    """An entry of a batcher; the base of `Ticket` and `Slot`.
-
-    Attributes:
-        submitted_at: Time of its submission, on the batcher's clock.
-        refusal: The error that it was refused with.
-        space: Future of a caller that waits for it to be admitted.
-    """
-
-    __slots__ = ()
-
-    submitted_at: float
-    refusal: BatcherError | None
-    space: asyncio.Future[None] | None
-
-
-class Ticket(asyncio.Future[ResultT], Submitted):
+class Ticket(asyncio.Future[ResultT], Queued):
     """The future of one record; cancelling it gives its place in the queue back at once.
 
     Future and entry are one object: it is half the work of two that have to know each other, and there is
@@ -153,99 +140,3 @@ class Ticket(asyncio.Future[ResultT], Submitted):
         """End the record with an error."""
         self.record = None
         self.set_exception(error)
-
-
-@dataclass(frozen=True, slots=True)
-class SlotCalls:
-    """The functions of a batcher that a slot calls.
-
-    Attributes:
-        enter: Puts a slot into the queue and waits until it starts.
-        leave: Takes a slot out of the window, or of the queue; the error is what ended its block.
-        first_token: Takes in that the record of a slot has its first token.
-        outgrown: Reserves more for a slot that has produced more than was reserved for it.
-    """
-
-    enter: "Callable[[Slot], Coroutine[Any, Any, None]]"
-    leave: "Callable[[Slot, BaseException | None], None]"
-    first_token: "Callable[[Slot], None]"
-    outgrown: "Callable[[Slot], None]"
-
-
-@dataclass(slots=True, eq=False)
-class Slot(Submitted):
-    """The place of one record in the window, or of several; `async with` waits for it and gives it back.
-
-    Attributes:
-        cost: What it holds of the capacity now.
-        charged: What its tenant was charged for it.
-        running: Whether it is in the window.
-        owner: The task that holds it.
-        started_at: Time at which it started.
-        first_at: Time of its first token; 0 before.
-        waited_s: Seconds from submission to start.
-        output_tokens: Tokens reported so far.
-        turn: Future of the caller that waits for it to start.
-    """
-
-    _calls: SlotCalls
-    cost: int
-    priority: int
-    tenant: str
-    deadline: float | None
-    wait: bool
-    prompt_tokens: int | None
-    max_tokens: int | None
-    records: int = 1
-    output_tokens: int = 0
-    submitted_at: float = 0.0
-    started_at: float = 0.0
-    first_at: float = 0.0
-    waited_s: float = 0.0
-    charged: int = 0
-    used: bool = False
-    admitted: bool = False
-    running: bool = False
-    owner: asyncio.Task[Any] | None = None
-    refusal: BatcherError | None = None
-    space: asyncio.Future[None] | None = None
-    turn: asyncio.Future[None] | None = None
-    _place: Any = None
-
-    async def __aenter__(self) -> Self:
-        await self._calls.enter(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._calls.leave(self, error)
-
-    def release(self) -> None:
-        """Give the place back before the block ends; more than once does no harm.
-
-        A caller that waits to enter the slot gets `Aborted`.
-        """
-        self._calls.leave(self, None)
-
-    def first_token(self) -> None:
-        """Tell that the first token is there, for goals to be held against."""
-        self._calls.first_token(self)
-
-    def report(self, output_tokens: int) -> None:
-        """Tell how many tokens the record has produced so far.
-
-        With `max_utilization` a record that outgrows what was reserved for it reserves more, even beyond
-        the capacity: nothing new starts until the window has space again.
-
-        Args:
-            output_tokens: Tokens in all, of all its records, not since the last report.
-
-        Raises:
-            ValueError: It is not a whole number of at least 0.
-        """
-        if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
-            checks.whole("output_tokens", output_tokens, 0)
-        self.output_tokens = output_tokens
-        if self.prompt_tokens is not None and self.running and self.prompt_tokens + output_tokens > self.cost:
-            self._calls.outgrown(self)

@@ -1,10 +1,11 @@
-"""Fair order inside a tier: the entries of one priority, by tenant."""
+"""Fair order inside a queue: whose turn it is among tiers, and among the tenants of a tier."""
 
 import heapq
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from batcher import checks
 
@@ -17,64 +18,246 @@ RECENT_S = 10.0
 UNIT = 1 << 20
 """Charge to a tenant of weight 1 per unit of cost: whole numbers, so that no precision is lost."""
 
+SLACK = 64
+"""Leftovers that a heap may hold beside as many as it has items."""
+
+TurnT = TypeVar("TurnT", bound="Turn")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Held:
+    """Records that wait, and those among them that wait for space in the queue, with their cost."""
+
+    total: int = 0
+    total_cost: int = 0
+    outside: int = 0
+    outside_cost: int = 0
+
+    @property
+    def size(self) -> int:
+        """Records that count against the bounds."""
+        return self.total - self.outside
+
+    @property
+    def cost(self) -> int:
+        """The cost of the records that count against the bounds."""
+        return self.total_cost - self.outside_cost
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Turn(Held):
+    """Something that waits for its turn: the lowest key goes first, then the lowest order.
+
+    Attributes:
+        item: Its place in the heap.
+    """
+
+    key: float = 0
+    order: int = 0
+    item: Any = None
+
+
+class Turns(Generic[TurnT]):
+    """Decides whose turn it is, of what waits."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, int, int, TurnT]] = []
+        self._sequence = itertools.count()
+        self._most = SLACK
+
+    def push(self, thing: TurnT) -> None:
+        """Take in what begins to wait, or whose key has become lower."""
+        thing.item = (thing.key, thing.order, next(self._sequence), thing)
+        heapq.heappush(self.heap, thing.item)
+        if len(self.heap) > self._most:
+            self.heap = [item for item in self.heap if item is item[3].item]
+            heapq.heapify(self.heap)
+            self._most = 2 * len(self.heap) + SLACK
+
+    def first(self) -> TurnT | None:
+        """Return the one whose turn it is."""
+        heap = self.heap
+        while heap:
+            item = heap[0]
+            thing = item[3]
+            if item is not thing.item:
+                heapq.heappop(heap)
+            elif not thing.total:
+                heapq.heappop(heap)
+                thing.item = None
+            elif item[0] == thing.key or len(heap) == 1:
+                return thing
+            else:
+                # Keys mostly rise, so an item is put right only when it comes to the top.
+                thing.item = (thing.key, item[1], item[2], thing)
+                heapq.heapreplace(heap, thing.item)
+        return None
+
+
+class Fifo:
+    """Entries in the order of their arrival.
+
+    Attributes:
+        entries: Begins with the first one, unless there is none.
+        gone: Those that were taken out between others, and were not reached yet.
+    """
+
+    __slots__ = ("entries", "gone")
+
+    def __init__(self) -> None:
+        self.entries: deque[Any] = deque()
+        self.gone: set[Any] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        return (entry for entry in self.entries if entry not in self.gone)
+
+    def append(self, entry: Any) -> None:
+        """Put an entry behind the others."""
+        if self.gone and entry in self.gone:
+            self._sweep()
+        self.entries.append(entry)
+
+    def discard(self, entry: Any) -> None:
+        """Take one entry out."""
+        entries, gone = self.entries, self.gone
+        if entries[0] is entry:
+            entries.popleft()
+            while gone and entries[0] in gone:
+                gone.remove(entries.popleft())
+        elif entries[-1] is entry:
+            entries.pop()
+        else:
+            gone.add(entry)
+            if len(gone) > len(entries) // 2 + SLACK:
+                self._sweep()
+
+    def _sweep(self) -> None:
+        self.entries = deque(self)
+        self.gone.clear()
+
+
+NONE = Fifo()
+"""Stays empty: most backlogs never have an entry outside."""
+
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class Tenant(Held):
     """One tenant of a queue, over all tiers.
 
     Attributes:
-        live: Its records that wait.
-        cost: Their cost.
-        outside: Those among them that wait for space in the queue.
-        outside_cost: Their cost.
+        charge: What a unit of cost adds to its counters.
         parked: Backlogs with entries outside that its share of the queue has no space for.
         returns: Times at which the next of its refused records should come back, by priority.
         left_at: Time at which its last entry left.
     """
 
     name: str
-    weight: float
-    charge: int = field(init=False)
-    live: int = 0
-    cost: int = 0
-    outside: int = 0
-    outside_cost: int = 0
+    weight: float = 1.0
+    charge: int = UNIT
     parked: "list[Backlog]" = field(default_factory=list)
     returns: dict[int, float] = field(default_factory=dict)
     left_at: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.set_weight(self.weight)
 
-    def set_weight(self, weight: float) -> None:
-        """Set the tenant's share in relation to the others."""
-        self.weight = weight
-        self.charge = max(1, round(UNIT / weight))
+@dataclass(slots=True, eq=False)
+class Backlog(Turn):
+    """The entries of one tenant in one tier; the key is the cost that it was served, by its weight.
+
+    Attributes:
+        inside: Entries that count against the bounds.
+        waiting: Entries that wait for space, all later than those inside.
+    """
+
+    tier: "Tier"
+    tenant: Tenant
+    inside: Fifo = field(default_factory=Fifo)
+    waiting: Fifo = NONE
+
+    def wait(self, entry: Any) -> None:
+        """Put an entry behind those that wait for space."""
+        if self.waiting is NONE:
+            self.waiting = Fifo()
+        self.waiting.append(entry)
+        self.tier.claims[self] = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain(self.inside, self.waiting)
+
+
+@dataclass(slots=True, eq=False)
+class Tier(Turn):
+    """The entries of one priority, as backlogs by tenant; the key says when its turn is.
+
+    Attributes:
+        claims: Backlogs with entries that wait for space, in turn.
+        joined: How often a tenant has joined.
+        idle: Backlogs without entries that are remembered while they owe something.
+    """
+
+    priority: int
+    claims: OrderedDict[Backlog, None]
+    backlogs: dict[str, Backlog] = field(default_factory=dict)
+    turns: Turns[Backlog] = field(default_factory=Turns)
+    idle: OrderedDict[Backlog, None] = field(default_factory=OrderedDict)
+    joined: int = 0
+
+    def join(self, tenant: Tenant) -> Backlog:
+        """Return the backlog of a tenant that is about to get an entry; at the level of the others."""
+        backlog = self.backlogs.get(tenant.name)
+        if backlog is None:
+            backlog = self.backlogs[tenant.name] = Backlog(self, tenant)
+        self.idle.pop(backlog, None)
+        backlog.tenant = tenant
+        level = self.turns.first()
+        if level is not None and level.key >= backlog.key:
+            # It owes nothing, and comes behind the others.
+            backlog.key, backlog.item = level.key, None
+        if backlog.item is None:
+            self.joined += 1
+            backlog.order = self.joined
+            self.turns.push(backlog)
+        return backlog
+
+    def retire(self, backlog: Backlog) -> None:
+        """Remember a backlog that has no entries left while it was served more than the others."""
+        self.idle[backlog] = None
+        first = self.turns.first()
+        while self.idle:
+            backlog = next(iter(self.idle))
+            if first is not None and backlog.key > first.key and len(self.idle) <= MAX_IDLE_TENANTS:
+                break
+            del self.idle[backlog], self.backlogs[backlog.tenant.name]
+            backlog.item = None
+
+    def walk(self) -> Iterator[Any]:
+        """Yield the entries in the order in which they would be taken."""
+        heads = [
+            (backlog.key, backlog.order, backlog.tenant.charge, iter(backlog))
+            for backlog in self.backlogs.values()
+            if backlog.total
+        ]
+        heapq.heapify(heads)
+        while heads:
+            key, number, charge, entries = heads[0]
+            entry = next(entries, None)
+            if entry is None:
+                heapq.heappop(heads)
+            else:
+                yield entry
+                heapq.heapreplace(heads, (key + (entry.cost or 1) * charge, number, charge, entries))
 
 
 class Tenants:
-    """The tenants that have entries, or had of late, and their weights.
-
-    Args:
-        clock: Returns the time in seconds.
-        weights: Share of a tenant in relation to the others; 1.0 where not given.
-
-    Raises:
-        ValueError: A weight is out of range.
-    """
+    """The tenants that have entries, or had of late, and their weights."""
 
     def __init__(self, clock: Callable[[], float], weights: Mapping[str, float]) -> None:
-        checks.weights("tenant_weights", weights)
         self._clock = clock
-        self._weights = dict(weights)
         self._own_weights: OrderedDict[str, float] = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
         # Those without entries, by the time at which they left.
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
         self._weight = 0.0
-
-    def __len__(self) -> int:
-        return len(self._tenants)
+        self.set_weights(weights)
 
     def get(self, name: str) -> Tenant | None:
         """Return a tenant that is known."""
@@ -84,9 +267,9 @@ class Tenants:
         """Return a tenant that is about to have entries."""
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = self._tenants[name] = Tenant(name, self._weight_of(name))
-            self._weight += tenant.weight
-        elif not tenant.live:
+            tenant = self._tenants[name] = Tenant(name, 0.0)
+            self._weigh_again(tenant)
+        elif not tenant.total:
             self._idle.pop(name, None)
         return tenant
 
@@ -117,180 +300,23 @@ class Tenants:
             self._own_weights[name] = weight
             if len(self._own_weights) > MAX_IDLE_TENANTS:
                 self._own_weights.popitem(last=False)
-        self._weigh_again(name)
+        if tenant := self._tenants.get(name):
+            self._weigh_again(tenant)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Change the weights of those that have none of their own."""
         checks.weights("tenant_weights", weights)
         self._weights = dict(weights)
-        for name in self._tenants:
-            self._weigh_again(name)
+        for tenant in self._tenants.values():
+            self._weigh_again(tenant)
 
-    def _weight_of(self, name: str) -> float:
-        return self._own_weights.get(name) or self._weights.get(name, 1.0)
-
-    def _weigh_again(self, name: str) -> None:
-        if tenant := self._tenants.get(name):
-            self._weight -= tenant.weight
-            tenant.set_weight(self._weight_of(name))
-            self._weight += tenant.weight
+    def _weigh_again(self, tenant: Tenant) -> None:
+        self._weight -= tenant.weight
+        tenant.weight = self._own_weights.get(tenant.name) or self._weights.get(tenant.name, 1.0)
+        tenant.charge = max(1, round(UNIT / tenant.weight))
+        self._weight += tenant.weight
 
     def _forget_first(self) -> None:
         name, tenant = self._idle.popitem(last=False)
         del self._tenants[name]
         self._weight = self._weight - tenant.weight if self._tenants else 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Backlog:
-    """The entries of one tenant in one tier, in the order of their arrival.
-
-    Attributes:
-        counter: Its virtual token counter: the cost that it was served, by its weight.
-        live: Its records: an entry may stand for several.
-        removed: Entries that were removed and not yet reached.
-        outside: Entries that wait for space in the queue.
-        item: The one valid item of this backlog in the heap of its tier; other items are leftovers.
-    """
-
-    tier: "Tier"
-    tenant: Tenant
-    counter: int = 0
-    live: int = 0
-    joined: int = 0
-    entries: deque[Any] = field(default_factory=deque)
-    removed: set[Any] = field(default_factory=set)
-    outside: OrderedDict[Any, None] = field(default_factory=OrderedDict)
-    item: "tuple[int, int, Backlog] | None" = None
-    idle_listed: bool = False
-
-    def walk(self) -> Iterator[Any]:
-        """Yield the entries in order."""
-        return (entry for entry in self.entries if entry not in self.removed)
-
-    def append(self, entry: Any) -> None:
-        """Put an entry behind the others."""
-        if entry in self.removed:
-            self._sweep()
-        self.entries.append(entry)
-
-    def discard(self, entry: Any) -> None:
-        """Take one entry out."""
-        entries, removed = self.entries, self.removed
-        if entries[0] is entry:
-            entries.popleft()
-            while removed and entries[0] in removed:
-                removed.remove(entries.popleft())
-        elif entries[-1] is entry:
-            entries.pop()
-        else:
-            removed.add(entry)
-            if len(removed) > len(entries) // 2 + 16:
-                self._sweep()
-
-    def _sweep(self) -> None:
-        self.entries = deque(self.walk())
-        self.removed.clear()
-
-
-@dataclass(slots=True, eq=False)
-class Tier:
-    """The entries of one priority, as backlogs by tenant.
-
-    Attributes:
-        live: Records that wait.
-        cost: Their cost.
-        outside: Those among them that wait for space in the queue.
-        outside_cost: Their cost.
-        tenants: Tenants that have entries.
-        key: Says when it is the turn of this tier: the lowest goes first.
-    """
-
-    priority: int
-    key: float
-    backlogs: dict[str, Backlog] = field(default_factory=dict)
-    active: list[tuple[int, int, Backlog]] = field(default_factory=list)
-    idle: list[tuple[int, int, Backlog]] = field(default_factory=list)
-    live: int = 0
-    cost: int = 0
-    outside: int = 0
-    outside_cost: int = 0
-    tenants: int = 0
-
-    def first(self) -> Backlog | None:
-        """Return the backlog that is served next: the lowest counter, then the longest active."""
-        active = self.active
-        while active:
-            item = active[0]
-            backlog = item[2]
-            if item is not backlog.item:
-                heapq.heappop(active)
-            elif not backlog.entries:
-                heapq.heappop(active)
-                backlog.item = None
-            elif item[0] == backlog.counter or len(active) == 1:
-                return backlog
-            else:
-                # Counters mostly rise, so an item is put right only when it comes to the top.
-                backlog.item = (backlog.counter, backlog.joined, backlog)
-                heapq.heapreplace(active, backlog.item)
-        return None
-
-    def join(self, backlog: Backlog, number: int) -> None:
-        """Make a backlog active, that gets its first entry; it starts at the level of the others at least."""
-        self.tenants += 1
-        level = self.first()
-        if level is not None and level.counter > backlog.counter:
-            backlog.counter = level.counter
-        if backlog.item is None:
-            backlog.joined = number
-            self.enlist(backlog)
-
-    def enlist(self, backlog: Backlog) -> None:
-        """Put a backlog at its place among the active ones, or at a lower place than it had."""
-        backlog.item = (backlog.counter, backlog.joined, backlog)
-        heapq.heappush(self.active, backlog.item)
-        if len(self.active) > 2 * len(self.backlogs) + 64:
-            self.active = [item for item in self.active if item is item[2].item]
-            heapq.heapify(self.active)
-
-    def retire(self, backlog: Backlog, number: int) -> None:
-        """Make a backlog idle that has no entries left: it is remembered while it owes something."""
-        self.tenants -= 1
-        if not backlog.idle_listed:
-            backlog.idle_listed = True
-            heapq.heappush(self.idle, (backlog.counter, number, backlog))
-        first = self.first()
-        idle = self.idle
-        while idle and (first is None or idle[0][0] <= first.counter or len(idle) > MAX_IDLE_TENANTS):
-            backlog = heapq.heappop(idle)[2]
-            backlog.idle_listed = False
-            if backlog.entries:
-                continue
-            if first is not None and backlog.counter > first.counter and len(idle) < MAX_IDLE_TENANTS:
-                # It was served since it was listed.
-                backlog.idle_listed = True
-                heapq.heappush(idle, (backlog.counter, backlog.joined, backlog))
-            else:
-                del self.backlogs[backlog.tenant.name]
-                backlog.item = None
-
-    def walk(self) -> Iterator[Any]:
-        """Yield the entries in the order in which they would be taken."""
-        heads = [
-            (backlog.counter, backlog.joined, backlog.tenant.charge, backlog.walk())
-            for backlog in self.backlogs.values()
-            if backlog.entries
-        ]
-        if len(heads) == 1:
-            yield from heads[0][3]
-            return
-        heapq.heapify(heads)
-        while heads:
-            counter, joined, charge, entries = heads[0]
-            entry = next(entries, None)
-            if entry is None:
-                heapq.heappop(heads)
-            else:
-                yield entry
-                heapq.heapreplace(heads, (counter + (entry.cost or 1) * charge, joined, charge, entries))

@@ -18,16 +18,9 @@ async def map_records(
     max_pending: int,
     return_exceptions: bool,
 ) -> AsyncGenerator[ResultT | Exception, None]:
-    """Yield the results of `records`.
+    """Yield the results of `records`, as `DynamicBatcher.map` says.
 
     An error, or closing the iterator, cancels what was submitted and has not been yielded.
-
-    Args:
-        submit: Submits one record.
-        records: What to process; read as far ahead as `max_pending` allows.
-        ordered: Yield in the order of `records`; False: as they come.
-        max_pending: Records that are submitted and not yet yielded, at most.
-        return_exceptions: Yield the error of a record in place of its result; False: raise it.
     """
     places = asyncio.Semaphore(max_pending)
     pending: set[asyncio.Future[ResultT]] = set()

@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from batcher.entries import Ticket
 from batcher.errors import LATE, Aborted, BadResults, Expired, fit, separate
-from batcher.stats import BatchObservation, BatchRecorder, Observation, Outcome
+from batcher.stats import BatchObservation, Observation, Outcome, Recorder
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -31,13 +31,7 @@ InferenceFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[
 
 
 class ProcessCall(Generic[RecordT, ResultT]):
-    """A function of a batch that is called on the event loop if it is asynchronous, else in a thread.
-
-    Args:
-        process_fn: The function.
-        concurrency: Calls that may run at once.
-        name: What to call the threads.
-    """
+    """A function of a batch that is called on the event loop if it is asynchronous, else in a thread."""
 
     def __init__(self, process_fn: ProcessFn[RecordT, ResultT], concurrency: int, name: str) -> None:
         self._process_fn = process_fn
@@ -98,11 +92,7 @@ class ProcessCall(Generic[RecordT, ResultT]):
 
 
 def checked(results: Any, count: int) -> Sequence[Any]:
-    """Return the results of `count` records as a sequence.
-
-    Raises:
-        BadResults: They are no sequence, or not as many.
-    """
+    """Return the results of `count` records as a sequence, or raise `BadResults`."""
     if not isinstance(results, list | tuple):
         unfit = isinstance(results, str | bytes | bytearray | Mapping | Set)
         # A table, of pandas for instance, yields the names of its columns.
@@ -125,11 +115,7 @@ class Search:
     share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
     when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
     With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
-    than 2 n.
-
-    Args:
-        batch: The tickets of the failed batch.
-        one_by_one: Test each record alone, whatever is found.
+    than 2 n. With `one_by_one` each record is tested alone, whatever is found.
     """
 
     def __init__(self, batch: list[Ticket[Any]], one_by_one: bool) -> None:
@@ -198,20 +184,13 @@ class Search:
 
 
 class Processor(Generic[ResultT]):
-    """Runs batches of tickets and ends each ticket.
-
-    Args:
-        call: Calls `process_fn`.
-        on_error: What becomes of a batch that fails, see `DynamicBatcher`.
-        recorder: Where batches and records are counted.
-        clock: The batcher's clock.
-    """
+    """Runs batches of tickets and ends each ticket."""
 
     def __init__(
         self,
         call: ProcessCall[Any, ResultT],
         on_error: OnError,
-        recorder: BatchRecorder,
+        recorder: Recorder,
         clock: Callable[[], float],
     ) -> None:
         self._call = call
@@ -222,12 +201,9 @@ class Processor(Generic[ResultT]):
     async def run(self, batch: list[Ticket[ResultT]], leave: Callable[[bool, bool], None]) -> None:
         """Process a batch; if it fails, search for the records that it is due to.
 
-        Args:
-            batch: The tickets.
-            leave: Called when `process_fn` won't be called again, before the last tickets end: so the
-                next batch can start before the callers of this one take the event loop. And once more
-                when they have ended. It is told whether `process_fn` was called once, so that the time
-                taken is that of a batch, and whether all has ended.
+        `leave` is called when `process_fn` won't be called again, before the last tickets end: so the next
+        batch can start before the callers of this one take the event loop. And once more when they have
+        ended. It is told whether `process_fn` was called just once, and whether all has ended.
         """
         search: Search | None = None
         called = False

@@ -4,13 +4,13 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from batcher import checks
 from batcher.entries import Queued
 from batcher.errors import QueueFull
-from batcher.fair_share import Backlog, Tenant, Tenants, Tier
+from batcher.fair_share import SLACK, Backlog, Held, Tenant, Tenants, Tier, Turns
 
 BACKGROUND_SHARE = 0.9
 """Share of the bounds that the background may fill."""
@@ -35,7 +35,7 @@ class Bound(NamedTuple):
     of_tenant: bool
 
 
-class RequestQueue(Generic[EntryT]):
+class RequestQueue(Held, Generic[EntryT]):
     """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
 
     **Order.** The lowest `priority`, or tier, goes first. Inside a tier the tenant goes first that was
@@ -58,6 +58,8 @@ class RequestQueue(Generic[EntryT]):
         total_cost: Their cost.
         outside: Records that wait for space.
         outside_cost: Their cost.
+        size: The others, that count against the bounds.
+        cost: Their cost.
         entered: Records that got in so far.
 
     Args:
@@ -73,6 +75,9 @@ class RequestQueue(Generic[EntryT]):
         ValueError: An argument is out of range.
     """
 
+    total: int
+    total_cost: int
+
     def __init__(
         self,
         *,
@@ -83,6 +88,7 @@ class RequestQueue(Generic[EntryT]):
         tenant_weights: Mapping[str, float] | None = None,
         background: int | None = None,
     ) -> None:
+        super().__init__()
         checks.function("clock", clock)
         if max_size is not None:
             checks.whole("max_size", max_size, 1)
@@ -99,32 +105,18 @@ class RequestQueue(Generic[EntryT]):
         self._open_cost = math.floor(OPEN_SHARE * max_cost) if max_cost else math.inf
         self._aging = priority_aging_s
         self._background: float = math.inf if background is None else background
-        self._sequence = itertools.count()
-        self.total: int = 0
-        self.total_cost: int = 0
-        self.outside: int = 0
-        self.outside_cost: int = 0
         self.entered: int = 0
         self._tiers: dict[int, Tier] = {}
-        self._turns: list[tuple[float, int, int, Tier]] = []
+        self._turns: Turns[Tier] = Turns()
         self._tenants = Tenants(clock, tenant_weights or {})
         # Backlogs with entries outside, in turn: those of the foreground, and those of the background.
         self._claims: tuple[OrderedDict[Backlog, None], OrderedDict[Backlog, None]]
         self._claims = OrderedDict(), OrderedDict()
         self._let_in: list[EntryT] = []
         self._deadlines: list[tuple[float, int, EntryT, Backlog]] = []
-        self._timed = 0
+        self._most_deadlines = SLACK
+        self._sequence = itertools.count()
         self._expired: list[EntryT] = []
-
-    @property
-    def size(self) -> int:
-        """Records that count against the bounds."""
-        return self.total - self.outside
-
-    @property
-    def cost(self) -> int:
-        """The cost of the records that count against the bounds."""
-        return self.total_cost - self.outside_cost
 
     def __len__(self) -> int:
         return self.total
@@ -133,15 +125,11 @@ class RequestQueue(Generic[EntryT]):
         """Yield every waiting entry, in no particular order."""
         for tier in self._tiers.values():
             for backlog in tier.backlogs.values():
-                yield from backlog.walk()
+                yield from backlog
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
-        return {
-            tier.priority: (tier.live - tier.outside, tier.cost - tier.outside_cost)
-            for tier in self._tiers.values()
-            if tier.live > tier.outside
-        }
+        return {tier.priority: (tier.size, tier.cost) for tier in self._tiers.values() if tier.size}
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
         """Return how many records go before one that comes now, and their cost together.
@@ -155,21 +143,20 @@ class RequestQueue(Generic[EntryT]):
         for tier in self._tiers.values():
             if tier.priority > priority:
                 continue
-            live = tier.live
+            before = tier.total
             if tenant is not None and tier.priority == priority:
-                backlog = tier.backlogs.get(tenant)
-                own = 0 if backlog is None else backlog.live
-                others = tier.tenants - (own > 0)
-                live = min(live, own + others * (own + 1))
-            records += live
-            cost += tier.cost * live // tier.live
+                own = self.own(priority, tenant)
+                others = len(tier.backlogs) - len(tier.idle) - (own > 0)
+                before = min(before, own + others * (own + 1))
+            records += before
+            cost += tier.total_cost * before // tier.total
         return records, cost
 
     def own(self, priority: int, tenant: str) -> int:
         """Return how many records of a tenant wait in a tier."""
         tier = self._tiers.get(priority)
         backlog = tier.backlogs.get(tenant) if tier is not None else None
-        return 0 if backlog is None else backlog.live
+        return 0 if backlog is None else backlog.total
 
     # Bounds
 
@@ -181,40 +168,41 @@ class RequestQueue(Generic[EntryT]):
         """
         if entry._place is not None:
             raise ValueError("the entry waits already")
-        cost, records = entry.cost, entry.records
-        tier = self._tiers.get(entry.priority)
+        records, cost, priority = entry.records, entry.cost, entry.priority
+        tier = self._tiers.get(priority)
         if tier is None:
-            tier = self._open_tier(entry.priority)
+            claims = self._claims[priority >= self._background]
+            tier = self._tiers[priority] = Tier(priority, claims, key=self._key(priority), order=priority)
+            self._turns.push(tier)
         backlog = tier.backlogs.get(entry.tenant)
-        if backlog is None:
-            backlog = tier.backlogs[entry.tenant] = Backlog(tier, self._tenants.join(entry.tenant))
-        if not backlog.entries:
-            backlog.tenant = self._tenants.join(entry.tenant)
-            tier.join(backlog, next(self._sequence))
+        if backlog is None or not backlog.total:
+            backlog = tier.join(self._tenants.join(entry.tenant))
+        entry._place = backlog
         tenant = backlog.tenant
         size, full_cost = self.total - self.outside + records, self.total_cost - self.outside_cost + cost
-        entry.admitted = not backlog.outside and (
+        admitted = entry.admitted = not backlog.outside and (
             (size <= self._open_size and full_cost <= self._open_cost) or self._bound(entry, tenant) is None
         )
-        entry._place = backlog
-        backlog.append(entry)
-        backlog.live += records
-        tier.live += records
-        tier.cost += cost
-        tenant.live += records
-        tenant.cost += cost
+        backlog.total += records
+        tier.total += records
+        tier.total_cost += cost
+        tenant.total += records
+        tenant.total_cost += cost
         self.total += records
         self.total_cost += cost
-        if entry.admitted:
+        if admitted:
+            backlog.inside.append(entry)
             self.entered += records
         else:
-            self._claims[entry.priority >= self._background][backlog] = None
-            backlog.outside[entry] = None
+            backlog.wait(entry)
             self._count_outside(entry, backlog, 1)
         if entry.deadline is not None:
-            self._timed += 1
             heapq.heappush(self._deadlines, (entry.deadline, next(self._sequence), entry, backlog))
-        return entry.admitted
+            if len(self._deadlines) > self._most_deadlines:
+                self._deadlines = [item for item in self._deadlines if _holds(item)]
+                heapq.heapify(self._deadlines)
+                self._most_deadlines = 2 * len(self._deadlines) + SLACK
+        return admitted
 
     def add(self, entry: EntryT) -> None:
         """Put an entry in its place if there is space for it.
@@ -236,12 +224,11 @@ class RequestQueue(Generic[EntryT]):
     def full(self, entry: EntryT) -> Bound:
         """Return the bound that keeps an entry outside."""
         backlog: Backlog = entry._place
-        first = next(iter(backlog.outside))
-        bound = self._bound(entry, backlog.tenant) or self._bound(first, backlog.tenant)
+        bound = self._bound(entry, backlog.tenant) or self._bound(backlog.waiting.entries[0], backlog.tenant)
         # Behind another entry that was only just let in.
         return bound or Bound("max_queue_size", int(min(self._max_size, checks.LARGEST)), True)
 
-    def admit(self) -> Sequence[EntryT]:
+    def admit(self) -> list[EntryT]:
         """Let in those that wait outside, as far as there is space.
 
         Returns:
@@ -251,7 +238,7 @@ class RequestQueue(Generic[EntryT]):
             for claims in self._claims:
                 while claims:
                     backlog = next(iter(claims))
-                    entry: EntryT = next(iter(backlog.outside))
+                    entry: EntryT = backlog.waiting.entries[0]
                     bound = self._bound(entry, backlog.tenant)
                     if bound is None:
                         self._let(entry, backlog)
@@ -263,16 +250,13 @@ class RequestQueue(Generic[EntryT]):
                         backlog.tenant.parked.append(backlog)
                     else:
                         break
-        if not self._let_in:
-            return ()
         let_in, self._let_in = self._let_in, []
         return let_in
 
     def _bound(self, entry: EntryT, tenant: Tenant) -> Bound | None:
         """Return the bound that an entry of a tenant would exceed, if it were let in now."""
         inside = self.total - self.outside
-        size = inside + entry.records
-        cost = self.total_cost - self.outside_cost + entry.cost
+        size, cost = inside + entry.records, self.total_cost - self.outside_cost + entry.cost
         open_size, open_cost = size <= self._open_size, cost <= self._open_cost
         if (open_size and open_cost) or not inside:
             return None
@@ -283,37 +267,32 @@ class RequestQueue(Generic[EntryT]):
             return Bound("max_queue_size", int(self._max_size), False)
         if cost > most_cost:
             return Bound("max_queue_cost", int(self._max_cost), False)
-        held = tenant.live - tenant.outside
-        if not held:
-            return None
-        share = self._tenants.share(tenant)
-        if not open_size and held + entry.records > share * most:
-            return Bound("max_queue_size", int(self._max_size), True)
-        if not open_cost and tenant.cost - tenant.outside_cost + entry.cost > share * most_cost:
-            return Bound("max_queue_cost", int(self._max_cost), True)
+        if tenant.size:
+            share = self._tenants.share(tenant)
+            if not open_size and tenant.size + entry.records > share * most:
+                return Bound("max_queue_size", int(self._max_size), True)
+            if not open_cost and tenant.cost + entry.cost > share * most_cost:
+                return Bound("max_queue_cost", int(self._max_cost), True)
         return None
 
     def _let(self, entry: EntryT, backlog: Backlog) -> None:
         """Let an entry in that waits outside."""
         self._leave_outside(entry, backlog)
+        backlog.inside.append(entry)
         entry.admitted = True
         self.entered += entry.records
         self._let_in.append(entry)
 
     def _leave_outside(self, entry: EntryT, backlog: Backlog) -> None:
-        del backlog.outside[entry]
-        if not backlog.outside:
-            self._claims[entry.priority >= self._background].pop(backlog, None)
+        backlog.waiting.discard(entry)
         self._count_outside(entry, backlog, -1)
+        if not backlog.outside:
+            backlog.tier.claims.pop(backlog, None)
 
     def _count_outside(self, entry: EntryT, backlog: Backlog, sign: int) -> None:
-        tier, tenant, cost, records = backlog.tier, backlog.tenant, sign * entry.cost, sign * entry.records
-        self.outside += records
-        self.outside_cost += cost
-        tier.outside += records
-        tier.outside_cost += cost
-        tenant.outside += records
-        tenant.outside_cost += cost
+        for held in (self, backlog.tier, backlog.tenant, backlog):
+            held.outside += sign * entry.records
+            held.outside_cost += sign * entry.cost
 
     # Order
 
@@ -323,13 +302,13 @@ class RequestQueue(Generic[EntryT]):
         Args:
             before: Only of the tiers before this priority; None: of all.
         """
-        if self._deadlines:
-            self._sweep()
-        backlog = self._next_backlog() if before is None else self._next_backlog_before(before)
-        if backlog is None:
-            return None
-        head: EntryT = backlog.entries[0]
-        return head
+        self._sweep()
+        tier = self._turns.first()
+        if before is not None:
+            tiers = [tier for tier in self._tiers.values() if tier.priority < before]
+            tier = min(tiers, key=lambda tier: (tier.key, tier.priority), default=None)
+        backlog = None if tier is None else tier.turns.first()
+        return None if backlog is None else next(iter(backlog))
 
     def pick(self, entry: EntryT) -> None:
         """Take one waiting entry, whatever its place, and charge its tenant.
@@ -353,24 +332,22 @@ class RequestQueue(Generic[EntryT]):
             max_records: Most records; None: no bound.
             padded: The cost of all together is that of the costliest times their number, not the sum.
         """
-        if self._deadlines:
-            self._sweep()
+        self._sweep()
         now = self._clock()
         batch: list[EntryT] = []
         total = longest = records = 0
-        while max_records is None or records < max_records:
-            backlog = self._next_backlog()
-            if backlog is None:
-                break
-            entry: EntryT = backlog.entries[0]
-            cost = entry.cost
+        most: float = math.inf if max_records is None else max_records
+        while records < most and (tier := self._turns.first()) is not None:
+            backlog = tier.turns.first()
+            assert backlog is not None
+            entry: EntryT = (backlog.inside.entries or backlog.waiting.entries)[0]
             records += entry.records
             if padded:
-                longest = max(longest, cost)
-                total = longest * (len(batch) + 1)
+                longest = max(longest, entry.cost)
+                total = longest * records
             else:
-                total += cost
-            if batch and ((budget is not None and total > budget) or records > (max_records or records)):
+                total += entry.cost
+            if batch and ((budget is not None and total > budget) or records > most):
                 break
             self._serve(entry, backlog, now)
             batch.append(entry)
@@ -385,51 +362,24 @@ class RequestQueue(Generic[EntryT]):
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
         tier = self._tiers.get(entry.priority)
         backlog = tier.backlogs.get(entry.tenant) if tier is not None else None
-        if tier is None or backlog is None or used == charged:
+        if tier is None or backlog is None:
             # A tenant that was forgotten starts at the level of the others: nothing to put right.
             return
-        backlog.counter += (used - charged) * backlog.tenant.charge
-        if backlog.item is not None and backlog.counter < backlog.item[0]:
-            tier.enlist(backlog)
-
-    def _open_tier(self, priority: int) -> Tier:
-        tier = self._tiers[priority] = Tier(priority, self._key(priority))
-        if len(self._turns) > 2 * len(self._tiers) + 64:
-            self._turns = [turn for turn in self._turns if turn[3].live]
-            heapq.heapify(self._turns)
-        heapq.heappush(self._turns, (tier.key, priority, next(self._sequence), tier))
-        return tier
+        backlog.key += (used - charged) * backlog.tenant.charge
+        if backlog.item is not None and backlog.key < backlog.item[0]:
+            tier.turns.push(backlog)
 
     def _key(self, priority: int) -> float:
         # All tiers age alike, so comparing these keys needs no clock.
         return float(priority) if self._aging is None else self._clock() + priority * self._aging
 
-    def _next_backlog(self) -> Backlog | None:
-        """Return the backlog whose first entry is next; None: nothing waits."""
-        turns = self._turns
-        while turns:
-            key, priority, number, tier = turns[0]
-            if not tier.live:
-                heapq.heappop(turns)
-            elif key != tier.key and len(turns) > 1:
-                heapq.heapreplace(turns, (tier.key, priority, number, tier))
-            else:
-                return tier.first()
-        return None
-
-    def _next_backlog_before(self, priority: int) -> Backlog | None:
-        """Return the backlog whose first entry is next among the tiers before a priority."""
-        tiers = [tier for tier in self._tiers.values() if tier.priority < priority]
-        return min(tiers, key=lambda tier: (tier.key, tier.priority)).first() if tiers else None
-
     def _serve(self, entry: EntryT, backlog: Backlog, now: float) -> None:
         """Charge a tenant for an entry and take it out."""
         if not entry.admitted:
             self._let(entry, backlog)
-        backlog.counter += (entry.cost or 1) * backlog.tenant.charge
+        backlog.key += (entry.cost or 1) * backlog.tenant.charge
         if self._aging is not None:
-            tier = backlog.tier
-            tier.key = now + tier.priority * self._aging
+            backlog.tier.key = now + entry.priority * self._aging
         self._drop(entry, backlog)
 
     def _walk(self) -> Iterator[EntryT]:
@@ -448,12 +398,9 @@ class RequestQueue(Generic[EntryT]):
 
     def remove(self, entry: EntryT) -> bool:
         """Take an entry out unserved: it was cancelled. Return whether it was still waiting."""
-        backlog: Backlog | None = entry._place
-        if backlog is None:
+        if entry._place is None:
             return False
-        if not entry.admitted:
-            self._leave_outside(entry, backlog)
-        self._drop(entry, backlog)
+        self._drop(entry, entry._place)
         return True
 
     def clear(self) -> list[EntryT]:
@@ -465,65 +412,56 @@ class RequestQueue(Generic[EntryT]):
 
     def expire(self) -> list[EntryT]:
         """Take out and return the entries whose deadline has passed; each is returned once."""
-        if self._deadlines:
-            self._sweep()
-        if not self._expired:
-            return []
+        self._sweep()
         expired, self._expired = self._expired, []
         return expired
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a waiting entry."""
         deadlines = self._deadlines
-        while deadlines and not self._holds(deadlines[0]):
+        while deadlines and not _holds(deadlines[0]):
             heapq.heappop(deadlines)
         return deadlines[0][0] if deadlines else None
 
-    def _drop(self, entry: EntryT, backlog: Backlog) -> None:
-        tier, tenant, cost = backlog.tier, backlog.tenant, entry.cost
-        entry._place = None
-        records = entry.records
-        backlog.live -= records
-        tier.live -= records
-        tier.cost -= cost
-        tenant.live -= records
-        tenant.cost -= cost
-        self.total -= records
-        self.total_cost -= cost
-        if entry.deadline is not None:
-            self._timed -= 1
-            if len(self._deadlines) > 2 * self._timed + 64:
-                self._deadlines = [item for item in self._deadlines if self._holds(item)]
-                heapq.heapify(self._deadlines)
-        backlog.discard(entry)
-        if tenant.parked:
-            self._claim_again(tenant)
-        if not tier.live:
-            # Nothing is owed in a tier in which nothing waits.
-            del self._tiers[tier.priority]
-        elif not backlog.entries:
-            tier.retire(backlog, next(self._sequence))
-        if not tenant.live:
-            self._tenants.leave(tenant)
-
-    def _claim_again(self, tenant: Tenant) -> None:
-        for backlog in tenant.parked:
-            if backlog.outside:
-                self._claims[backlog.tier.priority >= self._background][backlog] = None
-        tenant.parked.clear()
-
-    def _holds(self, item: tuple[float, int, EntryT, Backlog]) -> bool:
-        """Return whether an item of the deadlines is of an entry that still waits where it did."""
-        return item[2]._place is item[3] and item[2].deadline == item[0]
-
     def _sweep(self) -> None:
-        if not self._deadlines:
-            return
-        now = self._clock()
+        """Take out the entries whose deadline has passed."""
+        now = self._clock() if self._deadlines else 0.0
         while self._deadlines and self._deadlines[0][0] <= now:
             item = heapq.heappop(self._deadlines)
-            if self._holds(item) and self.remove(item[2]):
+            if _holds(item):
+                self.remove(item[2])
                 self._expired.append(item[2])
+
+    def _drop(self, entry: EntryT, backlog: Backlog) -> None:
+        tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
+        inside = backlog.inside
+        if entry.admitted and inside.entries[0] is entry and not inside.gone:
+            inside.entries.popleft()
+        elif entry.admitted:
+            inside.discard(entry)
+        else:
+            self._leave_outside(entry, backlog)
+        entry._place = None
+        backlog.total -= records
+        tier.total -= records
+        tier.total_cost -= cost
+        tenant.total -= records
+        tenant.total_cost -= cost
+        self.total -= records
+        self.total_cost -= cost
+        if tenant.parked:
+            for parked in tenant.parked:
+                if parked.outside:
+                    parked.tier.claims[parked] = None
+            tenant.parked.clear()
+        if not tier.total:
+            # Nothing is owed in a tier in which nothing waits.
+            del self._tiers[tier.priority]
+            tier.item = None
+        elif not backlog.total:
+            tier.retire(backlog)
+        if not tenant.total:
+            self._tenants.leave(tenant)
 
     # Tenants
 
@@ -544,7 +482,7 @@ class RequestQueue(Generic[EntryT]):
         """Change the tenants' shares from now on; what they were served is not counted anew.
 
         Args:
-            weights: Share of a tenant in relation to the others; 1.0 where not given.
+            weights: As `tenant_weights`.
 
         Raises:
             ValueError: A weight is out of range.
@@ -554,3 +492,8 @@ class RequestQueue(Generic[EntryT]):
     def tenant(self, name: str) -> Tenant | None:
         """Return what is known of a tenant that has entries, or had within the last 10 seconds."""
         return self._tenants.get(name)
+
+
+def _holds(item: tuple[float, int, Queued, Backlog]) -> bool:
+    """Return whether an item of the deadlines is of an entry that still waits where it did."""
+    return item[2]._place is item[3] and item[2].deadline == item[0]

@@ -12,7 +12,6 @@ MEMORY = 1 - 1 / 256
 ENOUGH = 16
 """Records to measure first."""
 
-
 RETURNS_SHARE = 1 / 3
 """Share of a tenant's service that is set aside for records that come back; the rest is for new ones."""
 
@@ -52,11 +51,7 @@ class ServiceRate:
         self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
 
     def time_to_serve(self, records: int, cost: int, records_inside: int, cost_inside: int) -> float | None:
-        """Return the seconds until that many records, and that much cost, have left the window.
-
-        Returns:
-            None if nothing has been measured yet.
-        """
+        """Return the seconds until so much has left the window; None: nothing has been measured yet."""
         if not self._records or not records_inside:
             return None
         wait = max(0, records) * self._seconds / self._records / records_inside
@@ -77,15 +72,8 @@ def retry_after(
 
     The records of one tenant come back one after the other, as fast as the tenant is served, and not
     before the wait is over, nor before those of the same or a higher tier; the demand of one tenant doesn't
-    delay another. A random part spreads those of several tenants.
-
-    Args:
-        tenant: The tenant of the record.
-        priority: Its tier.
-        wait_s: Seconds that the record would wait if it were let in.
-        own: Records of the tenant that wait in the tier.
-        now: The time.
-        draw: Returns a random number from 0 to 1.
+    delay another. A random part spreads those of several tenants. `wait_s` is what the record would wait if
+    it were let in, `own` how many of its tenant's wait in its tier.
     """
     returns = tenant.returns
     if priority not in returns:

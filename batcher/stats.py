@@ -12,6 +12,8 @@ Outcome = Literal["completed", "failed", "cancelled"]
 RECENT = 512
 """Records over which percentiles are taken."""
 
+POINTS = (0.5, 0.9, 0.99)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
@@ -259,33 +261,42 @@ class Observations:
         self.batches: Kept[BatchObservation] = Kept(limit)
 
 
+@dataclass(eq=False)
 class Recorder:
     """What a batcher counts while it runs: plain attributes, so that counting costs nothing."""
 
-    def __init__(self) -> None:
-        self.completed: int = 0
-        self.completed_cost: int = 0
-        self.failed: int = 0
-        self.cancelled: int = 0
-        self.expired: int = 0
-        self.rejected: int = 0
-        self.ran: int = 0
-        self.run_s: float = 0.0
-        self.latency_s: float = 0.0
-        self.waits: deque[float] = deque(maxlen=RECENT)
-        self.runs: deque[float] = deque(maxlen=RECENT)
-        self.observations: Observations | None = None
-        self._busy = False
-        self._busy_s = 0.0
-        self._idle_s = 0.0
-        self._since: float | None = None
+    completed: int = 0
+    completed_cost: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    rejected: int = 0
+    ran: int = 0
+    run_s: float = 0.0
+    latency_s: float = 0.0
+    output_tokens: int = 0
+    batches: int = 0
+    batch_records: int = 0
+    batch_cost: int = 0
+    padded_cost: int = 0
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    observations: Observations | None = None
+    _busy: bool = False
+    _busy_s: float = 0.0
+    _idle_s: float = 0.0
+    _since: float | None = None
+    _fill: float = 0.0
+    _filled_s: float = 0.0
+    _filled_at: float = 0.0
 
     def open(self, now: float) -> None:
         """Time counts from now on."""
-        self._since = now
+        self._since = self._filled_at = now
 
     def close(self, now: float) -> None:
         """Time no longer counts."""
+        self.fill(self._fill, now)
         self._busy_s, self._idle_s = self.times(now)
         self._since = None
 
@@ -309,9 +320,7 @@ class Recorder:
         """Return the fields of `Stats` that follow from what was counted."""
         busy, idle = self.times(now)
         elapsed = busy + idle
-        wait = percentiles(self.waits, (0.5, 0.9, 0.99))
-        run = percentiles(self.runs, (0.5, 0.9, 0.99))
-        return {
+        found = {
             "total_completed": self.completed,
             "total_failed": self.failed,
             "total_cancelled": self.cancelled,
@@ -323,32 +332,11 @@ class Recorder:
             "cost_throughput": self.completed_cost / elapsed if elapsed else 0.0,
             "avg_latency_s": self.latency_s / self.completed if self.completed else 0.0,
             "avg_run_s": self.run_s / self.ran if self.ran else 0.0,
-            "wait_p50_s": wait[0],
-            "wait_p90_s": wait[1],
-            "wait_p99_s": wait[2],
-            "run_p50_s": run[0],
-            "run_p90_s": run[1],
-            "run_p99_s": run[2],
         }
-
-
-class WindowRecorder(Recorder):
-    """What a `ContinuousBatcher` counts; `fill` is the share of the capacity in use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.output_tokens: int = 0
-        self._fill = 0.0
-        self._filled_s = 0.0
-        self._filled_at = 0.0
-
-    def open(self, now: float) -> None:
-        super().open(now)
-        self._filled_at = now
-
-    def close(self, now: float) -> None:
-        self.fill(self._fill, now)
-        super().close(now)
+        for name, samples in (("wait", self.waits), ("run", self.runs)):
+            for point, value in zip(POINTS, percentiles(samples, POINTS), strict=True):
+                found[f"{name}_p{point * 100:.0f}_s"] = value
+        return found
 
     def fill(self, share: float, now: float) -> None:
         """From now on this share of the capacity is in use."""
@@ -362,14 +350,3 @@ class WindowRecorder(Recorder):
         self.fill(self._fill, now)
         elapsed = sum(self.times(now))
         return self._filled_s / elapsed if elapsed else 0.0
-
-
-class BatchRecorder(Recorder):
-    """What a `DynamicBatcher` counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches: int = 0
-        self.batch_records: int = 0
-        self.batch_cost: int = 0
-        self.padded_cost: int = 0

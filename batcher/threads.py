@@ -74,18 +74,10 @@ class ThreadClient(Generic[ResultT]):
         return result
 
     def process(self, *args: Any, timeout: float | None = None, **options: Any) -> ResultT:
-        """Submit one record and block until its result is there.
-
-        Args:
-            args: As for the batcher's own `submit`.
-            timeout: Seconds to block at most; None: as long as it takes.
-            options: As for the batcher's own `submit`; a limit on the record's wait goes as `deadline`.
+        """Submit one record and block until its result is there; the arguments are those of `submit`.
 
         Raises:
-            TimeoutError: There was no result in time; the record is cancelled.
-            RuntimeError: The caller is in the batcher's own thread, which must not block; or the event loop
-                doesn't run (`Closed`).
-            ValueError: The timeout is negative or not finite. And what the batcher's own `submit` raises.
+            TimeoutError: There was no result in time; the record is cancelled. And what `submit` raises.
         """
         give_up_at = None if timeout is None else time.monotonic() + timeout
         future = self.submit(*args, timeout=timeout, **options)
