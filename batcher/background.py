@@ -12,7 +12,7 @@ LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2
 """Share of the places, and of the capacity, that is kept for the foreground."""
 
 FORESIGHT = 2.0
-"""What is kept, as a multiple of what the foreground has used lately: its load may double."""
+"""Space that is kept, as a multiple of the foreground's use lately: its load may double."""
 
 LATELY_S = 15.0
 

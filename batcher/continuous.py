@@ -375,7 +375,7 @@ class ContinuousBatcher(Batcher[Slot]):
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
-        # What has to be served first is what waits before it, less what is free.
+        # Records that wait before it are served first, less those that free space takes.
         free = self._capacity - self._running_cost
         places = self._most() - self._running_records
         running, running_cost, rate = self._running_records, self._running_cost, self._rate
@@ -577,7 +577,7 @@ class ContinuousBatcher(Batcher[Slot]):
                 recorder.observations.records.append(
                     Observation(slot.tenant, slot.priority, part, slot.waited_s, run, outcome)
                 )
-        # What helps to judge those that come.
+        # Figures that the estimates for later records use.
         if finished and self._standby is not None:
             self._standby.learn(slot.output_tokens, slot.records)
         self._rate.learn(slot.cost, run, slot.records)

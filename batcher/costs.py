@@ -1,4 +1,4 @@
-"""What a record costs: given, estimated by a function or by the record itself, or learned."""
+"""The cost of a record: given, estimated by a function or by the record itself, or learned."""
 
 import math
 import operator

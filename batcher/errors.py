@@ -1,4 +1,4 @@
-"""What a batcher raises, and how one error becomes many."""
+"""Errors that a batcher raises, and copies of an error for each record of a batch."""
 
 import copy
 from typing import TypeVar

@@ -263,7 +263,7 @@ class Observations:
 
 @dataclass(eq=False)
 class Recorder:
-    """What a batcher counts while it runs: plain attributes, so that counting costs nothing."""
+    """The counts of a running batcher: plain attributes, so that counting costs nothing."""
 
     completed: int = 0
     completed_cost: int = 0

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Lane:
+class _Queue:
     """Threads, and the batcher that admits texts to them; a text costs its characters."""
 
     batcher: ContinuousBatcher
@@ -45,7 +45,7 @@ class TokenizingQueue:
     def __init__(
         self, max_queue_size: int, threads: int = 1, tenant_weights: Mapping[str, float] | None = None
     ) -> None:
-        def lane(threads: int, running: int) -> _Lane:
+        def queue(threads: int, running: int) -> _Queue:
             batcher = ContinuousBatcher(
                 capacity=LONG_QUEUE_CHARS,
                 max_running=running,
@@ -54,15 +54,15 @@ class TokenizingQueue:
                 oversize="alone",
                 tenant_weights=tenant_weights,
             )
-            return _Lane(batcher, ThreadPoolExecutor(threads, thread_name_prefix="tokenize"))
+            return _Queue(batcher, ThreadPoolExecutor(threads, thread_name_prefix="tokenize"))
 
-        self._short = lane(threads, SHORT_AT_ONCE)
-        self._long = lane(1, LONG_AT_ONCE)
+        self._short = queue(threads, SHORT_AT_ONCE)
+        self._long = queue(1, LONG_AT_ONCE)
 
     async def start(self) -> None:
         """Admit texts."""
-        for lane in (self._short, self._long):
-            await lane.batcher.start()
+        for queue in (self._short, self._long):
+            await queue.batcher.start()
 
     async def stop(self, timeout_s: float = 1.0) -> None:
         """Refuse texts, those that wait too.
@@ -70,9 +70,9 @@ class TokenizingQueue:
         Args:
             timeout_s: Seconds for those that a thread has begun.
         """
-        for lane in (self._short, self._long):
-            await lane.batcher.stop(drain=False, timeout=timeout_s)
-            lane.threads.shutdown(wait=False, cancel_futures=True)
+        for queue in (self._short, self._long):
+            await queue.batcher.stop(drain=False, timeout=timeout_s)
+            queue.threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, call: Callable[[], T], characters: int) -> T:
         """Return the result of a call that tokenizes, made in a thread when its turn has come.
@@ -85,13 +85,13 @@ class TokenizingQueue:
             RequestError: 429, too many texts wait; 408, the request's time is over; 503, the replica stops.
         """
         request, result = current()
-        lane = self._long if max(request.size, characters) > LONG_BYTES else self._short
+        queue = self._long if max(request.size, characters) > LONG_BYTES else self._short
         scheduling = request.scheduling
-        lane.batcher.weigh(scheduling.tenant, scheduling.weight)
+        queue.batcher.weigh(scheduling.tenant, scheduling.weight)
         # As with slots: what has begun is not refused halfway.
         begun = result.texts > 0
         result.texts += 1
-        slot = lane.batcher.slot(
+        slot = queue.batcher.slot(
             characters,
             priority=scheduling.priority,
             tenant=scheduling.tenant,
@@ -103,7 +103,7 @@ class TokenizingQueue:
         except BatcherError as error:
             result.refusal = refusal_of(error)
             raise result.refusal from None
-        future = asyncio.get_running_loop().run_in_executor(lane.threads, call)
+        future = asyncio.get_running_loop().run_in_executor(queue.threads, call)
 
         def ended(done: "asyncio.Future[T]") -> None:
             slot.release()

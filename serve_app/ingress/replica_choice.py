@@ -30,7 +30,7 @@ AHEAD = 0.125
 
 @dataclass(slots=True, frozen=True)
 class ReplicaState:
-    """What a replica says of itself.
+    """The report of a replica.
 
     Attributes:
         tokens: Tokens that ran or waited on it, for all callers, a few seconds ago.
@@ -189,7 +189,7 @@ class ReplicaChoice:
             return names[0] if names else None
         first, second = names
         if loads[first] == loads[second]:
-            # What this caller has there tells nothing; what all have there may.
+            # This caller has as much on both; the load of all callers may differ.
             reported = self.loads.reported
             if reported[first] == reported[second]:
                 return self._draw.choice(names)

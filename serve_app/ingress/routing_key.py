@@ -1,4 +1,4 @@
-"""What the choice of a replica has to know of a request."""
+"""The part of a request that the choice of a replica depends on."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ PROMPT = ("tools", "system", "instructions", "prompt", "prompts", "messages", "i
 
 
 class RoutingKey(NamedTuple):
-    """What the choice of a replica has to know of a request.
+    """The part of a request that the choice of a replica depends on.
 
     Attributes:
         prefix: Hashes of the beginning of its prompt.
