@@ -25,7 +25,7 @@ Start = Callable[..., Service]
 def test_wrong_args_end_the_command_at_once(tmp_path: Path) -> None:
     command = Command(tmp_path, str(write(tmp_path, config(ingress={"x": 1}))))
     assert command.wait() == 1
-    assert "args.ingress.x: unknown key; allowed here: max_body_bytes, body_timeout_s, max_" in command.said
+    assert "args.ingress.x: unknown key; allowed here: max_body_bytes, max_bytes_in_flight, " in command.said
     assert "Traceback" not in command.said
 
 
