@@ -1,6 +1,7 @@
 """Errors of a service as the SDKs of OpenAI and Anthropic raise them."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ from tests.e2e.service import Service
 from tests.e2e.services import is_settled, wait_for_replicas, wait_until
 
 ENGINE = "ServeReplica:llm:Engine:demo"
-CHAT: Any = [{"role": "user", "content": "What is 47+28?"}]
+NUMBERS = itertools.count(10)
+"""A request with which engines were lost is refused for minutes, so none is sent twice."""
+
 TOKENS = 1500
 """Tokens of a stream: seconds of it."""
 
@@ -23,6 +26,14 @@ LONG_TEXT = {"type": "string", "minLength": TOKENS - 100, "maxLength": TOKENS - 
 LATE = {"x-queue-timeout-seconds": "0.000001"}
 
 Texts = AsyncIterator[str]
+
+
+def question() -> str:
+    return f"What is {next(NUMBERS)}+28?"
+
+
+def conversation() -> Any:
+    return [{"role": "user", "content": question()}]
 
 
 def openai_client(service: Service) -> openai.AsyncOpenAI:
@@ -37,7 +48,7 @@ async def chat(service: Service, **options: Any) -> Texts:
     async with openai_client(service) as client:
         extra = {"ignore_eos": True}
         stream = await client.chat.completions.create(
-            model="demo", messages=CHAT, max_tokens=TOKENS, stream=True, extra_body=extra, **options
+            model="demo", messages=conversation(), max_tokens=TOKENS, stream=True, extra_body=extra, **options
         )
         async for chunk in stream:
             for choice in chunk.choices:
@@ -48,7 +59,7 @@ async def completion(service: Service, **options: Any) -> Texts:
     async with openai_client(service) as client:
         extra = {"ignore_eos": True}
         stream = await client.completions.create(
-            model="demo", prompt="x", max_tokens=TOKENS, stream=True, extra_body=extra, **options
+            model="demo", prompt=question(), max_tokens=TOKENS, stream=True, extra_body=extra, **options
         )
         async for chunk in stream:
             for choice in chunk.choices:
@@ -59,7 +70,7 @@ async def response(service: Service) -> Texts:
     async with openai_client(service) as client:
         text: Any = {"format": {"type": "json_schema", "name": "long", "schema": LONG_TEXT}}
         stream = await client.responses.create(
-            model="demo", input="x", max_output_tokens=TOKENS, stream=True, text=text
+            model="demo", input=question(), max_output_tokens=TOKENS, stream=True, text=text
         )
         async for event in stream:
             if event.type == "response.output_text.delta":
@@ -70,7 +81,7 @@ async def message(service: Service) -> Texts:
     async with anthropic_client(service) as client:
         extra = {"output_config": {"format": {"type": "json_schema", "schema": LONG_TEXT}}}
         async with client.messages.stream(
-            model="demo", messages=CHAT, max_tokens=TOKENS, extra_body=extra
+            model="demo", messages=conversation(), max_tokens=TOKENS, extra_body=extra
         ) as stream:
             async for text in stream.text_stream:
                 yield text
@@ -111,11 +122,13 @@ async def test_a_stream_whose_engine_is_killed_raises(victim: str, pair: Service
     readers = {name: asyncio.create_task(read(name)) for name in STREAMS}
     async with asyncio.timeout(LIMIT_S):
         await asyncio.gather(*(event.wait() for event in begun.values()))
-        assert not any(reader.done() for reader in readers.values())
+        assert [(name, reader.result()) for name, reader in readers.items() if reader.done()] == []
         pair.kill(victim)
         ended = dict(zip(readers, await asyncio.gather(*readers.values()), strict=True))
     print(ended, flush=True)
-    assert all("engine that had this request failed" in text for text in ended.values()), ended
+    # All engines are killed, so a stream that began again on another one has lost two.
+    said = ("engine that had this request failed", "engines failed one after the other")
+    assert [text for text in ended.values() if not any(words in text for words in said)] == []
     # Other tests find the pair as it was.
     await asyncio.to_thread(wait_until, lambda: len(pair.pids(CORE)) == count and is_settled(pair), LIMIT_S)
     await asyncio.to_thread(wait_for_replicas, pair, count)
@@ -124,10 +137,12 @@ async def test_a_stream_whose_engine_is_killed_raises(victim: str, pair: Service
 async def test_a_request_whose_time_is_over_is_not_sent_again(service: Service) -> None:
     async with openai_client(service) as client:
         with pytest.raises(openai.APIStatusError) as late:
-            await client.chat.completions.create(model="demo", messages=CHAT, extra_headers=LATE)
+            await client.chat.completions.create(model="demo", messages=conversation(), extra_headers=LATE)
     async with anthropic_client(service) as other:
         with pytest.raises(anthropic.APIStatusError) as later:
-            await other.messages.create(model="demo", messages=CHAT, max_tokens=8, extra_headers=LATE)
+            await other.messages.create(
+                model="demo", messages=conversation(), max_tokens=8, extra_headers=LATE
+            )
     for error in (late.value, later.value):
         assert error.status_code == 408
         assert error.response.request.headers["x-stainless-retry-count"] == "0"

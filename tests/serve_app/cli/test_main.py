@@ -37,7 +37,9 @@ def test_ray_is_not_loaded_for(arguments: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=60
     )
-    assert done.stderr == ""
+    # A new key is shown there.
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "[]"
 
 
