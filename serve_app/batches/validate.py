@@ -67,8 +67,6 @@ def validate(path: Path, endpoint: str, models: Collection[str], limits: Limits)
         lines, position, ended = read_slice(path, position, limits.max_line_bytes)
         for line in lines:
             check.line(line)
-            if check.full:
-                break
     if not check.total and not check.errors:
         check.errors.append(batch_error("empty_file", "The file has no rows"))
     model = next(iter(check.models)) if len(check.models) == 1 else None
@@ -93,7 +91,9 @@ class _Check:
         return len(self.errors) >= self._limits.max_errors or self.total > self._limits.max_lines
 
     def line(self, line: Line) -> None:
-        """Look at a line."""
+        """Look at a line, unless enough is known."""
+        if self.full:
+            return
         self.total += 1
         if self.total > self._limits.max_lines:
             most = self._limits.max_lines

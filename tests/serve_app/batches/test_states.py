@@ -1,4 +1,4 @@
-from serve_app.batches.states import ENDED, STATES, TRANSITIONS
+from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
 
 
 def test_every_state_has_its_ways() -> None:
@@ -8,7 +8,8 @@ def test_every_state_has_its_ways() -> None:
 
 def test_every_open_state_leads_to_an_end() -> None:
     for state in set(STATES) - ENDED:
-        reached, todo = set(), [state]
+        reached: set[State] = set()
+        todo = [state]
         while todo:
             for after in TRANSITIONS[todo.pop()] - reached:
                 reached.add(after)
