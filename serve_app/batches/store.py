@@ -182,10 +182,12 @@ class Store:
             self._held.close()
             raise StoreError(f"{folder}: another process has these batches open; end it first") from None
         path = folder / "batches.db"
-        # One connection: a second writer would only wait for the first.
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.row_factory = sqlite3.Row
-        self._lock = threading.Lock()
+        # One connection writes, another one reads: it needn't wait while a commit is synced.
+        self._db, self._reader = (
+            sqlite3.connect(path, isolation_level=None, check_same_thread=False) for _ in range(2)
+        )
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._db.row_factory = self._reader.row_factory = sqlite3.Row
         self._db.execute("PRAGMA journal_mode = WAL")
         # Each commit is synced; the default of WAL, NORMAL, may lose the last ones with the power.
         self._db.execute("PRAGMA synchronous = FULL")
@@ -193,13 +195,26 @@ class Store:
 
     def close(self) -> None:
         """Close the database."""
-        with self._lock:
+        with self._lock, self._reading:
+            self._reader.close()
             self._db.close()
             self._held.close()
 
-    def add_file(self, file: File) -> None:
-        """Add a file whose content is on the disk."""
+    def add_file(self, file: File, max_bytes: int | None = None) -> None:
+        """Add a file whose content is on the disk.
+
+        Args:
+            file: The file.
+            max_bytes: Most bytes of all uploaded files of the tenant; None: no limit.
+
+        Raises:
+            TooManyError: The tenant's files would have more.
+        """
+        query = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ? AND purpose = 'batch'"
         with self._transaction() as db:
+            used = db.execute(query, (file.tenant,)).fetchone()[0]
+            if max_bytes is not None and used + file.bytes > max_bytes:
+                raise TooManyError(f"the files of this tenant would have more than {max_bytes} bytes")
             _insert(db, "files", _columns(file))
 
     def file(self, tenant: str, id: str) -> File:
@@ -236,11 +251,6 @@ class Store:
             values.append(purpose)
         return _page(self._after("files", tenant, conditions, values, after, limit, order), limit, _file)
 
-    def bytes_of(self, tenant: str) -> int:
-        """Return the bytes of a tenant's uploaded files."""
-        query = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ? AND purpose = 'batch'"
-        return int(self._rows(query, tenant)[0][0])
-
     def remove_file(self, tenant: str, id: str) -> None:
         """Forget a file. Its content may be deleted afterwards, not before.
 
@@ -249,10 +259,10 @@ class Store:
             InUseError: An open batch reads it.
         """
         with self._transaction() as db:
-            if _in_use(db, id):
-                raise InUseError(id)
             if not db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (id, tenant)).rowcount:
                 raise NotFoundError(id)
+            if _in_use(db, id):
+                raise InUseError(id)
 
     def remove_expired(self, now: int) -> list[str]:
         """Forget the files whose time is over, but for those that open batches read; return their ids."""
@@ -429,8 +439,8 @@ class Store:
         reach("store.committed")
 
     def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
-        with self._lock:
-            return self._db.execute(query, values).fetchall()
+        with self._reading:
+            return self._reader.execute(query, values).fetchall()
 
     def _after(
         self,

@@ -15,6 +15,7 @@ import pytest
 from pydantic_core import from_json
 
 from serve_app.api.pacing import Backoff, Fixed
+from serve_app.api.protocol import JSON
 from serve_app.batches.content import Content
 from serve_app.batches.errors import StateError
 from serve_app.batches.retention import remove_orphans
@@ -141,13 +142,15 @@ class Schedule:
             runner.stop()
 
     def _ask_for(self, store: Store, content: Content, name: str) -> None:
-        """Upload a file and create its batch, unless that was answered or done in an earlier life."""
+        """Upload a file and create its batch, unless an earlier life has done so."""
         tenant = self.plan.tenants[name]
         if any(batch.id == name for batch in store.batches(tenant).items):
             return
-        if not any(file.id == f"in-{name}" for file in store.files(tenant).items):
-            put(store, content, f"in-{name}", self.plan.texts[name], tenant)
-        store.add_batch(batch_of(name, f"in-{name}", tenant, retention_s=30 * DAY_S), 10)
+        ids = [file.id for file in store.files(tenant).items if file.id.startswith(f"in-{name}-")]
+        if not ids:
+            ids = [f"in-{name}-{self.folder.name}"]
+            put(store, content, ids[0], self.plan.texts[name], tenant)
+        store.add_batch(batch_of(name, ids[0], tenant, retention_s=30 * DAY_S), 10)
 
     def _happen(self, store: Store, runner: Runner) -> None:
         answers = sum(self.engine.final.values())
@@ -193,7 +196,7 @@ class Schedule:
             assert self.engine.final[custom_id]
 
 
-def _lines(store: Store, content: Content, batch: Batch, id: str, count: int) -> dict[str, dict[str, object]]:
+def _lines(store: Store, content: Content, batch: Batch, id: str, count: int) -> dict[str, JSON]:
     """Return the rows of a result file by `custom_id`."""
     if not count:
         return {}

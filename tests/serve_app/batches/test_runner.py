@@ -35,7 +35,10 @@ class Bench:
             content,
             engine,
             lambda: {"demo"},
-            **({"backoff": Backoff(0.0, 0.0), "clock": lambda: self.now, "tick_s": 0.01} | options),
+            backoff=options.pop("backoff", Backoff(0.0, 0.0)),
+            clock=lambda: self.now,
+            tick_s=options.pop("tick_s", 0.01),
+            **options,
         )
 
     def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna") -> None:

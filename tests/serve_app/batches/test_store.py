@@ -55,11 +55,19 @@ def test_a_tenant_sees_its_own_only(store: Store) -> None:
         lambda: store.add_batch(batch_of("c", "in", tenant="ben"), 1),
         lambda: store.files("ben", after="in"),
     ):
-        with pytest.raises((NotFoundError, InUseError)):
+        with pytest.raises(NotFoundError):
             look()
     assert store.files("ben").items == []
     assert store.batches("ben").items == []
-    assert store.bytes_of("ben") == 0
+
+
+def test_the_bytes_of_a_tenant_are_limited(store: Store) -> None:
+    store.add_file(file_of("a", size=9), 10)
+    with pytest.raises(TooManyError):
+        store.add_file(file_of("b", size=1), 10)
+    store.add_file(file_of("c", tenant="ben", size=10), 10)
+    store.remove_file("anna", "in")
+    store.add_file(file_of("b", size=1), 10)
 
 
 def test_pages_of_files(store: Store) -> None:
