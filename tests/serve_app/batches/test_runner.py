@@ -11,7 +11,6 @@ from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content
-from serve_app.batches.retention import remove_expired, remove_orphans
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Batch, Store
@@ -320,15 +319,3 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
         bench.add("b", *rows)
         await bench.ended("b")
     assert engine.most == 3
-
-
-async def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
-    async with running(tmp_path, Engine()) as bench:
-        bench.add("b", row("x"))
-        batch = await bench.ended("b")
-        assert remove_expired(bench.store, bench.content, NOW + DAY_S - 1) == 0
-        assert remove_expired(bench.store, bench.content, NOW + DAY_S) == 1
-        assert bench.content.ids() == {"in-b"}
-        bench.content.append("orphan", 0, b"x")
-        assert remove_orphans(bench.store, bench.content) == 1
-        assert bench.store.batch("b") == batch
