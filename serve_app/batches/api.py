@@ -215,7 +215,7 @@ class BatchAPI:
             raise _no_file(id) from None
         except InUseError:
             message = f"The file {id!r} is the input of a batch that has not ended; cancel that first"
-            raise RequestError(409, "invalid_request_error", message, param="id") from None
+            raise _conflict(message) from None
         await asyncio.to_thread(self._content.remove, id)
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
@@ -280,7 +280,7 @@ class BatchAPI:
             except StateError:
                 state = (await self._find_batch(request)).state
                 message = f"A batch that is {state} can't be cancelled"
-                raise RequestError(409, "invalid_request_error", message, param="id") from None
+                raise _conflict(message) from None
             self._notice()
         return JSONResponse(batch_object(batch))
 
@@ -360,6 +360,11 @@ def _file_id() -> str:
 
 def _no_file(id: str) -> RequestError:
     return RequestError(404, "not_found_error", f"There is no file {id!r}", param="id")
+
+
+def _conflict(message: str) -> RequestError:
+    # OpenAI's clients would send it again otherwise.
+    return RequestError(409, "invalid_request_error", message, param="id", final=True)
 
 
 def _bad(message: str, param: str | None = None) -> RequestError:

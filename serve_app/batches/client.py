@@ -12,11 +12,13 @@ class Answer(NamedTuple):
         status: HTTP status.
         body: Body, in the shape of OpenAI's API.
         retry_after_s: Seconds after which another try is likely to succeed.
+        final: Another try is of no use, although the status suggests one.
     """
 
     status: int
     body: JSON
     retry_after_s: float | None = None
+    final: bool = False
 
 
 class Load(NamedTuple):

@@ -45,7 +45,7 @@ class Sender:
         seen = self._answered[model]
         while not stopping.is_set():
             answer = await self._try(batch, body)
-            if answer.status not in RETRYABLE:
+            if answer.final or answer.status not in RETRYABLE:
                 self._answered[model] += 1
                 self._concurrency.answered()
                 return answered(batch.id, row, answer.status, answer.body)
@@ -70,7 +70,7 @@ class Sender:
             failed = RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s")
         except Exception as error:
             failed = RequestError(503, "service_unavailable", f"{type(error).__name__}: {error}")
-        return Answer(failed.status, failed.body(), failed.retry_after_s)
+        return Answer(failed.status, failed.body(), failed.retry_after_s, failed.final)
 
 
 async def _wait(stopping: asyncio.Event, seconds: float) -> None:

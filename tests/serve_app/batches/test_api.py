@@ -152,8 +152,9 @@ async def test_cancel(site: Site, client: openai.AsyncOpenAI) -> None:
     assert (batch.status, batch.cancelled_at) == ("cancelled", NOW)
     assert batch.request_counts is not None
     assert batch.request_counts.completed + batch.request_counts.failed == 50
-    with pytest.raises(openai.ConflictError, match="cancelled can't be cancelled"):
+    with pytest.raises(openai.ConflictError, match="cancelled can't be cancelled") as caught:
         await client.batches.cancel(batch.id)
+    assert caught.value.response.headers["x-should-retry"] == "false"
 
 
 async def test_lists_have_pages(site: Site, client: openai.AsyncOpenAI) -> None:

@@ -54,6 +54,14 @@ async def test_retry_after_is_kept() -> None:
     assert noted == [(1, 5.0), (2, 7.0), (3, None)]
 
 
+async def test_a_final_error_is_not_tried_again() -> None:
+    poison = RequestError(503, "service_unavailable", "it ended three engines", final=True)
+    for answer in (poison, Answer(503, {}, final=True)):
+        result = await Sender(Script(answer), Fixed(1), Backoff(), 8, 5.0).send(BATCH, ROW, asyncio.Event())
+        assert result is not None
+        assert result.is_error
+
+
 async def test_a_try_that_takes_too_long_is_repeated() -> None:
     class Slow(Script):
         async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:

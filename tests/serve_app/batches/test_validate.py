@@ -78,6 +78,8 @@ def test_too_many_rows_are_an_error(tmp_path: Path) -> None:
 def test_the_number_of_errors_is_bounded(tmp_path: Path) -> None:
     found = check(tmp_path, *([b"{"] * 50), max_errors=7)
     assert [error["line"] for error in found.errors] == [1, 2, 3, 4, 5, 6, 7]
+    found = check(tmp_path, *([b"{}"] * 50), max_errors=7)
+    assert [error["line"] for error in found.errors] == [1, 1, 1, 1, 2, 2, 2]
 
 
 def test_memory_does_not_grow_with_the_bytes(tmp_path: Path) -> None:
