@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from serve_app.api.pacing import Auto, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
@@ -19,7 +20,6 @@ from serve_app.driver.errors import CommandError, DiskError, DriverError
 from serve_app.driver.manifest import Manifest
 from serve_app.driver.options import ARGUMENTS, EPILOG, GROUPS, HELP, GroupedCommand, chosen, sampling_fields
 from serve_app.driver.output import Existing, Output, check_output
-from serve_app.driver.pacing import Auto, Fixed
 from serve_app.driver.progress import Progress, open_progress
 from serve_app.driver.prompts import Prompter, read_template
 from serve_app.driver.report import report, table, write_report

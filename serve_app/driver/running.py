@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Literal
 
+from serve_app.api.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
 from serve_app.driver.chunks import Chunk, chunked
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError
-from serve_app.driver.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import numbered
 from serve_app.driver.run_stats import RunStats

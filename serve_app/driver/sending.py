@@ -7,15 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.api.errors import RequestError
+from serve_app.api.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.api.protocol import JSON
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError, RowError
-from serve_app.driver.pacing import Backoff, Concurrency
 from serve_app.driver.run_stats import RunStats
-
-RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
-"""Statuses after which another try may succeed."""
 
 RECENT_FAILURES = 6
 """Failures of a call during which others have to succeed, if its rows are the cause and not an outage."""

@@ -16,9 +16,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from serve_app.api.pacing import Backoff
 from serve_app.api.protocol import JSON
 from serve_app.driver.command import main
-from serve_app.driver.pacing import Backoff
 from tests.serve_app.driver.disk import failing_sync, full
 from tests.serve_app.driver.fake import FakeService, failure, listening
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.driver.pacing import Auto, Backoff, Fixed
+from serve_app.api.pacing import Auto, Backoff, Fixed
 
 
 @given(st.integers(1, 2000), st.none() | st.floats(0, 600))

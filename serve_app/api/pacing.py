@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 Clock = Callable[[], float]
 
+RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
+"""Statuses after which another try may succeed."""
+
 
 @dataclass(slots=True, frozen=True)
 class Backoff:

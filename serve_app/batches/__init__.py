@@ -1,0 +1,1 @@
+"""OpenAI's files and batches on the service's own engines."""

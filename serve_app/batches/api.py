@@ -1,0 +1,371 @@
+"""Routes of `/v1/files` and `/v1/batches`."""
+
+import asyncio
+import logging
+import re
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from serve_app.api.errors import RequestError, error_response
+from serve_app.api.pacing import Clock
+from serve_app.api.protocol import parse_body
+from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.batches.content import Content
+from serve_app.batches.errors import InUseError, NotFoundError, StateError, TooManyError
+from serve_app.batches.limits import DAY_S, Limits
+from serve_app.batches.objects import batch_object, file_object, list_object
+from serve_app.batches.store import Batch, File, Store
+from serve_app.batches.upload import Upload, receive
+from serve_app.batches.validate import ENDPOINTS
+
+logger = logging.getLogger("ray.serve")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+BODY_BYTES = 1 << 16
+"""Most bytes of the body that creates a batch."""
+
+BODY_S = 60.0
+"""Seconds until such a body has to be here."""
+
+MAX_FILES_PAGE = 10_000
+MAX_BATCHES_PAGE = 100
+
+MIN_EXPIRY_S = 3600
+MAX_EXPIRY_S = 30 * DAY_S
+
+WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
+NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+class ExpiresAfter(BaseModel):
+    """Time after which a file is deleted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(strict=True, ge=MIN_EXPIRY_S, le=MAX_EXPIRY_S)]
+
+
+class BatchRequest(BaseModel):
+    """The body of `POST /v1/batches`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+def tenant_of(request: Request) -> str:
+    """Return the tenant of a request, as for every other route."""
+    headers = request.scope["headers"]
+    if (caller := request.scope.get("caller")) is not None:
+        return str(caller.scheduling(headers, SchedulingFields()).tenant)
+    return scheduling_of(headers, SchedulingFields()).tenant
+
+
+class BatchAPI:
+    """The routes.
+
+    Args:
+        store: The state.
+        content: The contents.
+        notice: Called when a batch was added or cancelled.
+        limits: Limits on files and batches.
+        tenant: Returns the tenant of a request, who sees its own files and batches only.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        content: Content,
+        notice: Callable[[], None],
+        *,
+        limits: Limits | None = None,
+        tenant: Callable[[Request], str] = tenant_of,
+        clock: Clock = time.time,
+    ) -> None:
+        self._store = store
+        self._content = content
+        self._notice = notice
+        self._limits = limits or Limits()
+        self._tenant = tenant
+        self._clock = clock
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        table: list[tuple[str, str, Handler]] = [
+            ("POST", "/v1/files", self._create_file),
+            ("GET", "/v1/files", self._list_files),
+            ("GET", "/v1/files/{id}", self._file),
+            ("GET", "/v1/files/{id}/content", self._file_content),
+            ("DELETE", "/v1/files/{id}", self._delete_file),
+            ("POST", "/v1/batches", self._create_batch),
+            ("GET", "/v1/batches", self._list_batches),
+            ("GET", "/v1/batches/{id}", self._batch),
+            ("POST", "/v1/batches/{id}/cancel", self._cancel_batch),
+        ]
+        return [Route(path, _answering(handler), methods=[method]) for method, path, handler in table]
+
+    async def _create_file(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        upload = await receive(request, self._content, self._limits.max_file_bytes)
+        try:
+            file = self._checked(upload, tenant)
+            await asyncio.to_thread(self._keep, upload, file)
+        except BaseException:
+            upload.discard()
+            raise
+        return JSONResponse(file_object(file))
+
+    def _checked(self, upload: Upload, tenant: str) -> File:
+        if upload.draft is None:
+            raise _bad("file: required, but missing", "file")
+        purpose = upload.fields.get("purpose")
+        if purpose != "batch":
+            raise _bad('purpose: must be "batch", the only one that is supported', "purpose")
+        now = int(self._clock())
+        seconds = self._limits.retention_s
+        text = upload.fields.get("expires_after[seconds]")
+        anchor = upload.fields.get("expires_after[anchor]")
+        if text is not None or anchor is not None:
+            if anchor != "created_at":
+                raise _bad('expires_after[anchor]: must be "created_at"', "expires_after[anchor]")
+            seconds = int(text) if text and NUMBER.fullmatch(text) else 0
+            if not MIN_EXPIRY_S <= seconds <= MAX_EXPIRY_S:
+                message = f"expires_after[seconds]: must be a number from {MIN_EXPIRY_S} to {MAX_EXPIRY_S}"
+                raise _bad(message, "expires_after[seconds]")
+        return File(
+            id=_file_id(),
+            tenant=tenant,
+            filename=upload.filename[:255],
+            purpose=purpose,
+            bytes=upload.draft.size,
+            created_at=now,
+            expires_at=now + seconds,
+        )
+
+    def _keep(self, upload: Upload, file: File) -> None:
+        if upload.draft is not None:
+            self._content.keep(upload.draft, file.id)
+            try:
+                self._store.add_file(file, self._limits.max_tenant_bytes)
+            except TooManyError as error:
+                # After any other error the file may be there; if not, the next start deletes the content.
+                self._content.remove(file.id)
+                raise _bad(f"{error}; delete some first", "file") from None
+
+    async def _list_files(self, request: Request) -> Response:
+        query = request.query_params
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise _bad('order: must be "asc" or "desc"', "order")
+        after = query.get("after")
+        try:
+            page = await asyncio.to_thread(
+                self._store.files,
+                self._tenant(request),
+                after=after,
+                limit=_limit(request, MAX_FILES_PAGE, MAX_FILES_PAGE),
+                order="asc" if order == "asc" else "desc",
+                purpose=query.get("purpose"),
+            )
+        except NotFoundError:
+            raise _bad(f"after: there is no file {after!r}", "after") from None
+        return JSONResponse(list_object(page, file_object))
+
+    async def _file(self, request: Request) -> Response:
+        return JSONResponse(file_object(await self._find_file(request)))
+
+    async def _file_content(self, request: Request) -> Response:
+        file = await self._find_file(request)
+        path = self._content.path(file.id)
+        try:
+            stat = await asyncio.to_thread(path.stat)
+        except FileNotFoundError:
+            stat = None
+        if stat is None or stat.st_size != file.bytes:
+            message = f"The content of the file {file.id!r} got lost on the server's disk"
+            raise RequestError(500, "internal_error", message)
+        return FileResponse(path, media_type="application/octet-stream", stat_result=stat)
+
+    async def _delete_file(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        try:
+            await asyncio.to_thread(self._store.remove_file, self._tenant(request), id)
+        except NotFoundError:
+            raise _no_file(id) from None
+        except InUseError:
+            message = f"The file {id!r} is the input of a batch that has not ended; cancel that first"
+            raise _conflict(message) from None
+        await asyncio.to_thread(self._content.remove, id)
+        return JSONResponse({"id": id, "object": "file", "deleted": True})
+
+    async def _create_batch(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        body = parse_body(BatchRequest, await _small_body(request))
+        if body.endpoint not in ENDPOINTS:
+            raise _bad(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
+        window_s = self._window_s(body.completion_window)
+        now = int(self._clock())
+        retention_s = self._limits.retention_s
+        if body.output_expires_after is not None:
+            retention_s = body.output_expires_after.seconds
+        batch = Batch(
+            id=f"batch_{uuid4().hex}",
+            tenant=tenant,
+            endpoint=body.endpoint,
+            input_file=body.input_file_id,
+            output_file=_file_id(),
+            error_file=_file_id(),
+            completion_window=body.completion_window,
+            metadata=dict(body.metadata or {}),
+            retention_s=retention_s,
+            created_at=now,
+            expires_at=now + window_s,
+        )
+        try:
+            file = await asyncio.to_thread(self._store.file, tenant, batch.input_file)
+            if file.purpose != "batch":
+                message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
+                raise _bad(message, "input_file_id")
+            await asyncio.to_thread(self._store.add_batch, batch, self._limits.max_open_batches)
+        except NotFoundError:
+            message = f"input_file_id: there is no file {body.input_file_id!r}"
+            raise _bad(message, "input_file_id") from None
+        except TooManyError as error:
+            # Not 429: another try helps when a batch has ended, which may take a day.
+            raise _bad(f"{error}; wait until one has ended, or cancel one") from None
+        self._notice()
+        return JSONResponse(batch_object(batch))
+
+    async def _list_batches(self, request: Request) -> Response:
+        after = request.query_params.get("after")
+        limit = _limit(request, 20, MAX_BATCHES_PAGE)
+        try:
+            page = await asyncio.to_thread(
+                self._store.batches, self._tenant(request), after=after, limit=limit
+            )
+        except NotFoundError:
+            raise _bad(f"after: there is no batch {after!r}", "after") from None
+        return JSONResponse(list_object(page, batch_object))
+
+    async def _batch(self, request: Request) -> Response:
+        return JSONResponse(batch_object(await self._find_batch(request)))
+
+    async def _cancel_batch(self, request: Request) -> Response:
+        batch = await self._find_batch(request)
+        if batch.state != "cancelling":
+            now = int(self._clock())
+            try:
+                batch = await asyncio.to_thread(self._store.move, batch.id, "cancelling", now)
+            except StateError:
+                state = (await self._find_batch(request)).state
+                message = f"A batch that is {state} can't be cancelled"
+                raise _conflict(message) from None
+            self._notice()
+        return JSONResponse(batch_object(batch))
+
+    async def _find_file(self, request: Request) -> File:
+        id = request.path_params["id"]
+        try:
+            return await asyncio.to_thread(self._store.file, self._tenant(request), id)
+        except NotFoundError:
+            raise _no_file(id) from None
+
+    async def _find_batch(self, request: Request) -> Batch:
+        id = request.path_params["id"]
+        try:
+            return await asyncio.to_thread(self._store.batch, id, self._tenant(request))
+        except NotFoundError:
+            message = f"There is no batch {id!r}"
+            raise RequestError(404, "not_found_error", message, param="id") from None
+
+    def _window_s(self, text: str) -> int:
+        found = WINDOW.fullmatch(text)
+        seconds = int(found[1]) * (3600 if found[2] == "h" else DAY_S) if found else 0
+        least, most = self._limits.min_window_s, self._limits.max_window_s
+        if not least <= seconds <= most:
+            message = (
+                'completion_window: must be a number of hours or days, such as "24h" or "7d", '
+                f"from {least // 3600}h to {most // DAY_S}d"
+            )
+            raise _bad(message, "completion_window")
+        return seconds
+
+
+def _answering(handler: Handler) -> Handler:
+    """Return a handler whose errors are answers."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RequestError as error:
+            failed = error
+        except (OSError, sqlite3.Error) as error:
+            logger.error("%s %s: %s", request.method, request.url.path, error)
+            message = "The service's disk or database fails. Try again later."
+            failed = RequestError(503, "service_unavailable", message)
+        return error_response(failed, request.url.path)
+
+    return answer
+
+
+async def _small_body(request: Request) -> bytes:
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > BODY_BYTES:
+                    message = f"The body is larger than the limit of {BODY_BYTES} bytes"
+                    raise RequestError(413, "request_too_large", message)
+    except TimeoutError:
+        message = f"The body was not here after {BODY_S:g} s"
+        raise RequestError(408, "timeout_error", message) from None
+    except ClientDisconnect:
+        raise _bad("The body ended early") from None
+    return bytes(body)
+
+
+def _limit(request: Request, usual: int, most: int) -> int:
+    text = request.query_params.get("limit", str(usual))
+    limit = int(text) if NUMBER.fullmatch(text) else 0
+    if not 1 <= limit <= most:
+        raise _bad(f"limit: must be a number from 1 to {most}", "limit")
+    return limit
+
+
+def _file_id() -> str:
+    return f"file-{uuid4().hex}"
+
+
+def _no_file(id: str) -> RequestError:
+    return RequestError(404, "not_found_error", f"There is no file {id!r}", param="id")
+
+
+def _conflict(message: str) -> RequestError:
+    # OpenAI's clients would send it again otherwise.
+    return RequestError(409, "invalid_request_error", message, param="id", final=True)
+
+
+def _bad(message: str, param: str | None = None) -> RequestError:
+    return RequestError(400, "invalid_request_error", message, param=param)

@@ -1,0 +1,48 @@
+"""The engines, as the batches use them."""
+
+from typing import NamedTuple, Protocol
+
+from serve_app.api.protocol import JSON
+
+
+class Answer(NamedTuple):
+    """The answer to a row.
+
+    Attributes:
+        status: HTTP status.
+        body: Body, in the shape of OpenAI's API.
+        retry_after_s: Seconds after which another try is likely to succeed.
+        final: Another try is of no use, although the status suggests one.
+    """
+
+    status: int
+    body: JSON
+    retry_after_s: float | None = None
+    final: bool = False
+
+
+class Load(NamedTuple):
+    """Records in the batchers of all engines."""
+
+    running: int
+    waiting: int
+
+
+class Client(Protocol):
+    """A way to the engines."""
+
+    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+        """Send a row and return its answer.
+
+        Args:
+            endpoint: The route, such as `/v1/chat/completions`.
+            body: The body of the request.
+            tenant: The tenant that it is for.
+
+        Raises:
+            RequestError: The same as an answer with its status.
+            Exception: The engine couldn't be reached.
+        """
+
+    async def load(self) -> Load | None:
+        """Return the records in the batchers; None where that isn't known."""

@@ -1,0 +1,25 @@
+"""Errors of stored files and batches."""
+
+
+class StoreError(Exception):
+    """The folder can't be used as it is; the message says what to change."""
+
+
+class NotFoundError(Exception):
+    """A tenant has no such file or batch."""
+
+
+class InUseError(Exception):
+    """A file can't be deleted, since an open batch reads it."""
+
+
+class TooManyError(Exception):
+    """A tenant has reached a limit."""
+
+
+class StateError(Exception):
+    """A batch can't go from its state into another one."""
+
+
+class ContentLostError(Exception):
+    """Content that the store knows isn't on the disk."""

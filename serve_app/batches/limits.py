@@ -1,0 +1,32 @@
+"""Limits on files and batches."""
+
+from dataclasses import dataclass
+
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits on files and batches.
+
+    Attributes:
+        max_file_bytes: Most bytes of an uploaded file.
+        max_tenant_bytes: Most bytes of all uploaded files of a tenant.
+        max_lines: Most rows of a batch.
+        max_line_bytes: Most bytes of a row.
+        max_open_batches: Most batches of a tenant that haven't ended.
+        max_errors: Most errors of a batch's validation.
+        min_window_s: Shortest completion window, in seconds.
+        max_window_s: Longest completion window, in seconds.
+        retention_s: Seconds after which a file is deleted, if its upload says nothing.
+    """
+
+    max_file_bytes: int = 200 << 20
+    max_tenant_bytes: int = 20 << 30
+    max_lines: int = 50_000
+    max_line_bytes: int = 4 << 20
+    max_open_batches: int = 100
+    max_errors: int = 100
+    min_window_s: int = 3600
+    max_window_s: int = 7 * DAY_S
+    retention_s: int = 30 * DAY_S

@@ -1,0 +1,82 @@
+"""Lines of an input file, read in slices, so that its size doesn't matter."""
+
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from serve_app.batches.errors import ContentLostError
+
+BOM = b"\xef\xbb\xbf"
+SLICE_LINES = 128
+SLICE_BYTES = 1 << 20
+
+
+class Line(NamedTuple):
+    """A line that isn't blank.
+
+    Attributes:
+        number: Its number in the file, from 1.
+        text: Its text; None: it is longer than allowed.
+    """
+
+    number: int
+    text: bytes | None
+
+
+class Position(NamedTuple):
+    """A place in a file: a byte offset, and the number of lines before it."""
+
+    offset: int = 0
+    lines: int = 0
+
+
+def read_slice(
+    path: Path,
+    start: Position,
+    max_line_bytes: int,
+    *,
+    most_lines: int = SLICE_LINES,
+    most_bytes: int = SLICE_BYTES,
+) -> tuple[list[Line], Position, bool]:
+    """Read some lines.
+
+    Args:
+        path: The file.
+        start: The place of the first one.
+        max_line_bytes: Bytes beyond which a line isn't kept.
+        most_lines: Lines to read.
+        most_bytes: Bytes after which no more lines are read.
+
+    Returns:
+        The lines that aren't blank, the place behind them, and whether the file ends there.
+
+    Raises:
+        ContentLostError: The file is gone.
+    """
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise ContentLostError(f"the content of {path.name} is gone") from None
+    lines: list[Line] = []
+    number = start.lines
+    with file:
+        file.seek(start.offset)
+        while len(lines) < most_lines and file.tell() - start.offset < most_bytes:
+            text, whole = _read_line(file, max_line_bytes)
+            if not text:
+                return lines, Position(file.tell(), number), True
+            number += 1
+            if number == 1:
+                text = text.removeprefix(BOM)
+            if text := text.strip():
+                lines.append(Line(number, text if whole else None))
+        return lines, Position(file.tell(), number), False
+
+
+def _read_line(file: IO[bytes], most: int) -> tuple[bytes, bool]:
+    """Return a line, empty at the end of the file, and whether it is a whole one."""
+    text = file.readline(most + 1)
+    if len(text) <= most or text.endswith(b"\n"):
+        return text, True
+    while (rest := file.readline(most + 1)) and not rest.endswith(b"\n"):
+        pass
+    return text, False

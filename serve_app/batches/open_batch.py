@@ -1,0 +1,46 @@
+"""A batch that is being worked on."""
+
+import asyncio
+from collections import deque
+
+from serve_app.batches.lines import Position
+from serve_app.batches.rows import Row
+from serve_app.batches.store import Batch
+
+
+class OpenBatch:
+    """A batch that hasn't ended, and what of it is in memory.
+
+    Args:
+        batch: Its stored state.
+
+    Attributes:
+        batch: Its state as far as it matters here; the store has the counts.
+        rows: Rows that are read and not yet sent.
+        position: The place behind them in the input.
+        read: Whether all of the input was read.
+        in_flight: Rows that were taken and have no committed result.
+        busy: Whether something other than rows is under way: validation, reading, the end.
+        stopping: Set when no row may be sent any more.
+        lost: Message, if content is gone; the batch fails.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.rows: deque[Row] = deque()
+        self.position = Position()
+        self.read = False
+        self.in_flight = 0
+        self.busy = False
+        self.stopping = asyncio.Event()
+        self.lost = ""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all rows were taken."""
+        return self.read and not self.rows
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether rows may be sent."""
+        return self.batch.state == "in_progress" and not self.stopping.is_set()

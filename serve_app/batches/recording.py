@@ -1,0 +1,101 @@
+"""Results of rows, written to the files of their batch and committed."""
+
+from collections.abc import Sequence
+
+from serve_app.batches.content import Content
+from serve_app.batches.limits import Limits
+from serve_app.batches.lines import SLICE_LINES, Position, read_slice
+from serve_app.batches.rows import CANCELLED, EXPIRED, Result, Row, unrun
+from serve_app.batches.states import State
+from serve_app.batches.store import Batch, Counts, Store
+
+CLOSING_LINES = 2000
+"""Rows that get their result in one commit when a batch ends without them."""
+
+
+def record(store: Store, content: Content, id: str, results: Sequence[Result]) -> None:
+    """Append results to the files of a batch, then commit their rows. May be called again after an error.
+
+    The files are synced before the commit, which holds their new lengths. If the process ends between the
+    two, the next append begins at the lengths of the commit before, and cuts off the rest.
+
+    Args:
+        store: The state.
+        content: The contents.
+        id: The batch.
+        results: Results of different rows. Those that are committed already are left out.
+
+    Raises:
+        ContentLostError: A file of the batch is gone.
+        OSError: The disk is full, or fails.
+        sqlite3.Error: The same for the database.
+    """
+    batch = store.batch(id)
+    numbers = [result.line for result in results]
+    # An error of a commit doesn't say whether it took place.
+    finished = store.finished(id, min(numbers), max(numbers))
+    new = [result for result in results if result.line not in finished]
+    if not new:
+        return
+    output = b"".join(result.text for result in new if not result.is_error)
+    errors = b"".join(result.text for result in new if result.is_error)
+    if output:
+        content.append(batch.output_file, batch.output_bytes, output)
+    if errors:
+        content.append(batch.error_file, batch.error_bytes, errors)
+    failed = sum(result.is_error for result in new)
+    never_run = sum(result.is_unrun for result in new)
+    counts = Counts(len(new) - failed, failed, never_run, len(output), len(errors))
+    store.finish(batch, [result.line for result in new], counts)
+
+
+def unfinished(
+    store: Store, content: Content, batch: Batch, start: Position, limits: Limits, most: int = SLICE_LINES
+) -> tuple[list[Row], Position, bool]:
+    """Read rows that have no result yet.
+
+    Args:
+        store: The state.
+        content: The contents.
+        batch: Their batch.
+        start: Where to begin.
+        limits: Limits on lines.
+        most: Most lines to read.
+
+    Returns:
+        The rows, the place behind them, and whether the input ends there.
+    """
+    path = content.path(batch.input_file)
+    lines, position, ended = read_slice(path, start, limits.max_line_bytes, most_lines=most)
+    finished = store.finished(batch.id, lines[0].number, lines[-1].number) if lines else set()
+    rows = [
+        Row(line.number, line.text) for line in lines if line.text is not None and line.number not in finished
+    ]
+    return rows, position, ended
+
+
+def close(store: Store, content: Content, batch: Batch, limits: Limits, now: int) -> None:
+    """End a batch of which nothing is in flight: rows without a result get one that says why.
+
+    Args:
+        store: The state.
+        content: The contents.
+        batch: A batch that is finalizing or cancelling.
+        limits: Limits on lines.
+        now: Time of the end, in seconds since the epoch.
+    """
+    reason = CANCELLED if batch.state == "cancelling" else EXPIRED
+    position, ended = Position(), batch.completed + batch.failed == batch.total
+    while not ended:
+        rows, position, ended = unfinished(store, content, batch, position, limits, CLOSING_LINES)
+        if rows:
+            record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
+    batch = store.batch(batch.id)
+    content.seal(batch.output_file, batch.output_bytes)
+    content.seal(batch.error_file, batch.error_bytes)
+    to: State = "completed"
+    if batch.state == "cancelling":
+        to = "cancelled"
+    elif batch.unrun:
+        to = "expired"
+    store.end(batch.id, to, now)

@@ -1,0 +1,66 @@
+"""Rows of a batch: what is sent of an input line, and the lines of the output and the error file."""
+
+from typing import NamedTuple
+
+from pydantic_core import from_json, to_json
+
+from serve_app.api.protocol import JSON
+
+EXPIRED = ("batch_expired", "This request could not be executed before the completion window ended.")
+CANCELLED = ("batch_cancelled", "The batch was cancelled before this request was executed.")
+
+
+class Row(NamedTuple):
+    """A row of the input.
+
+    Attributes:
+        line: Number of its line.
+        text: The line.
+    """
+
+    line: int
+    text: bytes
+
+    def body(self) -> JSON:
+        """Return the body to send, in the tier of batches."""
+        body: JSON = from_json(self.text)["body"]
+        return body | {"service_tier": "flex"}
+
+
+class Result(NamedTuple):
+    """The result of a row.
+
+    Attributes:
+        line: Number of the input line.
+        text: Line of the output or the error file.
+        is_error: Whether it belongs into the error file.
+        is_unrun: Whether the row was never run.
+    """
+
+    line: int
+    text: bytes
+    is_error: bool
+    is_unrun: bool = False
+
+
+def answered(batch: str, row: Row, status: int, body: JSON) -> Result:
+    """Return the result of a row that the engine answered, or refused."""
+    id = _id(batch, row)
+    response = {"status_code": status, "request_id": id, "body": body}
+    return Result(row.line, _line(id, row, response, None), not 200 <= status < 300)
+
+
+def unrun(batch: str, row: Row, reason: tuple[str, str]) -> Result:
+    """Return the result of a row that was never run: its batch expired or was cancelled before."""
+    error = {"code": reason[0], "message": reason[1]}
+    return Result(row.line, _line(_id(batch, row), row, None, error), True, True)
+
+
+def _id(batch: str, row: Row) -> str:
+    # The same in each try, so that a row's calls can be found together.
+    return f"batch_req_{batch.removeprefix('batch_')}_{row.line}"
+
+
+def _line(id: str, row: Row, response: JSON | None, error: JSON | None) -> bytes:
+    custom_id = from_json(row.text)["custom_id"]
+    return to_json({"id": id, "custom_id": custom_id, "response": response, "error": error}) + b"\n"

@@ -1,0 +1,318 @@
+"""Runs batches: reads their rows, sends them to the engines, and records the results."""
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+
+from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
+from serve_app.batches.client import Client
+from serve_app.batches.content import Content
+from serve_app.batches.errors import ContentLostError, StateError
+from serve_app.batches.limits import Limits
+from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.recording import close, record, unfinished
+from serve_app.batches.retention import remove_expired
+from serve_app.batches.rows import Result, Row
+from serve_app.batches.sending import Sender
+from serve_app.batches.store import Store
+from serve_app.batches.validate import batch_error, validate
+
+logger = logging.getLogger("ray.serve")
+
+LOW_ROWS = 64
+"""Rows in memory below which more are read."""
+
+TIDY_S = 600.0
+"""Seconds between two deletions of files whose time is over."""
+
+
+class Runner:
+    """Runs all open batches of a store.
+
+    Batches of a tenant go in the order of their arrival; the next one begins when all rows of the one before
+    are taken. Between tenants, the one with the fewest rows in flight is next.
+
+    Args:
+        store: The state.
+        content: The contents.
+        client: The engines.
+        models: Returns the served models.
+        limits: Limits on lines.
+        concurrency: Limit on rows in flight.
+        backoff: Waits between the tries of a row.
+        retries: Failures of a row before it is given up; see `Sender`.
+        max_bytes: Most bytes of input lines in flight.
+        row_timeout_s: Seconds after which a try has failed.
+        tick_s: Seconds between two looks at deadlines and at the engines' load.
+        clock: Seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        content: Content,
+        client: Client,
+        models: Callable[[], Collection[str]],
+        *,
+        limits: Limits | None = None,
+        concurrency: Concurrency | None = None,
+        backoff: Backoff | None = None,
+        retries: int = 8,
+        max_bytes: int = 64 << 20,
+        row_timeout_s: float = 1800.0,
+        tick_s: float = 1.0,
+        clock: Clock = time.time,
+    ) -> None:
+        self._store = store
+        self._content = content
+        self._client = client
+        self._models = models
+        self._limits = limits or Limits()
+        self._concurrency = concurrency or Auto()
+        self._sender = Sender(client, self._concurrency, backoff or Backoff(), retries, row_timeout_s)
+        self._max_bytes = max_bytes
+        self._tick_s = tick_s
+        self._clock = clock
+        self._open: dict[str, OpenBatch] = {}
+        self._tenants: Counter[str] = Counter()
+        self._served: dict[str, int] = {}
+        self._starts = 0
+        self._in_flight = 0
+        self._bytes = 0
+        self._results: list[tuple[OpenBatch, Row, Result]] = []
+        self._to_write = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._stale = True
+        self._stopping = False
+        self._group = asyncio.TaskGroup()
+
+    @property
+    def in_flight(self) -> int:
+        """Rows that were taken and have no committed result."""
+        return self._in_flight
+
+    def notice(self) -> None:
+        """Look at the store again: a batch was added or cancelled."""
+        self._stale = True
+        self._changed.set()
+
+    def stop(self) -> None:
+        """Send no more rows. `run` returns when those in flight are recorded."""
+        self._stopping = True
+        for one in self._open.values():
+            one.stopping.set()
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Run batches until `stop` is called.
+
+        If it is cancelled instead, the next run sends the rows in flight again.
+        """
+        async with asyncio.TaskGroup() as self._group:
+            background = [self._group.create_task(work()) for work in (self._write, self._pace, self._tidy)]
+            while not self._stopping or self._in_flight or any(one.busy for one in self._open.values()):
+                self._changed.clear()
+                if self._stale:
+                    await self._look()
+                if not self._stopping:
+                    self._step()
+                await self._wait()
+            for task in background:
+                task.cancel()
+
+    async def _wait(self) -> None:
+        try:
+            # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
+            async with asyncio.timeout(self._tick_s):
+                await self._changed.wait()
+        except TimeoutError:
+            self._stale = True
+
+    async def _look(self) -> None:
+        """Read the open batches. One that was busy meanwhile has its state from what it was busy with."""
+        self._stale = False
+        busy = {id for id, one in self._open.items() if one.busy}
+        try:
+            batches = await asyncio.to_thread(self._store.open_batches)
+        except sqlite3.Error as error:
+            logger.warning("batches: the database can't be read: %s", error)
+            return
+        found = {}
+        for batch in batches:
+            one = found[batch.id] = self._open.get(batch.id) or OpenBatch(batch)
+            if batch.id not in busy:
+                one.batch = batch
+        self._open = found
+
+    def _step(self) -> None:
+        """Begin what can be begun now."""
+        heads: dict[str, OpenBatch] = {}
+        validating = any(one.busy and one.batch.state == "validating" for one in self._open.values())
+        for one in self._open.values():
+            state = one.batch.state
+            if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
+                one.stopping.set()
+            if one.takes_rows and not one.exhausted:
+                heads.setdefault(one.batch.tenant, one)
+            if one.busy:
+                continue
+            if state == "validating" and not one.lost:
+                # One at a time: it keeps a core busy.
+                if not validating:
+                    validating = True
+                    self._begin(one, self._validate)
+            elif one.stopping.is_set() or one.exhausted:
+                if not one.in_flight:
+                    self._begin(one, self._end)
+            elif heads.get(one.batch.tenant) is one and not one.read and len(one.rows) < LOW_ROWS:
+                self._begin(one, self._read)
+        self._fill([one for one in heads.values() if one.rows])
+
+    def _fill(self, heads: list[OpenBatch]) -> None:
+        """Send rows, as many as may be in flight."""
+        while heads and self._in_flight < self._concurrency.limit:
+            one = min(heads, key=self._turn)
+            row = one.rows[0]
+            if self._bytes and self._bytes + len(row.text) > self._max_bytes:
+                return
+            one.rows.popleft()
+            if not one.rows:
+                heads.remove(one)
+                # More may be read, or the next batch of the tenant begin.
+                self._changed.set()
+            self._starts += 1
+            self._served[one.batch.tenant] = self._starts
+            self._count(one, row, 1)
+            self._group.create_task(self._run_row(one, row))
+
+    def _turn(self, one: OpenBatch) -> tuple[int, int]:
+        tenant = one.batch.tenant
+        return self._tenants[tenant], self._served.get(tenant, 0)
+
+    def _count(self, one: OpenBatch, row: Row, change: int) -> None:
+        tenant = one.batch.tenant
+        one.in_flight += change
+        self._in_flight += change
+        self._bytes += change * len(row.text)
+        self._tenants[tenant] += change
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        if not self._tenants:
+            self._served.clear()
+
+    async def _run_row(self, one: OpenBatch, row: Row) -> None:
+        result = await self._sender.send(one.batch, row, one.stopping)
+        if result is None:
+            # It is left to the end of the batch, or to the next process.
+            self._count(one, row, -1)
+            self._changed.set()
+        else:
+            self._results.append((one, row, result))
+            self._to_write.set()
+
+    async def _write(self) -> None:
+        """Record results, all that have come while the ones before were recorded."""
+        while True:
+            await self._to_write.wait()
+            self._to_write.clear()
+            taken, self._results = self._results, []
+            groups: dict[str, list[Result]] = {}
+            for one, _, result in taken:
+                groups.setdefault(one.batch.id, []).append(result)
+            lost = {id: await self._record(id, results) for id, results in groups.items()}
+            for one, row, _ in taken:
+                one.lost = one.lost or lost[one.batch.id]
+                self._count(one, row, -1)
+            self._changed.set()
+
+    async def _record(self, id: str, results: list[Result]) -> str:
+        """Record results of a batch; return a message if its content is gone."""
+        while True:
+            try:
+                await asyncio.to_thread(record, self._store, self._content, id, results)
+            except ContentLostError as error:
+                return str(error)
+            except (OSError, sqlite3.Error) as error:
+                # Nothing is lost: the results stay in flight, so that few rows are sent meanwhile.
+                logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
+                await asyncio.sleep(self._tick_s)
+            else:
+                return ""
+
+    def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
+        one.busy = True
+        self._group.create_task(self._do(one, work))
+
+    async def _do(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
+        try:
+            await work(one)
+        except ContentLostError as error:
+            one.lost = str(error)
+        except StateError as error:
+            logger.info("%s: %s", one.batch.id, error)
+        except (OSError, sqlite3.Error) as error:
+            logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
+            await asyncio.sleep(self._tick_s)
+        finally:
+            one.busy = False
+            self.notice()
+
+    async def _validate(self, one: OpenBatch) -> None:
+        batch = one.batch
+        path = self._content.path(batch.input_file)
+        found = await asyncio.to_thread(validate, path, batch.endpoint, self._models(), self._limits)
+        if found.errors:
+            await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
+        else:
+            one.batch = await asyncio.to_thread(
+                self._store.move, batch.id, "in_progress", self._now(), total=found.total, model=found.model
+            )
+
+    async def _read(self, one: OpenBatch) -> None:
+        rows, one.position, one.read = await asyncio.to_thread(
+            unfinished, self._store, self._content, one.batch, one.position, self._limits
+        )
+        one.rows.extend(rows)
+
+    async def _end(self, one: OpenBatch) -> None:
+        """End a batch of which nothing is in flight."""
+        one.rows.clear()
+        batch = one.batch
+        if one.lost:
+            errors = [batch_error("content_lost", f"{one.lost}; the results until then are kept")]
+            await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), errors)
+            return
+        if batch.state == "in_progress":
+            one.batch = await asyncio.to_thread(self._store.move, batch.id, "finalizing", self._now())
+        batch = await asyncio.to_thread(self._store.batch, batch.id)
+        await asyncio.to_thread(close, self._store, self._content, batch, self._limits, self._now())
+
+    async def _pace(self) -> None:
+        """Adapt the number of rows in flight to the load of the engines."""
+        while True:
+            await asyncio.sleep(self._tick_s)
+            try:
+                load = await self._client.load()
+            except Exception as error:
+                logger.debug("batches: the load of the engines is not known: %r", error)
+                load = None
+            if load is not None:
+                self._concurrency.observe(load.running, load.waiting)
+            elif self._in_flight >= self._concurrency.limit:
+                # Refusals alone tell then what the engines take.
+                self._concurrency.observe(self._in_flight, 0)
+            self._changed.set()
+
+    async def _tidy(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(remove_expired, self._store, self._content, self._now())
+            except (OSError, sqlite3.Error) as error:
+                logger.error("files whose time is over can't be deleted: %s", error)
+            await asyncio.sleep(TIDY_S)
+
+    def _now(self) -> int:
+        return int(self._clock())

@@ -1,0 +1,507 @@
+"""Durable state of files and batches, in SQLite.
+
+All SQL is here. A commit is on the disk when it returns, so that a killed process, or a machine that loses
+power, goes on from the last one.
+"""
+
+import fcntl
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Generic, Literal, NamedTuple, TypeVar
+
+from pydantic_core import from_json, to_json
+
+from serve_app.api.protocol import JSON
+from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.batches.failpoints import reach
+from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
+
+T = TypeVar("T")
+
+VERSION = 1
+
+SCHEMA = """
+CREATE TABLE files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    filename TEXT NOT NULL,
+    purpose TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER,
+    status TEXT NOT NULL
+);
+CREATE INDEX files_of_tenant ON files (tenant, number);
+CREATE INDEX files_by_expiry ON files (expires_at);
+CREATE TABLE batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    endpoint TEXT NOT NULL,
+    input_file TEXT NOT NULL,
+    output_file TEXT NOT NULL,
+    error_file TEXT NOT NULL,
+    completion_window TEXT NOT NULL,
+    metadata TEXT NOT NULL,
+    retention_s INTEGER NOT NULL,
+    state TEXT NOT NULL,
+    model TEXT,
+    errors TEXT NOT NULL,
+    total INTEGER NOT NULL,
+    completed INTEGER NOT NULL,
+    failed INTEGER NOT NULL,
+    unrun INTEGER NOT NULL,
+    output_bytes INTEGER NOT NULL,
+    error_bytes INTEGER NOT NULL,
+    created_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    in_progress_at INTEGER,
+    finalizing_at INTEGER,
+    completed_at INTEGER,
+    failed_at INTEGER,
+    expired_at INTEGER,
+    cancelling_at INTEGER,
+    cancelled_at INTEGER
+);
+CREATE INDEX batches_of_tenant ON batches (tenant, number);
+CREATE INDEX batches_by_state ON batches (state);
+CREATE INDEX batches_by_input ON batches (input_file);
+CREATE TABLE finished (
+    batch TEXT NOT NULL,
+    line INTEGER NOT NULL,
+    PRIMARY KEY (batch, line)
+) WITHOUT ROWID;
+"""
+"""`finished` holds the input lines of open batches whose results are in the output or error file."""
+
+OPEN_STATES = ", ".join(f"'{state}'" for state in STATES if state not in ENDED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A stored file. Times are in seconds since the epoch."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    status: str = "processed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch.
+
+    Attributes:
+        output_file: Id of the output; there is a file of this id once the batch has ended, if it has rows.
+        error_file: The same for the rows that failed.
+        retention_s: Seconds after which the output and the error file are deleted.
+        model: The model of all rows; None: they have several.
+        errors: Errors of the batch as a whole.
+        total: Number of rows; 0 until they are validated.
+        completed: Rows in the output.
+        failed: Rows in the error file.
+        unrun: Those of the failed rows that were never run: the batch expired or was cancelled before.
+        output_bytes: Valid length of the output; what the file has beyond it was written by a process that
+            ended before its commit.
+        error_bytes: The same of the error file.
+        created_at: Times, in seconds since the epoch.
+        expires_at: The deadline: no row is started after it.
+    """
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file: str
+    output_file: str
+    error_file: str
+    completion_window: str
+    metadata: JSON
+    retention_s: int
+    created_at: int
+    expires_at: int
+    state: State = "validating"
+    model: str | None = None
+    errors: tuple[JSON, ...] = ()
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    unrun: int = 0
+    output_bytes: int = 0
+    error_bytes: int = 0
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+
+
+class Counts(NamedTuple):
+    """What a group of finished rows adds to its batch."""
+
+    completed: int
+    failed: int
+    unrun: int
+    output_bytes: int
+    error_bytes: int
+
+
+class Page(NamedTuple, Generic[T]):
+    """A part of a list, and whether more follows."""
+
+    items: list[T]
+    has_more: bool
+
+
+class Store:
+    """Files and batches of all tenants. Its methods may be called in any thread.
+
+    Args:
+        folder: Folder of the database; it is created if missing.
+
+    Raises:
+        StoreError: Another process has it open, or it belongs to another version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._held = (folder / "lock").open("w")
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._held.close()
+            raise StoreError(f"{folder}: another process has these batches open; end it first") from None
+        path = folder / "batches.db"
+        # One connection writes, another one reads: it needn't wait while a commit is synced.
+        self._db, self._reader = (
+            sqlite3.connect(path, isolation_level=None, check_same_thread=False) for _ in range(2)
+        )
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        self._db.row_factory = self._reader.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode = WAL")
+        # Each commit is synced; the default of WAL, NORMAL, may lose the last ones with the power.
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._prepare(path)
+
+    def close(self) -> None:
+        """Close the database."""
+        with self._lock, self._reading:
+            self._reader.close()
+            self._db.close()
+            self._held.close()
+
+    def add_file(self, file: File, max_bytes: int | None = None) -> None:
+        """Add a file whose content is on the disk.
+
+        Args:
+            file: The file.
+            max_bytes: Most bytes of all uploaded files of the tenant; None: no limit.
+
+        Raises:
+            TooManyError: The tenant's files would have more.
+        """
+        query = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ? AND purpose = 'batch'"
+        with self._transaction() as db:
+            used = db.execute(query, (file.tenant,)).fetchone()[0]
+            if max_bytes is not None and used + file.bytes > max_bytes:
+                raise TooManyError(f"the files of this tenant would have more than {max_bytes} bytes")
+            _insert(db, "files", _columns(file))
+
+    def file(self, tenant: str, id: str) -> File:
+        """Return a file; raise a NotFoundError if the tenant has none of this id."""
+        rows = self._rows("SELECT * FROM files WHERE id = ? AND tenant = ?", id, tenant)
+        if not rows:
+            raise NotFoundError(id)
+        return _file(rows[0])
+
+    def files(
+        self,
+        tenant: str,
+        *,
+        after: str | None = None,
+        limit: int = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: str | None = None,
+    ) -> Page[File]:
+        """Return files in the order of their creation, the latest first.
+
+        Args:
+            tenant: Their owner.
+            after: Id of the last file of the page before.
+            limit: Most files to return.
+            order: "asc": the earliest first.
+            purpose: Only files with this purpose.
+
+        Raises:
+            NotFoundError: The tenant has no file `after`.
+        """
+        conditions, values = ["tenant = ?"], [tenant]
+        if purpose is not None:
+            conditions.append("purpose = ?")
+            values.append(purpose)
+        return _page(self._after("files", tenant, conditions, values, after, limit, order), limit, _file)
+
+    def remove_file(self, tenant: str, id: str) -> None:
+        """Forget a file. Its content may be deleted afterwards, not before.
+
+        Raises:
+            NotFoundError: The tenant has no such file.
+            InUseError: An open batch reads it.
+        """
+        with self._transaction() as db:
+            if not db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (id, tenant)).rowcount:
+                raise NotFoundError(id)
+            if _in_use(db, id):
+                raise InUseError(id)
+
+    def remove_expired(self, now: int) -> list[str]:
+        """Forget the files whose time is over, but for those that open batches read; return their ids."""
+        query = (
+            "DELETE FROM files WHERE expires_at <= ? AND id NOT IN "
+            f"(SELECT input_file FROM batches WHERE state IN ({OPEN_STATES})) RETURNING id"
+        )
+        with self._transaction() as db:
+            return [row["id"] for row in db.execute(query, (now,)).fetchall()]
+
+    def content_ids(self) -> set[str]:
+        """Return the ids of all files, and of those that open batches write."""
+        query = (
+            "SELECT id FROM files UNION "
+            f"SELECT output_file FROM batches WHERE state IN ({OPEN_STATES}) UNION "
+            f"SELECT error_file FROM batches WHERE state IN ({OPEN_STATES})"
+        )
+        return {row[0] for row in self._rows(query)}
+
+    def add_batch(self, batch: Batch, max_open: int) -> None:
+        """Add a batch.
+
+        Raises:
+            NotFoundError: The tenant has no such input file.
+            TooManyError: The tenant has `max_open` open batches already.
+        """
+        count = f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND state IN ({OPEN_STATES})"
+        with self._transaction() as db:
+            file = db.execute(
+                "SELECT 1 FROM files WHERE id = ? AND tenant = ?", (batch.input_file, batch.tenant)
+            )
+            if file.fetchone() is None:
+                raise NotFoundError(batch.input_file)
+            if db.execute(count, (batch.tenant,)).fetchone()[0] >= max_open:
+                raise TooManyError(f"{max_open} batches of this tenant are open, which is the limit")
+            _insert(db, "batches", _columns(batch))
+
+    def batch(self, id: str, tenant: str | None = None) -> Batch:
+        """Return a batch; raise a NotFoundError if there is none of this id, or another tenant's."""
+        rows = self._rows("SELECT * FROM batches WHERE id = ?", id)
+        if not rows or tenant not in (None, rows[0]["tenant"]):
+            raise NotFoundError(id)
+        return _batch(rows[0])
+
+    def batches(self, tenant: str, *, after: str | None = None, limit: int = 20) -> Page[Batch]:
+        """Return batches, the latest first.
+
+        Args:
+            tenant: Their owner.
+            after: Id of the last batch of the page before.
+            limit: Most batches to return.
+
+        Raises:
+            NotFoundError: The tenant has no batch `after`.
+        """
+        rows = self._after("batches", tenant, ["tenant = ?"], [tenant], after, limit, "desc")
+        return _page(rows, limit, _batch)
+
+    def open_batches(self) -> list[Batch]:
+        """Return the batches that haven't ended, the earliest first."""
+        query = f"SELECT * FROM batches WHERE state IN ({OPEN_STATES}) ORDER BY number"
+        return [_batch(row) for row in self._rows(query)]
+
+    def move(
+        self, id: str, to: State, now: int, *, total: int | None = None, model: str | None = None
+    ) -> Batch:
+        """Bring a batch into another state, which isn't one of the last ones; return it.
+
+        Args:
+            id: The batch.
+            to: The state.
+            now: Time of the change, in seconds since the epoch.
+            total: Number of rows, if they are known now.
+            model: Model of all rows.
+
+        Raises:
+            StateError: `TRANSITIONS` has no way there from the present state.
+        """
+        with self._transaction() as db:
+            _check(db, id, to)
+            db.execute(
+                f"UPDATE batches SET state = ?, {to}_at = ?, total = COALESCE(?, total), "
+                "model = COALESCE(?, model) WHERE id = ?",
+                (to, now, total, model, id),
+            )
+        return self.batch(id)
+
+    def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
+        """Bring a batch into one of the last states. Its output and error file become files of the tenant.
+
+        Args:
+            id: The batch.
+            to: The state.
+            now: Time of the change, in seconds since the epoch.
+            errors: Errors of the batch as a whole.
+
+        Raises:
+            StateError: `TRANSITIONS` has no way there from the present state.
+        """
+        with self._transaction() as db:
+            batch = _check(db, id, to)
+            for file_id, kind, size in (
+                (batch.output_file, "output", batch.output_bytes),
+                (batch.error_file, "error", batch.error_bytes),
+            ):
+                if size:
+                    file = File(
+                        id=file_id,
+                        tenant=batch.tenant,
+                        filename=f"{id}_{kind}.jsonl",
+                        purpose="batch_output",
+                        bytes=size,
+                        created_at=now,
+                        expires_at=now + batch.retention_s,
+                    )
+                    _insert(db, "files", _columns(file))
+            db.execute(
+                f"UPDATE batches SET state = ?, {to}_at = ?, errors = ? WHERE id = ?",
+                (to, now, to_json(list(errors)).decode(), id),
+            )
+            db.execute("DELETE FROM finished WHERE batch = ?", (id,))
+
+    def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> Batch:
+        """Commit rows whose results are in the output or error file; return the batch as it is then.
+
+        Args:
+            batch: The batch as it was when these results were appended.
+            lines: Input lines of the rows.
+            counts: What they add.
+
+        Raises:
+            AssertionError: The batch has changed since; nothing is committed.
+        """
+        with self._transaction() as db:
+            db.executemany("INSERT INTO finished VALUES (?, ?)", [(batch.id, line) for line in lines])
+            changed = db.execute(
+                "UPDATE batches SET completed = completed + ?, failed = failed + ?, unrun = unrun + ?, "
+                "output_bytes = output_bytes + ?, error_bytes = error_bytes + ? "
+                "WHERE id = ? AND output_bytes = ? AND error_bytes = ?",
+                (*counts, batch.id, batch.output_bytes, batch.error_bytes),
+            ).rowcount
+            if changed != 1:
+                raise AssertionError(f"{batch.id}: two writers")
+        return self.batch(batch.id)
+
+    def finished(self, id: str, first: int, last: int) -> set[int]:
+        """Return which of the input lines from `first` to `last` are finished."""
+        query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
+        return {row[0] for row in self._rows(query, id, first, last)}
+
+    def _prepare(self, path: Path) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version not in (0, VERSION):
+            self.close()
+            raise StoreError(f"{path}: written by another version ({version}, this one is {VERSION})")
+        if not version:
+            reach("store.create")
+            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
+            reach("store.created")
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                reach("store.commit")
+                self._db.execute("COMMIT")
+            except BaseException:
+                # SQLite has rolled back by itself after some errors, such as a full disk.
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        reach("store.committed")
+
+    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        with self._reading:
+            return self._reader.execute(query, values).fetchall()
+
+    def _after(
+        self,
+        table: str,
+        tenant: str,
+        conditions: list[str],
+        values: Sequence[object],
+        after: str | None,
+        limit: int,
+        order: Literal["asc", "desc"],
+    ) -> list[sqlite3.Row]:
+        """Return one row more than `limit`, if there are so many behind `after`."""
+        values = list(values)
+        if after is not None:
+            found = self._rows(f"SELECT number FROM {table} WHERE id = ? AND tenant = ?", after, tenant)
+            if not found:
+                raise NotFoundError(after)
+            conditions = [*conditions, "number > ?" if order == "asc" else "number < ?"]
+            values.append(found[0]["number"])
+        query = f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY number {order} LIMIT ?"
+        return self._rows(query, *values, limit + 1)
+
+
+def _check(db: sqlite3.Connection, id: str, to: State) -> Batch:
+    row = db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
+    if row is None:
+        raise NotFoundError(id)
+    batch = _batch(row)
+    if to not in TRANSITIONS[batch.state]:
+        raise StateError(f"a batch that is {batch.state} can't become {to}")
+    return batch
+
+
+def _in_use(db: sqlite3.Connection, file: str) -> bool:
+    query = f"SELECT 1 FROM batches WHERE input_file = ? AND state IN ({OPEN_STATES})"
+    return db.execute(query, (file,)).fetchone() is not None
+
+
+def _insert(db: sqlite3.Connection, table: str, columns: dict[str, object]) -> None:
+    marks = ", ".join("?" * len(columns))
+    db.execute(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", tuple(columns.values()))
+
+
+def _page(rows: list[sqlite3.Row], limit: int, read: Callable[[sqlite3.Row], T]) -> Page[T]:
+    return Page([read(row) for row in rows[:limit]], len(rows) > limit)
+
+
+def _columns(item: File | Batch) -> dict[str, object]:
+    values = {field.name: getattr(item, field.name) for field in fields(item)}
+    return {
+        name: to_json(value).decode() if isinstance(value, dict | tuple) else value
+        for name, value in values.items()
+    }
+
+
+def _file(row: sqlite3.Row) -> File:
+    return File(**{field.name: row[field.name] for field in fields(File)})
+
+
+def _batch(row: sqlite3.Row) -> Batch:
+    values = {field.name: row[field.name] for field in fields(Batch)}
+    values["metadata"] = from_json(values["metadata"])
+    values["errors"] = tuple(from_json(values["errors"]))
+    return Batch(**values)

@@ -1,0 +1,181 @@
+"""Upload of a file: a multipart form of which the file goes to the disk as it comes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import ClientDisconnect, Request
+
+from serve_app.api.errors import RequestError
+from serve_app.batches.content import Content, Draft
+
+FORM_BYTES = 1 << 16
+"""Most bytes of a form beside its file."""
+
+STALL_S = 60.0
+"""Seconds without a byte after which an upload is given up."""
+
+
+class Upload:
+    """A form that is being received.
+
+    Args:
+        content: Gives the draft for the file.
+        max_bytes: Most bytes of the file.
+
+    Attributes:
+        fields: The fields beside the file.
+        filename: Name of the file.
+        draft: Content of the file; None: none has come.
+        ended: Whether the form is complete.
+    """
+
+    def __init__(self, content: Content, max_bytes: int) -> None:
+        self.fields: dict[str, str] = {}
+        self.filename = ""
+        self.draft: Draft | None = None
+        self.ended = False
+        self._content = content
+        self._max_bytes = max_bytes
+        self._header = (bytearray(), bytearray())
+        self._disposition = b""
+        self._name = ""
+        self._value: bytearray | None = None
+        self._form_bytes = 0
+
+    def parser(self, boundary: bytes) -> MultipartParser:
+        """Return a parser that fills this upload."""
+        return MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._part_begins,
+                "on_header_field": self._header_field,
+                "on_header_value": self._header_value,
+                "on_header_end": self._header_ends,
+                "on_headers_finished": self._headers_end,
+                "on_part_data": self._data,
+                "on_part_end": self._part_ends,
+                "on_end": self._end,
+            },
+        )
+
+    def discard(self) -> None:
+        """Delete what was received."""
+        if self.draft is not None:
+            self.draft.discard()
+
+    def _part_begins(self) -> None:
+        self._disposition = b""
+        self._name = ""
+        self._value = None
+
+    def _header_field(self, data: bytes, start: int, end: int) -> None:
+        self._grow(end - start)
+        self._header[0].extend(data[start:end])
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._grow(end - start)
+        self._header[1].extend(data[start:end])
+
+    def _header_ends(self) -> None:
+        name, value = self._header
+        if name.lower() == b"content-disposition":
+            self._disposition = bytes(value)
+        self._header = (bytearray(), bytearray())
+
+    def _headers_end(self) -> None:
+        options = parse_options_header(self._disposition)[1]
+        self._name = _text(options.get(b"name", b""))
+        if b"filename" not in options:
+            self._value = bytearray()
+            return
+        if self._name != "file" or self.draft is not None:
+            raise _bad("The form must have one file, in the field `file`", "file")
+        self.filename = _text(options[b"filename"])
+        self.draft = self._content.draft()
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._value is not None:
+            self._grow(end - start)
+            self._value.extend(data[start:end])
+        elif self.draft is not None:
+            if self.draft.size + end - start > self._max_bytes:
+                raise _too_large(self._max_bytes)
+            self.draft.write(data[start:end])
+
+    def _part_ends(self) -> None:
+        if self._value is not None:
+            self.fields[self._name] = _text(bytes(self._value))
+
+    def _end(self) -> None:
+        self.ended = True
+
+    def _grow(self, size: int) -> None:
+        self._form_bytes += size
+        if self._form_bytes > FORM_BYTES:
+            message = f"The fields and headers of the form take more than {FORM_BYTES} bytes"
+            raise RequestError(413, "request_too_large", message)
+
+
+async def receive(request: Request, content: Content, max_bytes: int) -> Upload:
+    """Receive a form.
+
+    Args:
+        request: The request.
+        content: Gives the draft for the file, which the caller keeps or discards.
+        max_bytes: Most bytes of the file.
+
+    Raises:
+        RequestError: 400, it isn't such a form, or ends early; 408, it stalls; 413, it is too large.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise _bad("The body must be a form (multipart/form-data) with the fields `purpose` and `file`")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes + FORM_BYTES:
+        raise _too_large(max_bytes)
+    upload = Upload(content, max_bytes)
+    try:
+        parser = upload.parser(boundary)
+        async for piece in _pieces(request):
+            await asyncio.to_thread(parser.write, piece)
+        if not upload.ended:
+            raise _bad("The form ends early")
+    except FormParserError as error:
+        upload.discard()
+        raise _bad(f"The form can't be read: {error}") from None
+    except BaseException:
+        upload.discard()
+        raise
+    return upload
+
+
+async def _pieces(request: Request) -> AsyncIterator[bytes]:
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(STALL_S):
+                piece = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            message = f"The upload stalled for {STALL_S:g} s"
+            raise RequestError(408, "timeout_error", message) from None
+        except ClientDisconnect:
+            raise _bad("The body ended early") from None
+        if piece:
+            yield piece
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _bad(message: str, param: str | None = None) -> RequestError:
+    return RequestError(400, "invalid_request_error", message, param=param)
+
+
+def _too_large(most: int) -> RequestError:
+    return RequestError(413, "request_too_large", f"The file is larger than the limit of {most} bytes")

@@ -1,0 +1,60 @@
+"""Files and batches for the tests of this folder."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_json
+
+from serve_app.api.protocol import JSON
+from serve_app.batches.content import Content
+from serve_app.batches.store import Batch, File, Store
+
+CHAT = "/v1/chat/completions"
+NOW = 1_800_000_000
+DAY_S = 86_400
+
+
+def row(custom_id: str, /, **fields: Any) -> JSON:
+    """Return a row of an input file; `fields` replace those of a valid one, None leaves one out."""
+    body = {"model": "demo", "messages": [{"role": "user", "content": custom_id}]}
+    whole = {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body} | fields
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def text_of(*rows: JSON | bytes) -> bytes:
+    """Return the text of an input file."""
+    return b"".join((line if isinstance(line, bytes) else to_json(line)) + b"\n" for line in rows)
+
+
+def file_of(id: str, tenant: str = "anna", size: int = 1, **fields: Any) -> File:
+    """Return a file for batches."""
+    values: JSON = {"filename": f"{id}.jsonl", "purpose": "batch", "created_at": NOW, "expires_at": None}
+    return File(id=id, tenant=tenant, bytes=size, **(values | fields))
+
+
+def batch_of(id: str, input_file: str, tenant: str = "anna", **fields: Any) -> Batch:
+    """Return a batch that waits for its validation."""
+    values: JSON = {
+        "endpoint": CHAT,
+        "output_file": f"file-{id}-out",
+        "error_file": f"file-{id}-err",
+        "completion_window": "24h",
+        "metadata": {},
+        "retention_s": DAY_S,
+        "created_at": NOW,
+        "expires_at": NOW + DAY_S,
+    }
+    return Batch(id=id, tenant=tenant, input_file=input_file, **(values | fields))
+
+
+def put(store: Store, content: Content, id: str, text: bytes, tenant: str = "anna") -> None:
+    """Store a file."""
+    draft = content.draft()
+    draft.write(text)
+    content.keep(draft, id)
+    store.add_file(file_of(id, tenant, len(text)))
+
+
+def opened(folder: Path) -> tuple[Store, Content]:
+    """Return a store and its contents."""
+    return Store(folder), Content(folder)

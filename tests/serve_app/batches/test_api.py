@@ -1,0 +1,368 @@
+"""The routes, called by OpenAI's client."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch, FileObject
+from pydantic_core import from_json
+from starlette.applications import Starlette
+
+from serve_app.api.protocol import JSON
+from serve_app.auth.keys import Key, hash_key
+from serve_app.auth.middleware import Caller
+from serve_app.auth.rate_limit import RateLimit
+from serve_app.batches import failpoints
+from serve_app.batches.api import BatchAPI
+from serve_app.batches.limits import DAY_S, Limits
+from serve_app.batches.runner import Runner
+from serve_app.batches.upload import FORM_BYTES
+from tests.serve_app.batches.engine import Engine
+from tests.serve_app.batches.helpers import CHAT, NOW, opened, row, text_of
+
+LIMITS = Limits(max_file_bytes=1 << 20, max_open_batches=3, max_tenant_bytes=3 << 20)
+
+
+class Site:
+    """The routes and a runner behind them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store, self.content = opened(folder)
+        self.engine = Engine(lambda id: 400 if id.startswith("bad") else 200)
+        self.runner = Runner(
+            self.store,
+            self.content,
+            self.engine,
+            lambda: {"demo"},
+            limits=LIMITS,
+            clock=lambda: NOW,
+            tick_s=0.05,
+        )
+        api = BatchAPI(self.store, self.content, self.runner.notice, limits=LIMITS, clock=lambda: NOW)
+        self.app = Starlette(routes=api.routes())
+        self.committed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        failpoints.hook = self._reach
+
+    def _reach(self, _: str) -> None:
+        self._loop.call_soon_threadsafe(self.committed.set)
+
+    def http(self) -> httpx.AsyncClient:
+        """Return an HTTP client."""
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://batches")
+
+    def client(self, key: str) -> openai.AsyncOpenAI:
+        """Return OpenAI's client with an API key, which is its tenant."""
+        # Its type hints name another package; it takes clients of both.
+        http: Any = self.http()
+        return openai.AsyncOpenAI(base_url="http://batches/v1", api_key=key, http_client=http, max_retries=0)
+
+    async def ended(self, client: openai.AsyncOpenAI, id: str) -> Batch:
+        """Poll a batch until it has ended."""
+        async with asyncio.timeout(20):
+            while True:
+                self.committed.clear()
+                batch = await client.batches.retrieve(id)
+                if batch.status in ("completed", "failed", "expired", "cancelled"):
+                    return batch
+                await self.committed.wait()
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path)
+    running = asyncio.create_task(site.runner.run())
+    yield site
+    site.engine.go.set()
+    site.runner.stop()
+    async with asyncio.timeout(20):
+        await running
+    failpoints.hook = None
+    site.store.close()
+
+
+@pytest.fixture
+def client(site: Site) -> openai.AsyncOpenAI:
+    return site.client("anna")
+
+
+async def upload(client: openai.AsyncOpenAI, *rows: JSON | bytes, **options: Any) -> FileObject:
+    return await client.files.create(file=("in.jsonl", text_of(*rows)), purpose="batch", **options)
+
+
+async def create(client: openai.AsyncOpenAI, file: FileObject, **options: Any) -> Batch:
+    values: JSON = {"endpoint": CHAT, "completion_window": "24h"}
+    return await client.batches.create(input_file_id=file.id, **(values | options))
+
+
+async def test_upload_create_poll_download(site: Site, client: openai.AsyncOpenAI) -> None:
+    text = text_of(row("a"), row("bad"), row("b"))
+    file = await upload(client, text.rstrip(b"\n"))
+    assert (file.bytes, file.filename, file.purpose) == (len(text), "in.jsonl", "batch")
+    assert (file.object, file.status, file.created_at) == ("file", "processed", NOW)
+    assert file.expires_at == NOW + 30 * DAY_S
+    assert (await client.files.content(file.id)).content == text
+
+    batch = await create(client, file, metadata={"night": "1"})
+    assert (batch.object, batch.status, batch.endpoint) == ("batch", "validating", CHAT)
+    assert (batch.completion_window, batch.expires_at) == ("24h", NOW + DAY_S)
+    assert batch.output_file_id is None
+
+    batch = await site.ended(client, batch.id)
+    assert (batch.status, batch.errors, batch.model) == ("completed", None, "demo")
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+    assert batch.metadata == {"night": "1"}
+    assert batch.in_progress_at == batch.finalizing_at == batch.completed_at == NOW
+    assert batch.output_file_id
+    assert batch.error_file_id
+    output = (await client.files.content(batch.output_file_id)).text.splitlines()
+    assert {from_json(line)["custom_id"] for line in output} == {"a", "b"}
+    errors = (await client.files.content(batch.error_file_id)).text.splitlines()
+    assert [from_json(line)["response"]["status_code"] for line in errors] == [400]
+    result = await client.files.retrieve(batch.output_file_id)
+    assert (result.purpose, result.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+async def test_errors_of_the_input_have_line_numbers(site: Site, client: openai.AsyncOpenAI) -> None:
+    batch = await create(client, await upload(client, row("a"), b"{", row("c", url="/v1/embeddings")))
+    batch = await site.ended(client, batch.id)
+    assert (batch.status, batch.failed_at) == ("failed", NOW)
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(error.code, error.line, error.param) for error in batch.errors.data] == [
+        ("invalid_json_line", 2, None),
+        ("mismatched_url", 3, "url"),
+    ]
+
+
+async def test_cancel(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.engine.go.clear()
+    batch = await create(client, await upload(client, *(row(str(number)) for number in range(50))))
+    await site.engine.until(lambda: site.engine.running > 0)
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    assert (await client.batches.cancel(batch.id)).status == "cancelling"
+    site.engine.go.set()
+    batch = await site.ended(client, batch.id)
+    assert (batch.status, batch.cancelled_at) == ("cancelled", NOW)
+    assert batch.request_counts is not None
+    assert batch.request_counts.completed + batch.request_counts.failed == 50
+    with pytest.raises(openai.ConflictError, match="cancelled can't be cancelled") as caught:
+        await client.batches.cancel(batch.id)
+    assert caught.value.response.headers["x-should-retry"] == "false"
+
+
+async def test_lists_have_pages(site: Site, client: openai.AsyncOpenAI) -> None:
+    files = [await upload(client, row("a")) for _ in range(5)]
+    batches = [await create(client, file) for file in files[:3]]
+    page = await client.files.list(limit=2)
+    assert ([file.id for file in page.data], page.has_more) == ([files[4].id, files[3].id], True)
+    assert [file.id async for file in client.files.list(limit=2, purpose="batch")] == [
+        file.id for file in reversed(files)
+    ]
+    assert [file.id async for file in client.files.list(order="asc", after=files[2].id, purpose="batch")] == [
+        files[3].id,
+        files[4].id,
+    ]
+    assert [batch.id async for batch in client.batches.list(limit=1)] == [
+        batch.id for batch in reversed(batches)
+    ]
+    for wrong in (client.files.list(after="file-x"), client.batches.list(after="batch_x")):
+        with pytest.raises(openai.BadRequestError, match="after"):
+            await wrong
+    with pytest.raises(openai.BadRequestError, match="1 to 100"):
+        await client.batches.list(limit=101)
+
+
+async def test_a_deleted_file_is_gone(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.engine.go.clear()
+    file = await upload(client, row("a"))
+    batch = await create(client, file)
+    with pytest.raises(openai.ConflictError, match="has not ended"):
+        await client.files.delete(file.id)
+    site.engine.go.set()
+    await site.ended(client, batch.id)
+    assert (await client.files.delete(file.id)).deleted is True
+    assert file.id not in site.content.ids()
+    for call in (client.files.retrieve(file.id), client.files.content(file.id), client.files.delete(file.id)):
+        with pytest.raises(openai.NotFoundError, match="There is no file"):
+            await call
+    with pytest.raises(openai.BadRequestError, match="input_file_id: there is no file"):
+        await create(client, file)
+
+
+async def test_a_tenant_sees_its_own_only(site: Site, client: openai.AsyncOpenAI) -> None:
+    file = await upload(client, row("a"))
+    batch = await create(client, file)
+    other = site.client("ben")
+    assert [found async for found in other.files.list()] == []
+    assert [found async for found in other.batches.list()] == []
+    for call in (
+        other.files.retrieve(file.id),
+        other.files.content(file.id),
+        other.files.delete(file.id),
+        other.batches.retrieve(batch.id),
+        other.batches.cancel(batch.id),
+    ):
+        with pytest.raises(openai.NotFoundError):
+            await call
+    with pytest.raises(openai.BadRequestError):
+        await create(other, file)
+
+
+async def test_a_key_has_its_tenant(site: Site, client: openai.AsyncOpenAI) -> None:
+    caller = Caller(Key(name="k", sha256=hash_key(b"secret"), tenant="team"), RateLimit(lambda: 0.0))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await site.app(scope | {"caller": caller}, receive, send)
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://batches") as http:
+        form = {"purpose": "batch"}
+        answer = await http.post("/v1/files", data=form, files={"file": ("in", text_of(row("a")))})
+        assert answer.status_code == 200
+        assert (await http.get("/v1/files", headers={"x-tenant": "other"})).status_code == 403
+    assert [file.id for file in site.store.files("team").items] == [answer.json()["id"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"endpoint": "/v1/images"}, "endpoint"),
+        ({"completion_window": "30m"}, "completion_window"),
+        ({"completion_window": "8d"}, "completion_window"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after"),
+        ({"extra_body": {"colour": "red"}}, "colour"),
+    ],
+)
+async def test_a_wrong_field_is_named(
+    site: Site, client: openai.AsyncOpenAI, fields: JSON, param: str
+) -> None:
+    file = await upload(client, row("a"))
+    with pytest.raises(openai.BadRequestError) as caught:
+        await create(client, file, **fields)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert site.store.open_batches() == []
+
+
+async def test_windows_and_expiry_of_results(site: Site, client: openai.AsyncOpenAI) -> None:
+    file = await upload(client, row("a"), expires_after={"anchor": "created_at", "seconds": 7200})
+    assert file.expires_at == NOW + 7200
+    expiry = {"anchor": "created_at", "seconds": 3600}
+    batch = await create(client, file, completion_window="7d", output_expires_after=expiry)
+    assert batch.expires_at == NOW + 7 * DAY_S
+    batch = await site.ended(client, batch.id)
+    assert batch.output_file_id
+    assert (await client.files.retrieve(batch.output_file_id)).expires_at == NOW + 3600
+
+
+async def test_open_batches_are_limited(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.engine.go.clear()
+    file = await upload(client, row("a"))
+    for _ in range(3):
+        await create(client, file)
+    with pytest.raises(openai.BadRequestError, match="3 batches of this tenant are open"):
+        await create(client, file)
+
+
+async def test_uploads_are_limited(site: Site, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await upload(client, b"x" * LIMITS.max_file_bytes)
+    assert caught.value.status_code == 413
+    for _ in range(3):
+        await upload(client, b"x" * (LIMITS.max_file_bytes - 1))
+    with pytest.raises(openai.BadRequestError, match="would have more than"):
+        await upload(client, b"x")
+    assert len(site.content.ids()) == 3
+    assert list((site.folder / "drafts").iterdir()) == []
+
+
+BOUNDARY = "b0undary"
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    """Return a multipart body of parts: the parameters of their `Content-Disposition`, and their data."""
+    text = b"".join(
+        f"--{BOUNDARY}\r\nContent-Disposition: form-data; {what}\r\n\r\n".encode() + data + b"\r\n"
+        for what, data in parts
+    )
+    return text + f"--{BOUNDARY}--\r\n".encode()
+
+
+FILE = ('name="file"; filename="in"', b"{}")
+PURPOSE = ('name="purpose"', b"batch")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (form(FILE), 400, "purpose"),
+        (form(PURPOSE), 400, "file: required"),
+        (form(('name="purpose"', b"vision"), FILE), 400, "purpose"),
+        (form(PURPOSE, FILE, FILE), 400, "one file"),
+        (form(PURPOSE, ('name="other"; filename="in"', b"")), 400, "one file"),
+        (form(PURPOSE, FILE)[:-20], 400, "ends early"),
+        (b"no form at all", 400, "can't be read"),
+        (form(('name="x"', b"x" * (FORM_BYTES + 1)), FILE), 413, "more than 65536"),
+        (form(PURPOSE, ('name="file"; filename="in"', b"x" * (LIMITS.max_file_bytes + 1))), 413, "larger"),
+        (form(PURPOSE, FILE, ('name="expires_after[seconds]"', b"5")), 400, "expires_after"),
+    ],
+)
+async def test_a_wrong_form_leaves_nothing(site: Site, body: bytes, status: int, message: str) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 50_000):
+            yield body[start : start + 50_000]
+
+    async with site.http() as http:
+        kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+        answer = await http.post("/v1/files", content=pieces(), headers=kind)
+        assert (answer.status_code, message in answer.json()["error"]["message"]) == (status, True), (
+            answer.text
+        )
+        assert (await http.post("/v1/files", content=b"{}")).status_code == 400
+    assert site.content.ids() == set()
+    assert list((site.folder / "drafts").iterdir()) == []
+
+
+async def test_fields_may_come_behind_the_file(site: Site) -> None:
+    async with site.http() as http:
+        kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+        answer = await http.post("/v1/files", content=form(FILE, PURPOSE), headers=kind)
+    assert answer.status_code == 200
+    assert site.content.path(answer.json()["id"]).read_bytes() == b"{}"
+
+
+async def test_a_part_of_a_content_can_be_asked_for(site: Site, client: openai.AsyncOpenAI) -> None:
+    file = await upload(client, b"0123456789")
+    async with site.http() as http:
+        headers = {"authorization": "Bearer anna", "range": "bytes=3-5"}
+        answer = await http.get(f"/v1/files/{file.id}/content", headers=headers)
+    assert (answer.status_code, answer.content) == (206, b"345")
+
+
+async def test_a_content_that_got_lost_is_told(site: Site, client: openai.AsyncOpenAI) -> None:
+    file = await upload(client, row("a"))
+    site.content.path(file.id).unlink()
+    with pytest.raises(openai.InternalServerError, match="got lost"):
+        await client.files.content(file.id)
+
+
+async def test_a_database_that_fails_is_told(site: Site, client: openai.AsyncOpenAI) -> None:
+    def fail(point: str) -> None:
+        if point == "content.sync":
+            raise OSError("No space left on device")
+
+    failpoints.hook = fail
+    with pytest.raises(openai.InternalServerError, match="disk or database fails"):
+        await upload(client, row("a"))
+    failpoints.hook = None
+    assert list((site.folder / "drafts").iterdir()) == []
+    await upload(client, row("a"))

@@ -1,0 +1,321 @@
+import asyncio
+import errno
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import from_json
+
+from serve_app.api.pacing import Auto, Backoff, Fixed
+from serve_app.api.protocol import JSON
+from serve_app.batches import failpoints
+from serve_app.batches.content import Content
+from serve_app.batches.runner import Runner
+from serve_app.batches.states import ENDED
+from serve_app.batches.store import Batch, Store
+from tests.serve_app.batches.engine import Engine
+from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, opened, put, row, text_of
+
+
+class Bench:
+    """A runner, its store, and the engines."""
+
+    def __init__(self, store: Store, content: Content, engine: Engine, **options: Any) -> None:
+        self.store = store
+        self.content = content
+        self.engine = engine
+        self.now = float(NOW)
+        self.at: Callable[[str], None] | None = None
+        self.committed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self.runner = Runner(
+            store,
+            content,
+            engine,
+            lambda: {"demo"},
+            backoff=options.pop("backoff", Backoff(0.0, 0.0)),
+            clock=lambda: self.now,
+            tick_s=options.pop("tick_s", 0.01),
+            **options,
+        )
+
+    def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna") -> None:
+        """Add a batch."""
+        put(self.store, self.content, f"in-{id}", text_of(*rows), tenant)
+        self.store.add_batch(batch_of(id, f"in-{id}", tenant), 100)
+        self.runner.notice()
+
+    async def ended(self, id: str, *, state: str = "completed") -> Batch:
+        """Return a batch that has ended."""
+        await self.until(lambda: self.store.batch(id).state in ENDED)
+        batch = self.store.batch(id)
+        assert batch.state == state, batch.errors
+        return batch
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition on the store holds, which is looked at after each commit."""
+        async with asyncio.timeout(20):
+            while not condition():
+                self.committed.clear()
+                await self.committed.wait()
+
+    def reach(self, point: str) -> None:
+        """Take note of a failpoint."""
+        if point == "store.committed":
+            self._loop.call_soon_threadsafe(self.committed.set)
+        if self.at is not None:
+            self.at(point)
+
+    def lines(self, batch: Batch) -> tuple[dict[str, JSON], dict[str, JSON]]:
+        """Return the lines of the output and the error file, by `custom_id`."""
+        found = []
+        for id, size in ((batch.output_file, batch.output_bytes), (batch.error_file, batch.error_bytes)):
+            text = b"".join(self.content.pieces(id, size)) if size else b""
+            rows = [from_json(line) for line in text.splitlines()]
+            found.append({row["custom_id"]: row for row in rows})
+        return found[0], found[1]
+
+
+@asynccontextmanager
+async def running(folder: Path, engine: Engine, **options: Any) -> AsyncIterator[Bench]:
+    """Run batches."""
+    store, content = opened(folder)
+    bench = Bench(store, content, engine, **options)
+    failpoints.hook = bench.reach
+    try:
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            group.create_task(bench.runner.run())
+            yield bench
+            bench.runner.stop()
+    finally:
+        failpoints.hook = None
+        store.close()
+
+
+async def test_rows_are_sent_as_flex_and_their_answers_written(tmp_path: Path) -> None:
+    engine = Engine()
+    async with running(tmp_path, engine) as bench:
+        bench.add("b", row("x"), b"", row("y"))
+        batch = await bench.ended("b")
+        output, errors = bench.lines(batch)
+    assert (batch.total, batch.completed, batch.failed, batch.model) == (2, 2, 0, "demo")
+    assert output["y"] == {
+        "id": "batch_req_b_3",
+        "custom_id": "y",
+        "response": {"status_code": 200, "request_id": "batch_req_b_3", "body": {"echo": "y"}},
+        "error": None,
+    }
+    assert errors == {}
+    assert engine.bodies["x"] == row("x")["body"] | {"service_tier": "flex"}
+
+
+async def test_a_row_that_is_refused_stops_no_other(tmp_path: Path) -> None:
+    async with running(tmp_path, Engine(lambda id: 400 if id == "bad" else 200)) as bench:
+        bench.add("b", row("x"), row("bad"), row("y"))
+        batch = await bench.ended("b")
+        output, errors = bench.lines(batch)
+    assert (set(output), set(errors)) == ({"x", "y"}, {"bad"})
+    assert errors["bad"]["response"]["status_code"] == 400
+    assert (batch.completed, batch.failed, batch.unrun) == (2, 1, 0)
+
+
+async def test_a_file_with_bad_lines_fails_the_batch(tmp_path: Path) -> None:
+    engine = Engine()
+    async with running(tmp_path, engine) as bench:
+        bench.add("b", row("x"), b"{", row("x"))
+        batch = await bench.ended("b", state="failed")
+    assert [(error["code"], error["line"]) for error in batch.errors] == [
+        ("invalid_json_line", 2),
+        ("duplicate_custom_id", 3),
+    ]
+    assert engine.sent == []
+
+
+async def test_batches_of_a_tenant_go_in_the_order_of_their_arrival(tmp_path: Path) -> None:
+    engine = Engine()
+    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
+        engine.go.clear()
+        for id in ("b", "a", "c"):
+            bench.add(id, *(row(f"{id}{number}") for number in range(3)))
+        engine.go.set()
+        for id in ("b", "a", "c"):
+            await bench.ended(id)
+    assert [id for _, id in engine.sent] == ["b0", "b1", "b2", "a0", "a1", "a2", "c0", "c1", "c2"]
+
+
+async def test_tenants_share_what_may_be_in_flight(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(4)) as bench:
+        bench.add("many", *(row(f"m{number}") for number in range(200)))
+        await engine.until(lambda: engine.running == 4)
+        bench.add("few", *(row(f"f{number}") for number in range(20)), tenant="ben")
+        await bench.until(lambda: bench.store.batch("few").state == "in_progress")
+        engine.go.set()
+        await bench.ended("few")
+        before = next(place for place, (_, id) in enumerate(engine.sent) if id == "f19")
+        await bench.ended("many")
+    # Half of the rows until then are the other tenant's, but for those that were sent while it was alone.
+    assert before < 100
+    assert engine.most == 4
+
+
+async def test_what_passes_is_tried_again(tmp_path: Path) -> None:
+    left = {"busy": 3, "broken": 2, "gone": 1}
+
+    def status(id: str) -> int:
+        left[id] -= 1
+        if left[id] < 0:
+            return 200
+        if id == "gone":
+            raise ConnectionError("reset")
+        return 429 if id == "busy" else 503
+
+    engine = Engine(status)
+    async with running(tmp_path, engine) as bench:
+        bench.add("b", *map(row, left))
+        batch = await bench.ended("b")
+    assert (batch.completed, dict(engine.tries)) == (3, {"busy": 4, "broken": 3, "gone": 2})
+
+
+async def test_refusals_lower_the_number_of_rows_in_flight(tmp_path: Path) -> None:
+    pace = Auto(first=8)
+    refused: list[str] = []
+
+    def status(id: str) -> int:
+        if id in refused:
+            return 200
+        refused.append(id)
+        return 429
+
+    async with running(tmp_path, Engine(status), concurrency=pace, tick_s=5.0) as bench:
+        bench.add("b", *(row(str(number)) for number in range(6)))
+        await bench.ended("b")
+    # By half, once for all refusals of the same second.
+    assert pace.limit == 4
+
+
+async def test_a_row_at_which_the_engine_fails_is_given_up(tmp_path: Path) -> None:
+    engine = Engine(lambda id: 500 if id == "bad" else 200)
+    async with running(tmp_path, engine, retries=2) as bench:
+        bench.add("b", row("bad"), row("x"))
+        batch = await bench.ended("b")
+        errors = bench.lines(batch)[1]
+    assert errors["bad"]["response"]["status_code"] == 500
+    assert (batch.completed, batch.failed, engine.tries["bad"]) == (1, 1, 3)
+
+
+async def test_an_outage_costs_no_row(tmp_path: Path) -> None:
+    engine = Engine(lambda id: 503 if engine.tries.total() < 100 else 200)
+    async with running(tmp_path, engine, retries=2) as bench:
+        bench.add("b", row("x"), row("y"))
+        batch = await bench.ended("b")
+    assert (batch.completed, batch.failed) == (2, 0)
+
+
+async def test_a_row_that_fails_beside_others_is_given_up(tmp_path: Path) -> None:
+    engine = Engine(lambda id: 503 if id == "bad" else 200)
+    async with running(tmp_path, engine, retries=2, concurrency=Fixed(2)) as bench:
+        bench.add("b", row("bad"), *(row(str(number)) for number in range(300)))
+        batch = await bench.ended("b")
+    assert (batch.completed, batch.failed) == (300, 1)
+
+
+async def test_rows_that_have_not_begun_at_the_deadline_are_told(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(2)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(5)))
+        await engine.until(lambda: engine.running == 2)
+        bench.now = NOW + DAY_S
+        bench.runner.notice()
+        engine.go.set()
+        batch = await bench.ended("b", state="expired")
+        output, errors = bench.lines(batch)
+    assert (set(output), set(errors)) == ({"0", "1"}, {"2", "3", "4"})
+    assert errors["3"]["response"] is None
+    assert errors["3"]["error"]["code"] == "batch_expired"
+    assert (batch.completed, batch.failed, batch.unrun) == (2, 3, 3)
+    assert batch.expired_at == NOW + DAY_S
+
+
+async def test_a_row_that_is_tried_again_ends_at_the_deadline(tmp_path: Path) -> None:
+    engine = Engine(lambda _: 429)
+    async with running(tmp_path, engine, backoff=Backoff(3600.0, 3600.0)) as bench:
+        bench.add("b", row("x"))
+        await engine.until(lambda: engine.tries["x"] == 1)
+        bench.now = NOW + DAY_S
+        bench.runner.notice()
+        batch = await bench.ended("b", state="expired")
+    assert batch.unrun == 1
+
+
+async def test_a_cancelled_batch_finishes_what_is_in_flight(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(2)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(5)))
+        await engine.until(lambda: engine.running == 2)
+        bench.store.move("b", "cancelling", NOW)
+        bench.runner.notice()
+        engine.go.set()
+        batch = await bench.ended("b", state="cancelled")
+        output, errors = bench.lines(batch)
+    assert set(output) >= {"0", "1"}
+    assert set(output) | set(errors) == set("01234")
+    assert {line["error"]["code"] for line in errors.values()} <= {"batch_cancelled"}
+    assert "4" in errors
+
+
+async def test_a_stopped_runner_records_what_is_in_flight(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(2)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(5)))
+        await engine.until(lambda: engine.running == 2)
+        bench.runner.stop()
+        engine.go.set()
+    async with running(tmp_path, engine) as bench:
+        assert bench.store.batch("b").completed == 2
+        await bench.ended("b")
+    assert set(engine.final.values()) == {1}
+
+
+async def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
+    engine = Engine()
+    failures = [5]
+
+    def full(point: str) -> None:
+        if point == "content.appended" and engine.final and failures[0]:
+            failures[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with running(tmp_path, engine, concurrency=Fixed(3)) as bench:
+        bench.at = full
+        bench.add("b", *(row(str(number)) for number in range(10)))
+        batch = await bench.ended("b")
+    assert (failures, batch.completed) == ([0], 10)
+    assert set(engine.final.values()) == {1}
+
+
+async def test_an_input_that_is_gone_fails_the_batch_and_keeps_its_results(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(300)))
+        await engine.until(lambda: engine.running == 1)
+        bench.content.path("in-b").unlink()
+        engine.go.set()
+        batch = await bench.ended("b", state="failed")
+        assert "in-b is gone" in batch.errors[0]["message"]
+        assert len(bench.lines(batch)[0]) == batch.completed > 0
+
+
+async def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
+    engine = Engine()
+    rows = [row(f"{number}" + "x" * 500) for number in range(9)]
+    async with running(tmp_path, engine, concurrency=Fixed(9), max_bytes=3 * len(text_of(rows[0]))) as bench:
+        bench.add("b", *rows)
+        await bench.ended("b")
+    assert engine.most == 3

@@ -1,0 +1,85 @@
+import asyncio
+from random import Random
+
+from serve_app.api.errors import RequestError
+from serve_app.api.pacing import Backoff, Fixed
+from serve_app.api.protocol import JSON
+from serve_app.batches.client import Answer, Load
+from serve_app.batches.rows import Row
+from serve_app.batches.sending import Sender
+from tests.serve_app.batches.helpers import batch_of, row, text_of
+
+BATCH = batch_of("b", "in")
+ROW = Row(1, text_of(row("x")))
+
+
+class Script:
+    """A client with answers that are told before."""
+
+    def __init__(self, *answers: Answer | Exception) -> None:
+        self._answers = list(answers)
+
+    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+        """Return the next answer."""
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def load(self) -> Load | None:
+        """Return nothing."""
+        return None
+
+
+class Waits(Backoff):
+    """Waits that take no time, and are noted."""
+
+    def wait_s(self, failures: int, retry_after_s: float | None = None) -> float:
+        """Note a wait."""
+        noted.append((failures, retry_after_s))
+        return 0.0
+
+
+noted: list[tuple[int, float | None]] = []
+
+
+async def test_retry_after_is_kept() -> None:
+    noted.clear()
+    full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
+    client = Script(Answer(429, {}, 5.0), full, ConnectionError("reset"), Answer(200, {"ok": True}))
+    sender = Sender(client, Fixed(1), Waits(), 0, 5.0)
+    result = await sender.send(BATCH, ROW, asyncio.Event())
+    assert result is not None
+    assert not result.is_error
+    assert noted == [(1, 5.0), (2, 7.0), (3, None)]
+
+
+async def test_a_final_error_is_not_tried_again() -> None:
+    poison = RequestError(503, "service_unavailable", "it ended three engines", final=True)
+    for answer in (poison, Answer(503, {}, final=True)):
+        result = await Sender(Script(answer), Fixed(1), Backoff(), 8, 5.0).send(BATCH, ROW, asyncio.Event())
+        assert result is not None
+        assert result.is_error
+
+
+async def test_a_try_that_takes_too_long_is_repeated() -> None:
+    class Slow(Script):
+        async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+            """Hang, the first time."""
+            answer = await super().send(endpoint, body, tenant)
+            if answer.status == 504:
+                await asyncio.Event().wait()
+            return answer
+
+    client = Slow(Answer(504, {}), Answer(200, {}))
+    sender = Sender(client, Fixed(1), Backoff(0.0, 0.0, Random(0)), 0, 0.01)
+    result = await sender.send(BATCH, ROW, asyncio.Event())
+    assert result is not None
+    assert not result.is_error
+
+
+async def test_a_row_has_no_result_once_it_is_stopped() -> None:
+    stopping = asyncio.Event()
+    stopping.set()
+    sender = Sender(Script(), Fixed(1), Backoff(), 0, 5.0)
+    assert await sender.send(BATCH, ROW, stopping) is None

@@ -1,0 +1,157 @@
+import dataclasses
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.batches.store import Counts, Store
+from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path)
+    store.add_file(file_of("in"))
+    yield store
+    store.close()
+
+
+def reopened(store: Store, folder: Path) -> Store:
+    store.close()
+    return Store(folder)
+
+
+def test_files_and_batches_are_there_after_a_restart(store: Store, tmp_path: Path) -> None:
+    batch = batch_of("b", "in", metadata={"a": "ü"}, model="demo")
+    store.add_batch(batch, 1)
+    again = reopened(store, tmp_path)
+    assert again.file("anna", "in") == file_of("in")
+    assert again.batch("b") == batch
+    again.close()
+
+
+def test_one_process_has_a_store_open(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="another process"):
+        Store(tmp_path)
+
+
+def test_a_database_of_another_version_is_refused(store: Store, tmp_path: Path) -> None:
+    store.close()
+    db = sqlite3.connect(tmp_path / "batches.db")
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreError, match="99"):
+        Store(tmp_path)
+
+
+def test_a_tenant_sees_its_own_only(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    for look in (
+        lambda: store.file("ben", "in"),
+        lambda: store.batch("b", "ben"),
+        lambda: store.remove_file("ben", "in"),
+        lambda: store.add_batch(batch_of("c", "in", tenant="ben"), 1),
+        lambda: store.files("ben", after="in"),
+    ):
+        with pytest.raises(NotFoundError):
+            look()
+    assert store.files("ben").items == []
+    assert store.batches("ben").items == []
+
+
+def test_the_bytes_of_a_tenant_are_limited(store: Store) -> None:
+    store.add_file(file_of("a", size=9), 10)
+    with pytest.raises(TooManyError):
+        store.add_file(file_of("b", size=1), 10)
+    store.add_file(file_of("c", tenant="ben", size=10), 10)
+    store.remove_file("anna", "in")
+    store.add_file(file_of("b", size=1), 10)
+
+
+def test_pages_of_files(store: Store) -> None:
+    for number in range(5):
+        store.add_file(file_of(f"f{number}", purpose="batch_output"))
+    first = store.files("anna", limit=2, purpose="batch_output")
+    assert ([file.id for file in first.items], first.has_more) == (["f4", "f3"], True)
+    last = store.files("anna", limit=3, after="f3", purpose="batch_output")
+    assert ([file.id for file in last.items], last.has_more) == (["f2", "f1", "f0"], False)
+    up = store.files("anna", order="asc", after="f2")
+    assert [file.id for file in up.items] == ["f3", "f4"]
+
+
+def test_pages_of_batches(store: Store) -> None:
+    for number in range(3):
+        store.add_batch(batch_of(f"b{number}", "in"), 3)
+    first = store.batches("anna", limit=2)
+    assert ([batch.id for batch in first.items], first.has_more) == (["b2", "b1"], True)
+    last = store.batches("anna", limit=2, after="b1")
+    assert ([batch.id for batch in last.items], last.has_more) == (["b0"], False)
+
+
+def test_the_open_batches_of_a_tenant_are_limited(store: Store) -> None:
+    store.add_batch(batch_of("b0", "in"), 1)
+    with pytest.raises(TooManyError):
+        store.add_batch(batch_of("b1", "in"), 1)
+    store.end("b0", "failed", NOW)
+    store.add_batch(batch_of("b1", "in"), 1)
+
+
+def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    moved = store.move("b", "in_progress", NOW + 1, total=3, model="demo")
+    assert (moved.state, moved.in_progress_at, moved.total, moved.model) == (
+        "in_progress",
+        NOW + 1,
+        3,
+        "demo",
+    )
+    store.move("b", "cancelling", NOW + 2)
+    with pytest.raises(StateError, match="cancelling can't become finalizing"):
+        store.move("b", "finalizing", NOW + 3)
+    store.end("b", "cancelled", NOW + 3)
+    with pytest.raises(StateError):
+        store.end("b", "cancelled", NOW + 4)
+    assert store.batch("b").cancelled_at == NOW + 3
+    assert store.open_batches() == []
+
+
+def test_rows_are_committed_once(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    before = store.move("b", "in_progress", NOW, total=3)
+    after = store.finish(before, [1, 3], Counts(1, 1, 0, 10, 20))
+    assert (after.completed, after.failed, after.output_bytes, after.error_bytes) == (1, 1, 10, 20)
+    assert store.finished("b", 1, 2) == {1}
+    with pytest.raises(sqlite3.IntegrityError):
+        store.finish(after, [3], Counts(1, 0, 0, 10, 0))
+    with pytest.raises(AssertionError, match="two writers"):
+        store.finish(before, [2], Counts(1, 0, 0, 10, 0))
+    assert store.batch("b") == after
+    assert store.finished("b", 1, 3) == {1, 3}
+
+
+def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    before = store.move("b", "in_progress", NOW, total=1)
+    store.finish(before, [1], Counts(1, 0, 0, 10, 0))
+    store.move("b", "finalizing", NOW)
+    assert {"file-b-out", "file-b-err"} <= store.content_ids()
+    store.end("b", "completed", NOW + 5)
+    file = store.file("anna", "file-b-out")
+    assert (file.bytes, file.purpose, file.expires_at) == (10, "batch_output", NOW + 5 + DAY_S)
+    assert store.content_ids() == {"in", "file-b-out"}
+    assert store.finished("b", 1, 1) == set()
+
+
+def test_a_file_that_an_open_batch_reads_stays(store: Store) -> None:
+    store.add_file(dataclasses.replace(file_of("old"), expires_at=NOW))
+    store.add_file(dataclasses.replace(file_of("read"), expires_at=NOW))
+    store.add_batch(batch_of("b", "read"), 1)
+    assert store.remove_expired(NOW) == ["old"]
+    with pytest.raises(InUseError):
+        store.remove_file("anna", "read")
+    store.end("b", "failed", NOW)
+    store.remove_file("anna", "read")
+    with pytest.raises(NotFoundError):
+        store.file("anna", "read")

@@ -1,0 +1,97 @@
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.api.protocol import JSON
+from serve_app.batches.limits import Limits
+from serve_app.batches.validate import Findings, validate
+from tests.serve_app.batches.helpers import CHAT, row, text_of
+
+MODELS = ("demo", "other")
+
+
+def check(folder: Path, *rows: JSON | bytes, endpoint: str = CHAT, **limits: Any) -> Findings:
+    path = folder / "in"
+    path.write_bytes(text_of(*rows))
+    models = MODELS[:1] if endpoint == "/generate" else MODELS
+    return validate(path, endpoint, models, Limits(**limits))
+
+
+def body(**fields: Any) -> JSON:
+    return {"body": {"model": "demo"} | fields}
+
+
+def test_a_valid_file(tmp_path: Path) -> None:
+    assert check(tmp_path, row("a"), b"", row("b")) == Findings(2, "demo", [])
+    assert check(tmp_path, row("a"), row("b", **body(model="other"))) == Findings(2, None, [])
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "param"),
+    [
+        (b"{not json", "invalid_json_line", None),
+        (b"[1]", "invalid_json_line", None),
+        (b'{"a": NaN}', "invalid_json_line", None),
+        (b"\xff\xfe", "invalid_json_line", None),
+        (row("x", custom_id=None), "missing_required_parameter", "custom_id"),
+        (row("x", custom_id=7), "invalid_type", "custom_id"),
+        (row("x", custom_id=""), "invalid_type", "custom_id"),
+        (row("a"), "duplicate_custom_id", "custom_id"),
+        (row("x", method="GET"), "invalid_method", "method"),
+        (row("x", method=None), "missing_required_parameter", "method"),
+        (row("x", url="/v1/embeddings"), "mismatched_url", "url"),
+        (row("x", body=None), "missing_required_parameter", "body"),
+        (row("x", body="text"), "invalid_type", "body"),
+        (row("x", body={"messages": []}), "missing_required_parameter", "body.model"),
+        (row("x", **body(model=3)), "invalid_type", "body.model"),
+        (row("x", **body(model="gpt-9")), "model_not_found", "body.model"),
+        (row("x", **body(stream=True)), "invalid_value", "body.stream"),
+        (row("x" * 3000), "line_too_long", None),
+    ],
+)
+def test_a_bad_line_is_told_with_its_number(
+    tmp_path: Path, bad: JSON | bytes, code: str, param: str | None
+) -> None:
+    found = check(tmp_path, row("a"), b"", bad, row("b"), max_line_bytes=2000)
+    assert [(error["code"], error["line"], error["param"]) for error in found.errors] == [(code, 3, param)]
+    assert found.errors[0]["message"]
+
+
+def test_a_model_may_be_left_out_where_one_is_served(tmp_path: Path) -> None:
+    found = check(tmp_path, row("a", url="/generate", body={"prompts": ["x"]}), endpoint="/generate")
+    assert found == Findings(1, None, [])
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    assert [error["code"] for error in check(tmp_path, b"", b" ").errors] == ["empty_file"]
+
+
+def test_too_many_rows_are_an_error(tmp_path: Path) -> None:
+    rows = [row(str(number)) for number in range(4)]
+    assert check(tmp_path, *rows, max_lines=4).errors == []
+    errors = check(tmp_path, *rows, max_lines=3).errors
+    assert [(error["code"], error["line"]) for error in errors] == [("too_many_rows", 4)]
+
+
+def test_the_number_of_errors_is_bounded(tmp_path: Path) -> None:
+    found = check(tmp_path, *([b"{"] * 50), max_errors=7)
+    assert [error["line"] for error in found.errors] == [1, 2, 3, 4, 5, 6, 7]
+    found = check(tmp_path, *([b"{}"] * 50), max_errors=7)
+    assert [error["line"] for error in found.errors] == [1, 1, 1, 1, 2, 2, 2]
+
+
+def test_memory_does_not_grow_with_the_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    filler = "x" * 10_000
+    with path.open("wb") as file:
+        for number in range(2_000):
+            file.write(text_of(row(f"{number}-{filler[:400]}", **body(text=filler))))
+    assert path.stat().st_size > 20_000_000
+    tracemalloc.start()
+    found = validate(path, CHAT, MODELS, Limits())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (found.total, found.errors) == (2_000, [])
+    assert peak < 5_000_000
