@@ -21,12 +21,16 @@ LAST = [
     "test_access",
     "test_stop",
     # On the pair of replicas: what leaves it whole, what leaves it with one Engine, what asks for no more.
+    "test_prefix_routing",
     "test_resumption",
     "test_faults",
+    "test_sdk_errors",
+    "test_poison",
     "test_deploys",
     "test_driver_kills",
     "test_overload",
-    # On services of their own.
+    # On engines and services of their own.
+    "test_admitted_work",
     "test_simulated",
     "test_scaling",
     "test_worker_death",

@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.admitted_work import CASES, CONTEXT
 
+pytestmark = pytest.mark.long
+
 SEQUENCES = {
     "prompt: list": 4,
     "prompt: tokens": 4,

@@ -14,6 +14,8 @@ from serve_app.api.protocol import JSON
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import NODES, wait_until
 
+pytestmark = pytest.mark.long
+
 STEP_MS = 25.0
 """Long steps, so that a machine that is busy keeps up."""
 

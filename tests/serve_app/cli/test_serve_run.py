@@ -35,8 +35,10 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
                 resources={"ingress": 5.0},
                 environment={"MARK": "x"},
             )
+            # Not `end`: it would end the services of other tests, which this process has started too.
             run.process.wait(LIMIT_S)
-            run.end()
+            assert run.process.stdin
+            run.process.stdin.close()
         seen: dict[str, str] = json.loads(log.read_text())
         return seen
 
