@@ -147,7 +147,7 @@ class Batch:
 
 
 class Counts(NamedTuple):
-    """What a group of finished rows adds to its batch."""
+    """The addition of a group of finished rows to its batch."""
 
     completed: int
     failed: int

@@ -97,8 +97,9 @@ STREAMS: dict[str, tuple[Callable[[Service], Texts], type[Exception]]] = {
 """Streams that no other engine can go on with, and the error that the SDK raises."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("victim", [CORE, pytest.param(ENGINE, marks=pytest.mark.long)])
+@pytest.mark.parametrize("victim", [CORE, ENGINE])
 async def test_a_stream_whose_engine_is_killed_raises(victim: str, pair: Service) -> None:
     await asyncio.to_thread(wait_until, lambda: is_settled(pair), LIMIT_S)
     count = len(pair.pids(ENGINE))

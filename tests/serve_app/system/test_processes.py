@@ -142,7 +142,10 @@ def test_a_process_is_named_by_its_id_and_start_time() -> None:
 
 def test_the_environment_of_a_process_is_that_of_its_start() -> None:
     run("""
-        child = subprocess.Popen(["sleep", "60"], env={"A": "1=2", "B": ""})
+        program = [sys.executable, "-c", SLEEPER]
+        child = subprocess.Popen(program, env={"A": "1=2", "B": ""}, stdout=subprocess.PIPE)
+        # For a moment after it has begun, the kernel says that a program has no environment.
+        child.stdout.readline()
         assert environment(child.pid) == {"A": "1=2", "B": ""}
         child.kill()
         child.wait(10)
