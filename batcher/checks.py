@@ -1,4 +1,4 @@
-"""What an argument may be. Every message names the argument, its value and what is allowed."""
+"""Checks of arguments. Every message names the argument, its value and what is allowed."""
 
 from collections.abc import Iterable, Mapping
 

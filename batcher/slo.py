@@ -30,7 +30,7 @@ CUT = 0.5
 """How far one judgement widens or narrows the window at most."""
 
 LATE_CUT = 0.8
-"""What a single answer that was late leaves of the window, at once."""
+"""Share of the window that is left at once by a single late answer."""
 
 SMOOTHING = 1 / 12
 """Weight of the newest step in the mean step."""
@@ -43,7 +43,7 @@ ENOUGH_ANSWERS = 20
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What holds for 99 of 100 requests of the foreground.
+    """Times that 99 of 100 requests of the foreground keep to.
 
     Attributes:
         ttft_p99_s: Seconds from submission to the first token.

@@ -24,7 +24,7 @@ TENANTS = "abc"
 
 
 class BadRecordError(ValueError):
-    """What a function that is batched raises."""
+    """The error of a function that is batched."""
 
 
 class DynamicSchedule:

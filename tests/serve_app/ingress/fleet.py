@@ -264,7 +264,7 @@ class Random(PowerOfTwo):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave."""
+    """The result of a run."""
 
     tokens_per_s: float
     hit_rate: float

@@ -57,7 +57,7 @@ class Replica:
 
 
 class Handle:
-    """What Ray Serve does with a router, as far as the tests need it."""
+    """The part of Ray Serve around a router, as far as the tests need it."""
 
     def __init__(self, *replicas: Replica, **options: Any) -> None:
         made: Any = EngineRouter
