@@ -1,6 +1,6 @@
 """Batchers that keep a GPU full: by token cost, in a fair order, with a bound on the records that wait."""
 
-from batcher.continuous import ContinuousBatcher, Slot
+from batcher.continuous import ContinuousBatcher, SlotOptions
 from batcher.costs import (
     CostEstimator,
     CostEstimatorFn,
@@ -9,17 +9,18 @@ from batcher.costs import (
     TokenEstimator,
     TokenEstimatorFn,
 )
-from batcher.dynamic import DynamicBatcher
-from batcher.entries import Entry, Queued, Ticket
+from batcher.dynamic import DynamicBatcher, RecordOptions, SubmitOptions
+from batcher.entries import Entry
 from batcher.errors import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
 from batcher.forming import Former
+from batcher.goals import Goals
 from batcher.processing import InferenceFn, ProcessFn
 from batcher.profiles import PROFILES, profile
 from batcher.queue import RequestQueue
-from batcher.slo import Goals
 from batcher.stats import BatchObservation, BatchStats, ContinuousStats, Observation, Observations, Stats
 from batcher.threads import ThreadClient
-from batcher.tokens import BatchOptions, SubmitOptions, TokenBatcher
+from batcher.tokens import BatchOptions, TokenBatcher
+from batcher.window import Slot
 
 __all__ = [
     "PROFILES",
@@ -47,13 +48,13 @@ __all__ = [
     "ProcessFn",
     "Prompt",
     "QueueFull",
-    "Queued",
+    "RecordOptions",
     "RequestQueue",
     "Slot",
+    "SlotOptions",
     "Stats",
     "SubmitOptions",
     "ThreadClient",
-    "Ticket",
     "TokenBatcher",
     "TokenEstimator",
     "TokenEstimatorFn",

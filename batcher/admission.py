@@ -5,23 +5,19 @@ from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
 from batcher import checks
-from batcher.entries import Queued
 from batcher.errors import LATE, BatcherError, Closed, Expired, QueueFull
-from batcher.queue import RequestQueue
+from batcher.queue import EntryT, RequestQueue
 from batcher.rates import retry_after
 from batcher.stats import Observations, Recorder
-
-EntryT = TypeVar("EntryT", bound=Queued)
 
 UNKNOWN_WAIT_S = 1.0
 """The estimate of a wait as long as nothing has finished."""
 
 GRACE_S = 1.0
 """Seconds that a cancelled task has to end before a stop no longer waits for it."""
-
 
 LEAST_DELAY_S = 1e-6
 """Seconds of the shortest timer: one that comes too early, by rounding, must not come again at once."""
@@ -42,8 +38,25 @@ class Batcher(ABC, Generic[EntryT]):
     batcher stops) ends in `_decide`.
     """
 
-    def __init__(self, queue: RequestQueue[EntryT], clock: Callable[[], float]) -> None:
-        self._queue = queue
+    def __init__(
+        self,
+        max_queue_size: int,
+        max_queue_cost: int | None,
+        priority_aging_s: float | None,
+        tenant_weights: Mapping[str, float] | None,
+        clock: Callable[[], float],
+        background: int | None = None,
+    ) -> None:
+        checks.whole("max_queue_size", max_queue_size, 1)
+        checks.whole("max_queue_cost", max_queue_cost, 1, optional=True)
+        self._queue: RequestQueue[EntryT] = RequestQueue(
+            clock=clock,
+            max_size=max_queue_size,
+            max_cost=max_queue_cost,
+            priority_aging_s=priority_aging_s,
+            tenant_weights=tenant_weights,
+            background=background,
+        )
         self._recorder = Recorder()
         self._clock = clock
         self._state = State.STOPPED
@@ -177,7 +190,7 @@ class Batcher(ABC, Generic[EntryT]):
         if self._state is State.STOPPED or not self.loop.is_closed():
             return
         for entry in self._queue.clear():
-            self._count_unserved(entry, late=False)
+            self._recorder.unserved(entry)
         self._abandon()
         self._alarm = None
         self._close()
@@ -199,13 +212,12 @@ class Batcher(ABC, Generic[EntryT]):
 
     def _deadline(self, deadline: float | None, timeout: float | None, now: float, records: int = 1) -> float:
         """Return the deadline that a record was given, in either way."""
-        if timeout is None:
-            checks.instant("deadline", deadline)
-        elif deadline is not None:
-            raise ValueError("give either deadline, a time on the clock, or timeout, seconds from now")
-        else:
+        if timeout is not None:
+            if deadline is not None:
+                raise ValueError("give either deadline, a time on the clock, or timeout, seconds from now")
             checks.seconds("timeout", timeout)
             deadline = now + timeout
+        checks.instant("deadline", deadline)
         assert deadline is not None
         if deadline <= now:
             self._recorder.rejected += records
@@ -215,39 +227,35 @@ class Batcher(ABC, Generic[EntryT]):
     def _enter(self, entry: EntryT, wait: bool) -> None:
         """Put an entry into the queue, and start it if it may; without space it waits, or is refused."""
         queue = self._queue
-        if queue.put(entry) and self._unchanged():
-            deadline = entry.deadline
-            if deadline is None or (self._alarm is not None and self._alarm_at <= deadline):
-                return
-        self._decide()
-        if entry.refusal is not None:
-            raise entry.refusal
-        if entry.admitted or wait:
+        if queue.put(entry) and not self._matters(entry):
+            if entry.deadline is not None:
+                self._set_alarm()
             return
+        self._decide()
+        if entry.admitted or (wait and entry.waiting):
+            return
+        if not entry.waiting:
+            # It was too late, or can never run.
+            raise entry.exception() or AssertionError
         bound = queue.full(entry)
         queue.remove(entry)
         self._recorder.rejected += entry.records
         seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
         if tenant := queue.tenant(entry.tenant):
-            seconds = retry_after(
-                tenant, entry.priority, seconds, queue.own(entry.priority, entry.tenant), self._clock()
-            )
+            own = queue.own(entry.priority, entry.tenant)
+            seconds = retry_after(tenant, entry.priority, seconds, own, self._clock())
         raise QueueFull(bound.name, bound.value, seconds)
 
-    async def _wait_for_space(self, entry: EntryT, withdraw: Callable[[BaseException], object]) -> None:
-        """Wait until an entry is admitted that waits outside; `withdraw` takes it back if that fails.
+    async def _wait_for_space(self, entry: EntryT) -> None:
+        """Wait until an entry is admitted that waits outside.
 
         Raises:
             BatcherError: It was refused.
         """
         entry.space = self.loop.create_future()
-        try:
-            await entry.space
-            if entry.refusal is not None:
-                raise entry.refusal
-        except BaseException as error:
-            withdraw(error)
-            raise
+        await entry.space
+        if not entry.admitted:
+            raise entry.exception() or AssertionError
 
     def _decide(self) -> None:
         """Decide what becomes of the entries, in this order."""
@@ -260,34 +268,34 @@ class Batcher(ABC, Generic[EntryT]):
         try:
             while self._again:
                 self._again = False
-                # 1. What comes too late ends.
-                self._end_late()
-                # 2. What may start, starts.
+                if queue.total:
+                    # 1. What comes too late ends.
+                    self._end_late()
+                # 2. What may start, starts; more may have been found too late on the way.
                 self._start_ready()
+                self._end_late()
                 # 3. What waits outside comes in where there is space now.
                 for entry in queue.admit():
-                    if entry.space is not None and not entry.space.done():
-                        entry.space.set_result(None)
+                    self._tell(entry)
         finally:
             self._deciding = False
         # 4. The next deadline brings us back.
-        due = self._next_due()
+        self._set_alarm()
+        # 5. A stop ends when nothing is left.
+        if self._ended is not None and not queue.total and self._idle() and not self._ended.done():
+            self._ended.set_result(None)
+
+    def _set_alarm(self) -> None:
+        due = self._queue.next_deadline()
         if due is not None and (self._alarm is None or due < self._alarm_at):
             if self._alarm is not None:
                 self._alarm.cancel()
             self._alarm_at = due
             self._alarm = self.loop.call_later(max(LEAST_DELAY_S, due - self._clock()), self._ring)
-        # 5. A stop ends when nothing is left.
-        if self._ended is not None and not queue.total and self._idle() and not self._ended.done():
-            self._ended.set_result(None)
 
     def _ring(self) -> None:
         self._alarm = None
         self._decide()
-
-    def _next_due(self) -> float | None:
-        """Return when the next deadline passes."""
-        return self._queue.next_deadline()
 
     def _end_late(self) -> None:
         """End the entries whose deadline has passed."""
@@ -297,34 +305,36 @@ class Batcher(ABC, Generic[EntryT]):
 
     def _refuse_all(self) -> None:
         """End all that has not started."""
-        message = f"{type(self).__name__} was stopped before the record could start"
         for entry in self._queue.clear():
-            self._end(entry, Closed(message))
-
-    def _count_unserved(self, entry: EntryT, late: bool) -> None:
-        if not entry.admitted:
-            self._recorder.rejected += entry.records
-        elif late:
-            self._recorder.expired += entry.records
-        else:
-            self._recorder.failed += entry.records
+            self._end(entry, Closed(f"{type(self).__name__} was stopped before the record could start"))
 
     def _end(self, entry: EntryT, error: BatcherError) -> None:
-        """Count an entry that has left the queue unserved, and tell its caller."""
-        self._count_unserved(entry, isinstance(error, Expired))
-        self._tell(entry, error)
+        """End an entry that has left the queue unserved, and tell its caller."""
+        self._recorder.unserved(entry, late=isinstance(error, Expired))
+        entry.fail(error)
+        if not entry.admitted or isinstance(error, Closed):
+            # Python reports errors that are not looked at. A caller in `submit` gets this one from there; of
+            # those that a stop ends, few are looked at.
+            entry.exception()
+        self._tell(entry)
 
-    def _tell(self, entry: EntryT, error: BatcherError) -> None:
-        """Tell the caller of an entry that it has left the queue unserved."""
-        entry.refusal = error
+    def _tell(self, entry: EntryT) -> None:
+        """Wake the caller that waits for space for an entry."""
         if entry.space is not None and not entry.space.done():
             entry.space.set_result(None)
 
+    def _withdraw(self, entry: EntryT) -> None:
+        """Count an entry that was cancelled, and give its place back."""
+        if entry.admitted:
+            self._recorder.cancelled += entry.records
+        if self._queue.remove(entry):
+            self._decide()
+
     # Steps that each batcher takes in its own way
 
-    def _unchanged(self) -> bool:
-        """Return whether one more entry in the queue gives nothing to decide."""
-        return False
+    @abstractmethod
+    def _matters(self, entry: EntryT) -> bool:
+        """Return whether something may start because of an entry that has come."""
 
     @abstractmethod
     def _start_ready(self) -> None:

@@ -24,40 +24,44 @@ def shown(value: object) -> str:
     return repr(value)
 
 
-def whole(name: str, value: object, least: int, most: int = LARGEST) -> None:
-    """Raise ValueError unless `value` is a whole number from `least` to `most`."""
+def whole(name: str, value: object, least: int, most: int = LARGEST, *, optional: bool = False) -> None:
+    """Raise ValueError unless `value` is a whole number from `least` to `most`; `optional`: or None."""
+    if optional and value is None:
+        return
     if type(value) is not int or value < least:
         raise ValueError(f"{name} must be a whole number >= {least}, not {shown(value)}")
     if value > most:
         raise ValueError(f"{name} must be a whole number <= {most}, not {shown(value)}")
 
 
-def number(value: object) -> bool:
-    """Return whether `value` is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return -1e300 < value < 1e300
+def _number(name: str, value: object, allowed: str) -> float:
+    """Return `value`, or raise ValueError unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+        raise ValueError(f"{name} must be a finite {allowed}, not {shown(value)}")
+    return value
 
 
 def seconds(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a time from 0 to `LONGEST_S`."""
-    if not number(value) or value < 0:  # type: ignore[operator]
+    number = _number(name, value, "number of seconds >= 0")
+    if number < 0:
         raise ValueError(f"{name} must be a finite number of seconds >= 0, not {shown(value)}")
-    if value > LONGEST_S:  # type: ignore[operator]
+    if number > LONGEST_S:
         raise ValueError(f"{name} must be at most {LONGEST_S:.0f} seconds, not {shown(value)}")
 
 
 def instant(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a point in time."""
-    if not number(value) or abs(value) > LATEST_S:  # type: ignore[arg-type]
+    if abs(_number(name, value, "time in seconds")) > LATEST_S:
         raise ValueError(f"{name} must be a finite time in seconds, not {shown(value)}")
 
 
 def positive(name: str, value: object, most: float = LONGEST_S) -> None:
     """Raise ValueError unless `value` is a number above 0 and at most `most`."""
-    if not number(value) or value <= 0:  # type: ignore[operator]
+    number = _number(name, value, "number > 0")
+    if number <= 0:
         raise ValueError(f"{name} must be a finite number > 0, not {shown(value)}")
-    if value > most:  # type: ignore[operator]
+    if number > most:
         raise ValueError(f"{name} must be at most {most:.0f}, not {shown(value)}")
 
 
@@ -65,16 +69,6 @@ def tenant(value: object) -> None:
     """Raise TypeError unless `value` is the name of a tenant."""
     if not isinstance(value, str):
         raise TypeError(f"tenant must be a string, not {shown(value)}")
-
-
-def order(priority: object, name: object, records: object = 1) -> None:
-    """Raise ValueError or TypeError unless these are a priority, the name of a tenant, and some records."""
-    if type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
-        whole("priority", priority, -PRIORITIES, PRIORITIES)
-    if type(name) is not str:
-        tenant(name)
-    if type(records) is not int or not 1 <= records <= LARGEST:
-        whole("records", records, 1)
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
@@ -103,10 +97,10 @@ def weight(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least {LEAST_WEIGHT:.6f}, not {shown(value)}")
 
 
-def weights(name: str, value: Mapping[str, float] | None) -> None:
+def weights(name: str, value: Mapping[str, float]) -> None:
     """Raise ValueError unless every tenant's weight is one."""
-    if value is not None and not isinstance(value, Mapping):
+    if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping from tenant to weight, not {shown(value)}")
-    for name_of, share in (value or {}).items():
+    for name_of, share in value.items():
         tenant(name_of)
         weight(f"{name}[{name_of!r}]", share)

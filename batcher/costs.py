@@ -48,6 +48,8 @@ def whole_cost(name: str, value: object) -> int:
     Raises:
         ValueError: `value` is not a number from 0 to `checks.LARGEST`.
     """
+    if type(value) is int and 0 <= value <= checks.LARGEST:
+        return value
     whole: object = value
     if isinstance(value, float) and math.isfinite(value):
         whole = math.ceil(value)

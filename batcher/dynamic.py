@@ -6,46 +6,59 @@ import functools
 import math
 import time
 from asyncio import _get_running_loop
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, overload
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from batcher import checks
-from batcher.admission import LEAST_DELAY_S, UNKNOWN_WAIT_S, Batcher, State
+from batcher.admission import UNKNOWN_WAIT_S, Batcher, State
 from batcher.batch_delay import BatchDelay
-from batcher.checks import LARGEST, PRIORITIES
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
-from batcher.entries import Ticket
-from batcher.errors import LATE, BatcherError, Closed, Expired, Oversize
+from batcher.entries import Entry
+from batcher.errors import Closed, Oversize
 from batcher.forming import FORMINGS, LOOKAHEAD_BATCHES, Former, Forming
 from batcher.mapping import map_records
 from batcher.processing import ON_ERROR, OnError, ProcessCall, ProcessFn, Processor
-from batcher.queue import RequestQueue
 from batcher.stats import BatchStats
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
 ItemT = TypeVar("ItemT")
 
-QUIET_PASSES = 3
-"""Passes of the event loop without a new record after which nothing more is arriving just now.
 
-What is sent together arrives within a few passes; an idle pass takes some ten microseconds.
-"""
+class RecordOptions(TypedDict, total=False):
+    """The arguments of `DynamicBatcher.submit_nowait` that many records may share."""
+
+    priority: int
+    tenant: str
+    deadline: float | None
+    timeout: float | None
+
+
+class SubmitOptions(RecordOptions, total=False):
+    """The arguments of `DynamicBatcher.submit_nowait` beside the record."""
+
+    cost: int | None
+    estimated_cost: int | None
 
 
 @dataclass(slots=True, eq=False)
 class _Run(Generic[ResultT]):
-    """A batch that runs; `complete_at` is when nothing more seemed to be coming and it could have waited."""
+    """A batch whose records have not ended.
 
-    batch: list[Ticket[ResultT]]
+    Attributes:
+        complete_at: Time at which nothing more seemed to be coming and the batch could have waited.
+        calling: Whether `process_fn` runs for it, or will.
+    """
+
+    batch: list[Entry[ResultT]]
     started: float
     complete_at: float | None
+    calling: bool = True
     task: asyncio.Task[None] | None = None
 
 
-class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
+class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     """Runs records from many callers through one function, in batches::
 
         async with DynamicBatcher(process, target_batch_cost=8_000) as batcher:
@@ -68,8 +81,9 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         min_batch_size: Fewest records in a batch, unless the timeout has passed or the batcher stops.
         batch_timeout_s: Seconds that a record waits for others at most while `process_fn` is free.
         max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
-        prefetch_batches: Full batches that are decided ahead while `process_fn` is busy, so that the next
-            one starts without delay. A more urgent record can't pass them: 0 where that matters more.
+        prefetch_batches: Above 0, the next full batch is chosen while `process_fn` is busy, where that takes
+            time: with `forming` "sorted" and "bucketed". Its records keep their places until it starts, so
+            that a more urgent one passes them. In the order of the queue a batch is cut in microseconds.
         default_cost: Cost of a record without a cost of its own.
         max_queue_cost: Cost that may wait; None: no bound.
         max_concurrent_batches: Calls of `process_fn` that may run at once.
@@ -122,86 +136,58 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         checks.whole("target_batch_cost", target_batch_cost, 1)
         checks.whole("max_batch_size", max_batch_size, 1)
         checks.whole("min_batch_size", min_batch_size, 1)
-        checks.whole("max_queue_size", max_queue_size, 1)
+        checks.whole("prefetch_batches", prefetch_batches, 0)
+        checks.whole("default_cost", default_cost, 0)
+        checks.whole("max_concurrent_batches", max_concurrent_batches, 1)
+        checks.whole("lookahead", lookahead, 1, optional=True)
+        checks.seconds("batch_timeout_s", batch_timeout_s)
+        checks.one_of("forming", forming, FORMINGS)
+        checks.flag("padded", padded)
+        checks.one_of("oversize", oversize, ("alone", "reject"))
+        checks.one_of("on_error", on_error, ON_ERROR)
+        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock)
         for name, bound in (("max_batch_size", max_batch_size), ("max_queue_size", max_queue_size)):
             if min_batch_size > bound:
                 raise ValueError(f"min_batch_size must be at most {name}={bound}, not {min_batch_size}")
-        checks.seconds("batch_timeout_s", batch_timeout_s)
-        checks.whole("prefetch_batches", prefetch_batches, 0)
-        checks.whole("default_cost", default_cost, 0)
-        if max_queue_cost is not None:
-            checks.whole("max_queue_cost", max_queue_cost, 1)
-        checks.whole("max_concurrent_batches", max_concurrent_batches, 1)
-        checks.one_of("forming", forming, FORMINGS)
-        checks.flag("padded", padded)
-        if lookahead is not None:
-            checks.whole("lookahead", lookahead, 1)
-        checks.one_of("oversize", oversize, ("alone", "reject"))
-        checks.one_of("on_error", on_error, ON_ERROR)
-        queue: RequestQueue[Ticket[ResultT]] = RequestQueue(
-            clock=clock,
-            max_size=max_queue_size,
-            max_cost=max_queue_cost,
-            priority_aging_s=priority_aging_s,
-            tenant_weights=tenant_weights,
-        )
-        super().__init__(queue, clock)
         self._call = ProcessCall(process_fn, max_concurrent_batches, type(self).__name__)
         self._cost_of = CostRule(cost_estimator, self._cost_methods, default_cost)
         self._processor: Processor[ResultT] = Processor(self._call, on_error, self._recorder, clock)
-        self._former = Former(
-            forming,
-            max_batch_size,
-            target_batch_cost,
-            padded,
-            LOOKAHEAD_BATCHES * max_batch_size if lookahead is None else lookahead,
-        )
+        lookahead = LOOKAHEAD_BATCHES * max_batch_size if lookahead is None else lookahead
+        self._former = Former(forming, max_batch_size, target_batch_cost, padded, lookahead)
+        self._plans = prefetch_batches > 0 and self._former.chooses
         self._min_batch_size = max_batch_size if forming == "static" else min_batch_size
-        self._timeout_s = batch_timeout_s
-        self._delay = BatchDelay(batch_timeout_s)
+        self._delay = BatchDelay(
+            self._queue, self._min_batch_size, batch_timeout_s, clock, self._launch_partial
+        )
         self._max_queue_size = max_queue_size
-        self._prefetch = prefetch_batches
         self._concurrency = max_concurrent_batches
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
         self._context: contextvars.Context
-        self._withdraw = self._cancelled
-        # Batches that run, and those of which the last records are about to end.
+        # Bound once, not for each record.
+        self._told = self._withdraw
         self._runs: set[_Run[ResultT]] = set()
-        self._ending: set[_Run[ResultT]] = set()
-        # Full batches that are decided ahead, the earliest deadline in them, and the number of records that
-        # have to come before there can be another.
-        self._formed: deque[list[Ticket[ResultT]]] = deque()
-        self._formed_due = math.inf
-        self._form_at = 0
-        # The next look at a partial batch, when it has to leave, how many records had come by the last look,
-        # the quiet passes since, and when nothing seemed to be arriving any more.
-        self._look_handle: asyncio.Handle | None = None
-        self._look_by = 0.0
-        self._seen = 0
-        self._quiet = 0
-        self._complete_at: float | None = None
+        self._calls = 0
+        # The next batch, as far as it was chosen ahead.
+        self._plan: list[Entry[ResultT]] = []
+        # So much has to wait for the next decision: a record that comes before that costs little.
+        self._due_size: float = 0
+        self._due_cost: float = 0
 
     @property
     def stats(self) -> BatchStats:
         """A snapshot, true at this moment."""
         recorder, queue = self._recorder, self._queue
-        formed = [ticket for batch in self._formed for ticket in batch if not ticket.done()]
-        runs = (*self._runs, *self._ending)
-        running = [ticket for run in runs for ticket in run.batch if not ticket.done()]
+        running = [entry for run in self._runs for entry in run.batch if not entry.done()]
         batches = recorder.batches or 1
-        classes = queue.classes()
-        for ticket in formed:
-            records, cost = classes.get(ticket.priority, (0, 0))
-            classes[ticket.priority] = (records + 1, cost + ticket.cost)
         return BatchStats(
             **recorder.common(self._clock()),  # type: ignore[arg-type]
             total_submitted=queue.entered,
-            queue_depth=queue.size + len(formed),
-            queue_cost=queue.cost + sum(ticket.cost for ticket in formed),
-            queue_classes=classes,
+            queue_depth=queue.size,
+            queue_cost=queue.cost,
+            queue_classes=queue.classes(),
             outside=queue.outside,
             running=len(running),
-            running_cost=sum(ticket.cost for ticket in running),
+            running_cost=sum(entry.cost for entry in running),
             total_batches=recorder.batches,
             total_batch_cost=recorder.batch_cost,
             total_padded_cost=recorder.padded_cost,
@@ -214,7 +200,8 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         await super().start()
         self._call.open()
         self._context = contextvars.copy_context()
-        self._look_handle = None
+        self._delay.release()
+        self._due_size = 0
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
         await super().stop(drain, timeout)
@@ -231,7 +218,7 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         deadline: float | None = None,
         timeout: float | None = None,
         estimated_cost: int | None = None,
-    ) -> Ticket[ResultT]:
+    ) -> Entry[ResultT]:
         """Queue one record at once and return the future of its result.
 
         Args:
@@ -263,68 +250,65 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         deadline: float | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - of the record, not of this call
         estimated_cost: int | None = None,
-    ) -> Ticket[ResultT]:
+    ) -> Entry[ResultT]:
         """Queue one record and return the future of its result; waits while the queue is full.
 
-        While it waits for space, the record has its place in the order already.
-
-        Args:
-            record: What `process_fn` is given; the other arguments are those of `submit_nowait`.
+        The arguments and the errors are those of `submit_nowait`, but for `QueueFull`. While it waits for
+        space, the record has its place in the order already.
 
         Raises:
-            Expired: The deadline passed before there was space. And what `submit_nowait` raises, but for
-                `QueueFull`.
+            Expired: The deadline passed before there was space.
         """
-        ticket = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
-        if not ticket.admitted:
-            await self._wait_for_space(ticket, lambda _: ticket.cancel())
-        return ticket
+        entry = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
+        if not entry.admitted:
+            try:
+                await self._wait_for_space(entry)
+            except BaseException:
+                entry.cancel()
+                raise
+        return entry
 
     async def submit_batch(
         self,
         records: Iterable[RecordT],
         *,
         cost: Sequence[int] | None = None,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - of the records, not of this call
         estimated_cost: Sequence[int] | None = None,
-    ) -> list[Ticket[ResultT]]:
+        **options: Unpack[RecordOptions],
+    ) -> list[Entry[ResultT]]:
         """Queue many records and return their futures, in the same order.
 
         If one is refused, those before it are cancelled.
 
         Args:
-            records: What `process_fn` is given, each on its own; the other arguments are those of `submit`.
+            records: What `process_fn` is given, each on its own.
             cost: The cost of each; None: found as in `submit`.
             estimated_cost: Another name for `cost`.
+            options: The other arguments of `submit`, for all of them.
 
         Raises:
             ValueError: There are not as many costs as records. And what `submit` raises.
         """
         records = list(records)
-        _either(cost, estimated_cost)
-        costs = {"cost": cost, "estimated_cost": estimated_cost}
-        for name, given in costs.items():
-            if given is not None and len(given) != len(records):
-                raise ValueError(
-                    f"{name} must have one cost for each of the {len(records)} records, not {len(given)}"
-                )
-        if timeout is not None:
-            deadline = self._deadline(deadline, timeout, self._clock())
-        tickets: list[Ticket[ResultT]] = []
+        name = "cost" if estimated_cost is None else "estimated_cost"
+        costs: Sequence[int | None] = _either(cost, estimated_cost) or [None] * len(records)
+        if len(costs) != len(records):
+            raise ValueError(
+                f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
+            )
+        costs = [None if one is None else whole_cost(name, one) for one in costs]
+        if options.get("timeout") is not None:
+            options["deadline"] = self._deadline(options.get("deadline"), options["timeout"], self._clock())
+            options["timeout"] = None
+        entries: list[Entry[ResultT]] = []
         try:
-            for index, record in enumerate(records):
-                one = {name: given[index] for name, given in costs.items() if given is not None}
-                tickets.append(
-                    await self.submit(record, **one, priority=priority, tenant=tenant, deadline=deadline)
-                )
+            for record, one in zip(records, costs, strict=True):
+                entries.append(await self.submit(record, cost=one, **options))
         except BaseException:
-            for ticket in tickets:
-                ticket.cancel()
+            for entry in entries:
+                entry.cancel()
             raise
-        return tickets
+        return entries
 
     @overload
     def map(
@@ -391,15 +375,16 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
     ) -> float:
         # The time until `process_fn` is free, and the batches before its own at their mean time.
         before, ahead = self._queue.ahead(priority, tenant)
-        if len(self._runs) < self._concurrency and not before:
+        free = self._calls < self._concurrency
+        if free and not before:
             return 0.0
         batch_s = self._delay.batch_s
         if batch_s is None:
             return UNKNOWN_WAIT_S
-        batches = len(self._formed) + self._former.batches(before + records - 1, ahead + cost - 1)
+        batches = self._former.batches(before + records - 1, ahead + cost - 1)
         rest = 0.0
-        if len(self._runs) >= self._concurrency:
-            rest = max(0.0, batch_s - (self._clock() - min(run.started for run in self._runs)))
+        if not free:
+            rest = max(0.0, batch_s - (self._clock() - min(run.started for run in self._runs if run.calling)))
         return rest + batches * batch_s / self._concurrency
 
     def _submit(
@@ -412,228 +397,142 @@ class DynamicBatcher(Batcher[Ticket[ResultT]], Generic[RecordT, ResultT]):
         timeout: float | None,
         estimated_cost: int | None,
         wait: bool,
-    ) -> Ticket[ResultT]:
+    ) -> Entry[ResultT]:
         if self._state is not State.RUNNING or _get_running_loop() is not self._loop:
             self._check_open()
-        name = "cost"
         if estimated_cost is not None:
-            name, cost = "estimated_cost", _either(cost, estimated_cost)
-        if type(cost) is not int or not 0 <= cost <= LARGEST:
-            cost = self._cost_of(record) if cost is None else whole_cost(name, cost)
-        if type(tenant) is not str or type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
-            checks.order(priority, tenant)
+            cost = whole_cost("estimated_cost", _either(cost, estimated_cost))
         now = self._clock()
         if deadline is not None or timeout is not None:
             deadline = self._deadline(deadline, timeout, now)
-        if cost > self._limit:
-            self._recorder.rejected += 1
-            raise Oversize(cost, self._limit)
-        ticket: Ticket[ResultT] = Ticket(
-            self._withdraw, self._loop, record, cost, priority, tenant, deadline, now
+        entry: Entry[ResultT] = Entry(
+            record,
+            self._cost_of(record) if cost is None else cost,
+            priority,
+            tenant,
+            deadline,
+            1,
+            self._loop,
+            self._told,
+            now,
         )
-        self._enter(ticket, wait)
-        return ticket
+        if entry.cost > self._limit:
+            self._recorder.rejected += 1
+            raise Oversize(entry.cost, self._limit)
+        self._enter(entry, wait)
+        return entry
 
     # Batches
 
-    def _unchanged(self) -> bool:
-        queue, former = self._queue, self._former
-        total = queue.total
-        if len(self._runs) < self._concurrency:
-            if self._look_handle is None or total == self._min_batch_size:
-                return False
-        elif len(self._formed) >= self._prefetch:
-            return True
-        return total < former.max_records and (queue.total_cost < former.budget or not former.by_cost)
+    def _matters(self, entry: Entry[ResultT]) -> bool:
+        queue = self._queue
+        return queue.total >= self._due_size or queue.total_cost >= self._due_cost
 
     def _start_ready(self) -> None:
-        """Start every batch that can start, and decide the full ones that come next."""
+        """Start every batch that can start, and note when there is something to decide again."""
         queue, former = self._queue, self._former
-        if self._formed_due < math.inf:
-            self._expire_formed()
-        while len(self._runs) < self._concurrency:
-            if self._formed:
-                self._launch(self._formed.popleft())
-            elif queue.total and (
-                former.full(queue.total, queue.total_cost) or self._state is State.STOPPING
-            ):
-                self._launch(self._cut())
-            else:
-                if queue.total and (self._look_handle is None or queue.total == self._min_batch_size):
-                    self._look_soon()
+        while self._calls < self._concurrency:
+            total = queue.total
+            if not total or not (former.full(total, queue.total_cost) or self._state is State.STOPPING):
+                if total and (not self._delay.holds or total == self._min_batch_size):
+                    self._delay.hold(self.loop)
+                least = self._min_batch_size if total < self._min_batch_size else former.max_records
+                self._due_size = least if self._delay.holds else 0
+                self._due_cost = former.budget
                 return
-        while (
-            len(self._formed) < self._prefetch
-            and queue.entered >= self._form_at
-            and former.full(queue.total, queue.total_cost)
-        ):
-            self._form()
+            self._launch(self._cut())
+        self._due_size = self._due_cost = math.inf
+        if self._plans and not self._plan:
+            self._due_size, self._due_cost = former.max_records, former.budget
+            if former.full(queue.total, queue.total_cost):
+                self._plan = former.choose_full(queue)
+                # Without a full one it is worth another try when twice as many wait.
+                self._due_size, self._due_cost = math.inf if self._plan else 2 * queue.total, math.inf
 
-    def _cut(self) -> list[Ticket[ResultT]]:
-        """Take the next batch; what was found too late on the way ends."""
-        batch = self._former.cut(self._queue)
+    def _cut(self) -> list[Entry[ResultT]]:
+        """Take the next batch: the one that was chosen ahead, if nothing has changed for it."""
+        batch, self._plan = self._plan, []
+        if batch and self._queue.head() in batch and all(entry.waiting for entry in batch):
+            for entry in batch:
+                self._queue.pick(entry)
+        else:
+            batch = self._former.cut(self._queue)
+        # A record found too late on the way ends before the batch begins.
         self._end_late()
         return batch
 
-    def _form(self) -> None:
-        """Decide the next batch ahead, if it is full."""
-        batch, lacks = self._former.cut_full(self._queue)
-        self._end_late()
-        if not batch:
-            self._form_at = self._queue.entered + lacks
-            return
-        self._formed.append(batch)
-        for ticket in batch:
-            if ticket.deadline is not None and ticket.deadline < self._formed_due:
-                self._formed_due = ticket.deadline
-
-    def _launch(self, batch: list[Ticket[ResultT]]) -> None:
+    def _launch(self, batch: list[Entry[ResultT]]) -> None:
         if not batch:
             return
-        if self._look_handle is not None:
-            self._look_handle.cancel()
-            self._look_handle = None
         now = self._clock()
-        if not self._runs:
+        if not self._calls:
             self._recorder.switch(True, now)
-        run = _Run(batch, now, self._complete_at)
-        self._complete_at = None
-        self._form_at = 0
+        run = _Run(batch, now, self._delay.release())
         self._runs.add(run)
-        work = self._processor.run(batch, functools.partial(self._leave, run))
+        self._calls += 1
         # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
-        run.task = self.loop.create_task(work, context=self._context.copy())
+        run.task = self.loop.create_task(self._process(run), context=self._context.copy())
 
-    def _leave(self, run: _Run[ResultT], typical: bool, ended: bool) -> None:
-        """Make space for the next batch; a run that was given up has left already."""
-        if ended:
-            self._ending.discard(run)
-        if run not in self._runs:
+    async def _process(self, run: _Run[ResultT]) -> None:
+        try:
+            await self._processor.run(run.batch, functools.partial(self._free, run))
+        finally:
+            self._free(run, False)
+            self._runs.discard(run)
+            if self._ended is not None:
+                self._decide()
+
+    def _free(self, run: _Run[ResultT], typical: bool) -> None:
+        """Make space for the next batch, unless the run has done so already, or was given up."""
+        if not run.calling:
             return
-        self._runs.remove(run)
-        if not ended:
-            self._ending.add(run)
+        run.calling = False
+        self._calls -= 1
         now = self._clock()
-        if not self._runs:
+        if not self._calls:
             self._recorder.switch(False, now)
         if typical:
-            arrivals = (ticket.submitted_at for tickets in (run.batch, self._queue) for ticket in tickets)
+            arrivals = (entry.submitted_at for entries in (run.batch, self._queue) for entry in entries)
             self._delay.learn(now - run.started, run.complete_at, arrivals)
         self._decide()
 
-    # A partial batch
-
-    def _look_soon(self) -> None:
-        if self._look_handle is not None:
-            self._look_handle.cancel()
-        self._quiet = 0
-        self._complete_at = None
-        self._look_by = min(ticket.submitted_at for ticket in self._queue) + self._timeout_s
-        self._look_handle = self.loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        """Decide whether a partial batch leaves now."""
-        self._look_handle = None
-        queue = self._queue
-        if not queue.total or len(self._runs) >= self._concurrency:
-            return
-        self._quiet = self._quiet + 1 if self._seen == queue.entered else 0
-        self._seen = queue.entered
-        if self._quiet < QUIET_PASSES and self._clock() < self._look_by:
-            self._look_handle = self.loop.call_soon(self._look)
-            return
-        patience = self._patience()
-        if patience > 0:
-            self._look_handle = self.loop.call_later(max(LEAST_DELAY_S, patience), self._look)
-        else:
+    def _launch_partial(self) -> None:
+        """Start a batch that has waited long enough for others."""
+        if self._queue.total:
             self._launch(self._cut())
-            self._decide()
+        self._decide()
 
-    def _patience(self) -> float:
-        """Return the seconds that a partial batch still waits for others."""
-        now = self._clock()
-        oldest = min(ticket.submitted_at for ticket in self._queue)
-        if self._queue.total < self._min_batch_size:
-            return oldest + self._timeout_s - now
-        left = oldest + self._delay.wait_s - now
-        if self._complete_at is None and left > 0:
-            self._complete_at = now
-        return left if self._delay.pays(self._queue.total) else 0.0
-
-    # Records that leave
-
-    def _cancelled(self, ticket: Ticket[ResultT]) -> None:
-        if ticket.admitted:
-            self._recorder.cancelled += 1
-        if self._queue.remove(ticket):
-            self._decide()
-
-    def _tell(self, entry: Ticket[ResultT], error: BatcherError) -> None:
-        if not entry.admitted:
-            super()._tell(entry, error)
-        elif not entry.done():
-            entry.fail(error)
-            if isinstance(error, Closed):
-                # Python reports errors that are not looked at; of those that a stop ends, few are.
-                entry.exception()
-
-    def _next_due(self) -> float | None:
-        due = self._queue.next_deadline()
-        if self._formed_due == math.inf:
-            return due
-        return self._formed_due if due is None else min(due, self._formed_due)
-
-    def _expire_formed(self) -> None:
-        """End what comes too late of the batches that were decided ahead."""
-        now = self._clock()
-        if now < self._formed_due:
-            return
-        self._formed_due = math.inf
-        for ticket in (ticket for batch in self._formed for ticket in batch if not ticket.done()):
-            if ticket.deadline is None:
-                continue
-            if ticket.deadline <= now:
-                self._end(ticket, Expired(LATE))
-            else:
-                self._formed_due = min(self._formed_due, ticket.deadline)
-
-    def _refuse_all(self) -> None:
-        super()._refuse_all()
-        message = f"{type(self).__name__} was stopped before the record could start"
-        while self._formed:
-            self._close_records(self._formed.popleft(), message)
-        self._formed_due = math.inf
-
-    def _close_records(self, batch: list[Ticket[ResultT]], message: str) -> None:
-        for ticket in batch:
-            if not ticket.done():
-                self._end(ticket, Closed(message))
+    # The end
 
     def _idle(self) -> bool:
-        return not self._runs and not self._formed
+        return not self._runs
 
     def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
         return any(run.task is task for run in self._runs)
 
-    def _abort(self) -> list[asyncio.Task[Any]]:
+    def _give_up(self) -> set[_Run[ResultT]]:
+        """Let go of all that runs, and return it."""
         runs, self._runs = self._runs, set()
-        self._recorder.switch(False, self._clock())
-        tasks = [run.task for run in runs if run.task is not None]
         for run in runs:
-            self._close_records(run.batch, f"{type(self).__name__} was stopped while the record ran")
+            run.calling = False
+        self._calls = 0
+        self._plan = []
+        self._recorder.switch(False, self._clock())
+        return runs
+
+    def _abort(self) -> list[asyncio.Task[Any]]:
+        runs = self._give_up()
+        for entry in (entry for run in runs for entry in run.batch):
+            if not entry.done():
+                self._end(entry, Closed(f"{type(self).__name__} was stopped while the record ran"))
+        tasks = [run.task for run in runs if run.task is not None]
         for task in tasks:
             task.cancel()
         return tasks
 
     def _abandon(self) -> None:
-        left = [*self._formed, *(run.batch for run in self._runs)]
-        self._recorder.failed += sum(not ticket.done() for batch in left for ticket in batch)
-        self._formed.clear()
-        self._formed_due = math.inf
-        self._runs.clear()
-        self._ending.clear()
-        self._recorder.switch(False, self._clock())
-        self._look_handle = None
+        self._recorder.failed += sum(not entry.done() for run in self._give_up() for entry in run.batch)
+        self._delay.release()
 
 
 def _either(cost: ItemT | None, estimated_cost: ItemT | None) -> ItemT | None:

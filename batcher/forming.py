@@ -4,7 +4,6 @@ import bisect
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from batcher.queue import EntryT, RequestQueue
@@ -19,13 +18,17 @@ LOOKAHEAD_BATCHES = 16
 """How far to look ahead by default, in batches."""
 
 
-@dataclass(frozen=True, slots=True)
 class Former:
     """Cuts batches from a queue.
 
     The record whose turn it is goes with every batch, so that none starves.
 
     Attributes:
+        max_records: Most records in a batch.
+        budget: Most cost of a batch.
+        chooses: Whether a batch is chosen by length, which takes some time.
+
+    Args:
         forming: "arrival": in the order of the queue, while the budget lasts. "static": in the order of
             the queue, by number alone. "sorted": the records nearest in length to the one whose turn it
             is, among the next `lookahead`. "bucketed": those in its bucket, of fixed bounds, among them.
@@ -35,62 +38,44 @@ class Former:
         lookahead: Records that are looked at to find some of like length.
     """
 
-    forming: Forming
-    max_records: int
-    budget: int
-    padded: bool
-    lookahead: int
-
-    @property
-    def by_cost(self) -> bool:
-        """Whether the cost of the records bounds a batch, and not their number alone."""
-        return self.forming != "static"
+    def __init__(self, forming: Forming, max_records: int, budget: int, padded: bool, lookahead: int) -> None:
+        self._forming = forming
+        self.max_records: int = max_records
+        self.budget: float = math.inf if forming == "static" else budget
+        self.chooses: bool = forming in ("sorted", "bucketed")
+        self._padded = padded
+        self._lookahead = lookahead
 
     def full(self, records: int, cost: int) -> bool:
         """Return whether so many waiting records, of that cost together, fill a batch."""
-        return records >= self.max_records or (cost >= self.budget and self.by_cost)
+        return records >= self.max_records or cost >= self.budget
 
     def batches(self, records: int, cost: int) -> int:
         """Return how many full batches so many records, of that cost together, make at least."""
-        by_number = records // self.max_records
-        return by_number if self.forming == "static" else max(by_number, cost // self.budget)
+        return max(records // self.max_records, int(cost // self.budget))
 
     def cut(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
         """Take the next batch from a queue; none if nothing waits."""
-        if self.forming == "arrival":
-            return queue.take(self.budget, self.max_records, padded=self.padded)
-        if self.forming == "static":
-            return queue.take(None, self.max_records)
-        return self._pick(queue, self._choose(queue))
-
-    def cut_full(self, queue: RequestQueue[EntryT]) -> tuple[list[EntryT], int]:
-        """Take the next batch if it is full, of a queue in which enough waits for one.
-
-        Returns:
-            The batch, and if there is none how many records it lacks.
-        """
-        if self.forming in ("arrival", "static"):
-            return self.cut(queue), 0
-        batch = self._choose(queue)
-        if not batch:
-            return [], 1
-        longest = max(map(_length, batch))
-        cost = longest * (len(batch) + 1) if self.padded else sum(map(_length, batch)) + longest
-        if len(batch) == self.max_records or cost > self.budget:
-            return self._pick(queue, batch), 0
-        lacks = (self.budget - cost) // longest + 1 if longest else self.max_records
-        return [], max(1, min(self.max_records - len(batch), lacks))
-
-    def _choose(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
-        window = queue.peek(self.lookahead)
-        if not window:
-            return []
-        return self._nearest(window) if self.forming == "sorted" else self._of_one_bucket(window)
-
-    def _pick(self, queue: RequestQueue[EntryT], batch: list[EntryT]) -> list[EntryT]:
+        if not self.chooses:
+            return queue.take(self.budget, self.max_records, padded=self._padded)
+        batch = self.choose(queue)
         for entry in batch:
             queue.pick(entry)
         return batch
+
+    def choose(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
+        """Return the next batch by length, which stays in the queue; none if nothing waits."""
+        window = queue.peek(self._lookahead)
+        if not window:
+            return []
+        return self._nearest(window) if self._forming == "sorted" else self._of_one_bucket(window)
+
+    def choose_full(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
+        """Return the next batch by length if there is no space in it for one more like its longest."""
+        batch = self.choose(queue)
+        longest = max(map(_length, batch), default=0)
+        cost = longest * (len(batch) + 1) if self._padded else sum(map(_length, batch)) + longest
+        return batch if len(batch) == self.max_records or cost > self.budget else []
 
     def _nearest(self, window: list[EntryT]) -> list[EntryT]:
         """Return the run of like length around the first entry that is largest and then pads least."""
@@ -118,8 +103,8 @@ class Former:
 
     def _first_affordable(self, sums: Sequence[int], longest: int, end: int) -> int:
         """Return the lowest start from which the run up to `end` is within the budget."""
-        if self.padded:
-            return max(0, end - self.budget // longest) if longest else 0
+        if self._padded:
+            return max(0, end - int(self.budget // longest)) if longest else 0
         return bisect.bisect_left(sums, sums[end] - self.budget)
 
     def _of_one_bucket(self, window: list[EntryT]) -> list[EntryT]:
@@ -131,7 +116,7 @@ class Former:
             if _bucket(entry.cost) != bucket:
                 continue
             longest = max(longest, entry.cost)
-            total = longest * (len(batch) + 1) if self.padded else total + entry.cost
+            total = longest * (len(batch) + 1) if self._padded else total + entry.cost
             if batch and total > self.budget:
                 break
             batch.append(entry)

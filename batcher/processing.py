@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, Literal, TypeVar, cast
 
-from batcher.entries import Ticket
+from batcher.entries import Entry
 from batcher.errors import LATE, Aborted, BadResults, Expired, fit, separate
-from batcher.stats import BatchObservation, Observation, Outcome, Recorder
+from batcher.stats import BatchObservation, Outcome, Recorder
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
@@ -118,7 +118,7 @@ class Search:
     than 2 n. With `one_by_one` each record is tested alone, whatever is found.
     """
 
-    def __init__(self, batch: list[Ticket[Any]], one_by_one: bool) -> None:
+    def __init__(self, batch: list[Entry[Any]], one_by_one: bool) -> None:
         self._pool = deque(batch)
         # So many at the head of the pool have failed together.
         self._suspects = len(batch)
@@ -127,8 +127,8 @@ class Search:
         self._one_by_one = one_by_one
         self._draw = random.Random(len(batch))
 
-    def next(self) -> list[Ticket[Any]]:
-        """Return the tickets to test next; none: all are known."""
+    def next(self) -> list[Entry[Any]]:
+        """Return the entries to test next; none: all are known."""
         pool = self._pool
         if self._one_by_one or self._suspects == 1:
             size = 1
@@ -139,21 +139,21 @@ class Search:
         if self._bad and not self._good:
             # A caller's bad records stand together: whether others are good shows elsewhere.
             pool.rotate(-self._draw.randrange(len(pool) or 1))
-        part: list[Ticket[Any]] = []
+        part: list[Entry[Any]] = []
         while pool and len(part) < size:
-            ticket = pool.popleft()
-            if ticket.done():
+            entry = pool.popleft()
+            if entry.done():
                 self._suspects = max(0, self._suspects - 1)
             else:
-                part.append(ticket)
+                part.append(entry)
         return part
 
-    def passed(self, part: list[Ticket[Any]]) -> None:
+    def passed(self, part: list[Entry[Any]]) -> None:
         """Take in that a group has succeeded."""
         self._good += len(part)
         self._suspects = max(0, self._suspects - len(part))
 
-    def failed(self, part: list[Ticket[Any]]) -> bool:
+    def failed(self, part: list[Entry[Any]]) -> bool:
         """Take in that a group has failed; return whether its only record is found."""
         if len(part) > 1:
             self._pool.extendleft(reversed(part))
@@ -163,8 +163,8 @@ class Search:
         self._suspects = 0
         return True
 
-    def outage(self) -> list[Ticket[Any]]:
-        """Return the rest of the tickets if there is no hope for them."""
+    def outage(self) -> list[Entry[Any]]:
+        """Return the rest of the entries if there is no hope for them."""
         if self._one_by_one or self._good or self._bad < OUTAGE:
             return []
         rest = list(self._pool)
@@ -184,7 +184,7 @@ class Search:
 
 
 class Processor(Generic[ResultT]):
-    """Runs batches of tickets and ends each ticket."""
+    """Runs batches of entries and ends each entry."""
 
     def __init__(
         self,
@@ -198,24 +198,24 @@ class Processor(Generic[ResultT]):
         self._recorder = recorder
         self._clock = clock
 
-    async def run(self, batch: list[Ticket[ResultT]], leave: Callable[[bool, bool], None]) -> None:
+    async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
         """Process a batch; if it fails, search for the records that it is due to.
 
-        `leave` is called when `process_fn` won't be called again, before the last tickets end: so the next
-        batch can start before the callers of this one take the event loop. And once more when they have
-        ended. It is told whether `process_fn` was called just once, and whether all has ended.
+        Args:
+            batch: The entries; each of them ends.
+            free: Called when `process_fn` won't be called again, before the last entries end: so the next
+                batch can start before the callers of this one take the event loop. It is told whether
+                `process_fn` was called just once.
         """
         search: Search | None = None
-        called = False
         try:
             part = self._in_time(batch)
             while part:
                 started = self._clock()
-                called = True
                 results: Sequence[ResultT] = ()
                 failure: Exception | None = None
                 try:
-                    results = await self._call([ticket.record for ticket in part])
+                    results = await self._call([entry.record for entry in part])
                 except Exception as error:
                     failure = error
                 self._count_batch(part)
@@ -234,91 +234,87 @@ class Processor(Generic[ResultT]):
                     part = search.next()
                     continue
                 if not part:
-                    leave(search is None, False)
+                    free(search is None)
                 if failure is None:
                     self._resolve(tested, results, started)
                 else:
-                    self._count_records(tested, started, None)
-                    self.reject(tested, failure)
+                    self._fail(tested, failure, started)
         except BaseException as cause:
-            self.reject(batch, Aborted(f"the batch was cut short by {cause!r}"))
+            self._fail(batch, Aborted(f"the batch was cut short by {cause!r}"))
             raise
-        finally:
-            leave(called and search is None, True)
 
-    def reject(self, tickets: list[Ticket[ResultT]], error: Exception) -> None:
-        """Fail those tickets that have not ended, each with an error object of its own."""
-        for ticket in tickets:
-            if not ticket.done():
-                self._recorder.failed += 1
-                ticket.fail(error)
-                error = separate(error)
-
-    def _searches(self, batch: list[Ticket[ResultT]], failure: Exception | None) -> bool:
+    def _searches(self, batch: list[Entry[ResultT]], failure: Exception | None) -> bool:
         if failure is None or isinstance(failure, BadResults):
             return False
         return len(batch) > 1 and self._on_error != "fail"
 
-    def _in_time(self, batch: list[Ticket[ResultT]]) -> list[Ticket[ResultT]]:
-        """Return the tickets that were not cancelled; end those that come too late."""
+    def _in_time(self, batch: list[Entry[ResultT]]) -> list[Entry[ResultT]]:
+        """Return the entries that were not cancelled; end those that come too late."""
         now = self._clock()
-        for ticket in batch:
-            if ticket.deadline is not None and ticket.deadline <= now and not ticket.done():
-                self._recorder.expired += 1
-                ticket.fail(Expired(LATE))
-        return [ticket for ticket in batch if not ticket.done()]
+        late = [entry for entry in batch if entry.deadline is not None and entry.deadline <= now]
+        for entry in late:
+            if not entry.done():
+                self._recorder.unserved(entry, late=True)
+                entry.fail(Expired(LATE))
+        return [entry for entry in batch if not entry.done()]
 
-    def _count_batch(self, part: list[Ticket[ResultT]]) -> None:
+    def _count_batch(self, part: list[Entry[ResultT]]) -> None:
         recorder = self._recorder
-        costs = [ticket.cost for ticket in part]
+        costs = [entry.cost for entry in part]
+        cost = sum(costs)
         recorder.batches += 1
         recorder.batch_records += len(part)
-        recorder.batch_cost += sum(costs)
+        recorder.batch_cost += cost
         recorder.padded_cost += max(costs) * len(part)
         if recorder.observations is not None:
-            recorder.observations.batches.append(BatchObservation(len(part), sum(costs)))
+            recorder.observations.batches.append(BatchObservation(len(part), cost))
 
-    def _count_records(
-        self, part: list[Ticket[ResultT]], started: float, results: Sequence[ResultT] | None
-    ) -> None:
+    def _count_records(self, part: list[Entry[ResultT]], started: float, results: Sequence[ResultT]) -> None:
+        """Count records that ran; without results they failed."""
         recorder = self._recorder
-        waits = [started - ticket.submitted_at for ticket in part]
-        run = self._clock() - started
-        recorder.ran += len(part)
-        recorder.run_s += run * len(part)
-        recorder.waits += waits
-        recorder.runs += [run] * len(part)
-        if (observations := recorder.observations) is not None:
-            for index, (ticket, wait) in enumerate(zip(part, waits, strict=True)):
-                outcome: Outcome = "completed"
-                if ticket.cancelled():
-                    outcome = "cancelled"
-                elif results is None or isinstance(results[index], BaseException):
-                    outcome = "failed"
-                observations.records.append(
-                    Observation(ticket.tenant, ticket.priority, ticket.cost, wait, run, outcome)
-                )
+        waits = [started - entry.submitted_at for entry in part]
+        run_s = self._clock() - started
+        recorder.ran(len(part), waits, run_s)
+        if recorder.observations is None:
+            return
+        for index, (entry, wait_s) in enumerate(zip(part, waits, strict=True)):
+            outcome: Outcome = "completed"
+            if entry.cancelled():
+                outcome = "cancelled"
+            elif not results or isinstance(results[index], BaseException):
+                outcome = "failed"
+            recorder.observe(entry.tenant, entry.priority, entry.cost, wait_s, run_s, outcome)
 
-    def _resolve(self, part: list[Ticket[ResultT]], results: Sequence[ResultT], started: float) -> None:
+    def _fail(self, part: list[Entry[ResultT]], error: Exception, started: float | None = None) -> None:
+        """Fail those entries that have not ended, each with an error object of its own."""
+        if started is not None:
+            self._count_records(part, started, ())
+        for entry in part:
+            if not entry.done():
+                self._recorder.failed += 1
+                entry.fail(error)
+                error = separate(error)
+
+    def _resolve(self, part: list[Entry[ResultT]], results: Sequence[ResultT], started: float) -> None:
         self._count_records(part, started, results)
         recorder = self._recorder
         completed = cost = 0
         submitted = 0.0
         seen: set[int] = set()
-        for ticket, result in zip(part, results, strict=True):
-            if ticket.done():
+        for entry, result in zip(part, results, strict=True):
+            if entry.done():
                 continue
             if isinstance(result, BaseException):
                 recorder.failed += 1
                 error = fit(result)
-                ticket.fail(separate(error) if error is result and id(result) in seen else error)
+                entry.fail(separate(error) if error is result and id(result) in seen else error)
                 seen.add(id(result))
             else:
                 completed += 1
-                cost += ticket.cost
-                submitted += ticket.submitted_at
-                ticket.record = None
-                ticket.set_result(result)
+                cost += entry.cost
+                submitted += entry.submitted_at
+                entry.record = None
+                entry.set_result(result)
         recorder.completed += completed
         recorder.completed_cost += cost
         recorder.latency_s += completed * self._clock() - submitted

@@ -16,7 +16,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "variable_length": MappingProxyType({"forming": "sorted", "padded": True, "prefetch_batches": 1}),
         # Each answer is awaited: short waits, and nothing is decided before it has to be.
         "real_time": MappingProxyType({"batch_timeout_s": 0.05, "prefetch_batches": 0}),
-        # Bulk work: batches of 32 to 64, one being prepared while another runs.
+        # Bulk work: batches of 32 to 64, two at a time.
         "high_throughput": MappingProxyType(
             {
                 "min_batch_size": 32,

@@ -5,12 +5,13 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from batcher import checks
-from batcher.entries import Queued
+from batcher.entries import Entry
 from batcher.errors import QueueFull
-from batcher.fair_share import SLACK, Backlog, Held, Tenant, Tenants, Tier, Turns
+from batcher.fair_share import SLACK, Backlog, Tier, Turns
+from batcher.tenants import Tenant, Tenants
 
 BACKGROUND_SHARE = 0.9
 """Share of the bounds that the background may fill."""
@@ -18,7 +19,7 @@ BACKGROUND_SHARE = 0.9
 OPEN_SHARE = 0.8
 """Share of the bounds that any tenant may fill; beyond it each has its fair share of the whole."""
 
-EntryT = TypeVar("EntryT", bound=Queued)
+EntryT = TypeVar("EntryT", bound=Entry[Any])
 
 
 class Bound(NamedTuple):
@@ -35,7 +36,7 @@ class Bound(NamedTuple):
     of_tenant: bool
 
 
-class RequestQueue(Held, Generic[EntryT]):
+class RequestQueue(Generic[EntryT]):
     """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
 
     **Order.** The lowest `priority`, or tier, goes first. Inside a tier the tenant goes first that was
@@ -58,8 +59,6 @@ class RequestQueue(Held, Generic[EntryT]):
         total_cost: Their cost.
         outside: Records that wait for space.
         outside_cost: Their cost.
-        size: The others, that count against the bounds.
-        cost: Their cost.
         entered: Records that got in so far.
 
     Args:
@@ -75,9 +74,6 @@ class RequestQueue(Held, Generic[EntryT]):
         ValueError: An argument is out of range.
     """
 
-    total: int
-    total_cost: int
-
     def __init__(
         self,
         *,
@@ -88,23 +84,23 @@ class RequestQueue(Held, Generic[EntryT]):
         tenant_weights: Mapping[str, float] | None = None,
         background: int | None = None,
     ) -> None:
-        super().__init__()
         checks.function("clock", clock)
-        if max_size is not None:
-            checks.whole("max_size", max_size, 1)
-        if max_cost is not None:
-            checks.whole("max_cost", max_cost, 1)
+        checks.whole("max_size", max_size, 1, optional=True)
+        checks.whole("max_cost", max_cost, 1, optional=True)
         if priority_aging_s is not None:
             checks.positive("priority_aging_s", priority_aging_s)
-        if background is not None:
-            checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
+        checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES, optional=True)
         self._clock = clock
         self._max_size = math.inf if max_size is None else max_size
         self._max_cost = math.inf if max_cost is None else max_cost
-        self._open_size = math.floor(OPEN_SHARE * max_size) if max_size else math.inf
-        self._open_cost = math.floor(OPEN_SHARE * max_cost) if max_cost else math.inf
+        self._open_size = OPEN_SHARE * self._max_size
+        self._open_cost = OPEN_SHARE * self._max_cost
         self._aging = priority_aging_s
-        self._background: float = math.inf if background is None else background
+        self._background = math.inf if background is None else background
+        self.total: int = 0
+        self.total_cost: int = 0
+        self.outside: int = 0
+        self.outside_cost: int = 0
         self.entered: int = 0
         self._tiers: dict[int, Tier] = {}
         self._turns: Turns[Tier] = Turns()
@@ -118,6 +114,16 @@ class RequestQueue(Held, Generic[EntryT]):
         self._sequence = itertools.count()
         self._expired: list[EntryT] = []
 
+    @property
+    def size(self) -> int:
+        """Records that count against the bounds."""
+        return self.total - self.outside
+
+    @property
+    def cost(self) -> int:
+        """The cost of the records that count against the bounds."""
+        return self.total_cost - self.outside_cost
+
     def __len__(self) -> int:
         return self.total
 
@@ -129,7 +135,11 @@ class RequestQueue(Held, Generic[EntryT]):
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
-        return {tier.priority: (tier.size, tier.cost) for tier in self._tiers.values() if tier.size}
+        return {
+            tier.priority: (tier.total - tier.outside, tier.total_cost - tier.outside_cost)
+            for tier in self._tiers.values()
+            if tier.total > tier.outside
+        }
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
         """Return how many records go before one that comes now, and their cost together.
@@ -141,7 +151,7 @@ class RequestQueue(Held, Generic[EntryT]):
         """
         records = cost = 0
         for tier in self._tiers.values():
-            if tier.priority > priority:
+            if tier.priority > priority or not tier.total:
                 continue
             before = tier.total
             if tenant is not None and tier.priority == priority:
@@ -154,9 +164,12 @@ class RequestQueue(Held, Generic[EntryT]):
 
     def own(self, priority: int, tenant: str) -> int:
         """Return how many records of a tenant wait in a tier."""
-        tier = self._tiers.get(priority)
-        backlog = tier.backlogs.get(tenant) if tier is not None else None
+        backlog = self._backlog(priority, tenant)
         return 0 if backlog is None else backlog.total
+
+    def _backlog(self, priority: int, tenant: str) -> Backlog | None:
+        tier = self._tiers.get(priority)
+        return None if tier is None else tier.backlogs.get(tenant)
 
     # Bounds
 
@@ -168,40 +181,44 @@ class RequestQueue(Held, Generic[EntryT]):
         """
         if entry._place is not None:
             raise ValueError("the entry waits already")
-        records, cost, priority = entry.records, entry.cost, entry.priority
-        tier = self._tiers.get(priority)
-        if tier is None:
-            claims = self._claims[priority >= self._background]
-            tier = self._tiers[priority] = Tier(priority, claims, key=self._key(priority), order=priority)
-            self._turns.push(tier)
+        records, cost = entry.records, entry.cost
+        tier = self._tiers.get(entry.priority)
+        if tier is None or not tier.total:
+            tier = self._open(entry.priority, tier)
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None or not backlog.total:
             backlog = tier.join(self._tenants.join(entry.tenant))
-        entry._place = backlog
         tenant = backlog.tenant
-        size, full_cost = self.total - self.outside + records, self.total_cost - self.outside_cost + cost
-        admitted = entry.admitted = not backlog.outside and (
-            (size <= self._open_size and full_cost <= self._open_cost) or self._bound(entry, tenant) is None
+        entry._place = backlog
+        admitted = backlog.outside is None and (
+            (
+                self.total - self.outside + records <= self._open_size
+                and self.total_cost - self.outside_cost + cost <= self._open_cost
+            )
+            or self._bound(entry, tenant) is None
         )
+        last = backlog.last
+        if last is None:
+            backlog.first = entry
+        else:
+            last._next = entry
+            entry._previous = last
+        backlog.last = entry
         backlog.total += records
         tier.total += records
         tier.total_cost += cost
         tenant.total += records
-        tenant.total_cost += cost
         self.total += records
         self.total_cost += cost
+        entry.admitted = admitted
         if admitted:
-            backlog.inside.append(entry)
+            tenant.size += records
+            tenant.cost += cost
             self.entered += records
         else:
-            backlog.wait(entry)
-            self._count_outside(entry, backlog, 1)
+            self._wait(entry, backlog)
         if entry.deadline is not None:
-            heapq.heappush(self._deadlines, (entry.deadline, next(self._sequence), entry, backlog))
-            if len(self._deadlines) > self._most_deadlines:
-                self._deadlines = [item for item in self._deadlines if _holds(item)]
-                heapq.heapify(self._deadlines)
-                self._most_deadlines = 2 * len(self._deadlines) + SLACK
+            self._keep_deadline(entry.deadline, entry, backlog)
         return admitted
 
     def add(self, entry: EntryT) -> None:
@@ -224,7 +241,7 @@ class RequestQueue(Held, Generic[EntryT]):
     def full(self, entry: EntryT) -> Bound:
         """Return the bound that keeps an entry outside."""
         backlog: Backlog = entry._place
-        bound = self._bound(entry, backlog.tenant) or self._bound(backlog.waiting.entries[0], backlog.tenant)
+        bound = self._bound(entry, backlog.tenant) or self._bound(backlog.outside, backlog.tenant)
         # Behind another entry that was only just let in.
         return bound or Bound("max_queue_size", int(min(self._max_size, checks.LARGEST)), True)
 
@@ -234,65 +251,68 @@ class RequestQueue(Held, Generic[EntryT]):
         Returns:
             The entries that have come in from outside since the last call, also those that were taken.
         """
-        if self.outside:
-            for claims in self._claims:
-                while claims:
-                    backlog = next(iter(claims))
-                    entry: EntryT = backlog.waiting.entries[0]
-                    bound = self._bound(entry, backlog.tenant)
-                    if bound is None:
-                        self._let(entry, backlog)
-                        if backlog.outside:
-                            claims.move_to_end(backlog)
-                    elif bound.of_tenant:
-                        # Its turn comes again when one of the tenant's entries leaves.
-                        del claims[backlog]
-                        backlog.tenant.parked.append(backlog)
-                    else:
-                        break
+        for claims in self._claims if self.outside else ():
+            while claims:
+                backlog = next(iter(claims))
+                bound = self._bound(backlog.outside, backlog.tenant)
+                if bound is None:
+                    self._let(backlog.outside, backlog)
+                    if backlog in claims:
+                        claims.move_to_end(backlog)
+                elif bound.of_tenant:
+                    # Its turn comes again when one of the tenant's entries leaves.
+                    del claims[backlog]
+                    backlog.tenant.parked.append(backlog)
+                else:
+                    break
         let_in, self._let_in = self._let_in, []
         return let_in
 
     def _bound(self, entry: EntryT, tenant: Tenant) -> Bound | None:
         """Return the bound that an entry of a tenant would exceed, if it were let in now."""
         inside = self.total - self.outside
-        size, cost = inside + entry.records, self.total_cost - self.outside_cost + entry.cost
-        open_size, open_cost = size <= self._open_size, cost <= self._open_cost
-        if (open_size and open_cost) or not inside:
+        if not inside:
             return None
-        most, most_cost = self._max_size, self._max_cost
-        if entry.priority >= self._background:
-            most, most_cost = BACKGROUND_SHARE * most, BACKGROUND_SHARE * most_cost
-        if size > most:
+        share = BACKGROUND_SHARE if entry.priority >= self._background else 1.0
+        size, cost = inside + entry.records, self.total_cost - self.outside_cost + entry.cost
+        if size > share * self._max_size:
             return Bound("max_queue_size", int(self._max_size), False)
-        if cost > most_cost:
+        if cost > share * self._max_cost:
             return Bound("max_queue_cost", int(self._max_cost), False)
-        if tenant.size:
-            share = self._tenants.share(tenant)
-            if not open_size and tenant.size + entry.records > share * most:
+        if tenant.size and (size > self._open_size or cost > self._open_cost):
+            share *= self._tenants.share(tenant)
+            if size > self._open_size and tenant.size + entry.records > share * self._max_size:
                 return Bound("max_queue_size", int(self._max_size), True)
-            if not open_cost and tenant.cost + entry.cost > share * most_cost:
+            if cost > self._open_cost and tenant.cost + entry.cost > share * self._max_cost:
                 return Bound("max_queue_cost", int(self._max_cost), True)
         return None
 
+    def _wait(self, entry: EntryT, backlog: Backlog) -> None:
+        """Count an entry that waits outside."""
+        if backlog.outside is None:
+            backlog.outside = entry
+            backlog.tier.claims[backlog] = None
+        self._count_outside(entry, backlog, 1)
+
     def _let(self, entry: EntryT, backlog: Backlog) -> None:
         """Let an entry in that waits outside."""
-        self._leave_outside(entry, backlog)
-        backlog.inside.append(entry)
+        if entry is backlog.outside:
+            backlog.outside = entry._next
+        self._count_outside(entry, backlog, -1)
+        backlog.tenant.size += entry.records
+        backlog.tenant.cost += entry.cost
         entry.admitted = True
         self.entered += entry.records
         self._let_in.append(entry)
 
-    def _leave_outside(self, entry: EntryT, backlog: Backlog) -> None:
-        backlog.waiting.discard(entry)
-        self._count_outside(entry, backlog, -1)
-        if not backlog.outside:
-            backlog.tier.claims.pop(backlog, None)
-
     def _count_outside(self, entry: EntryT, backlog: Backlog, sign: int) -> None:
-        for held in (self, backlog.tier, backlog.tenant, backlog):
-            held.outside += sign * entry.records
-            held.outside_cost += sign * entry.cost
+        tier, records, cost = backlog.tier, sign * entry.records, sign * entry.cost
+        tier.outside += records
+        tier.outside_cost += cost
+        self.outside += records
+        self.outside_cost += cost
+        if backlog.outside is None:
+            tier.claims.pop(backlog, None)
 
     # Order
 
@@ -302,13 +322,14 @@ class RequestQueue(Held, Generic[EntryT]):
         Args:
             before: Only of the tiers before this priority; None: of all.
         """
-        self._sweep()
+        if self._deadlines:
+            self._sweep()
         tier = self._turns.first()
         if before is not None:
-            tiers = [tier for tier in self._tiers.values() if tier.priority < before]
+            tiers = [tier for tier in self._tiers.values() if tier.total and tier.priority < before]
             tier = min(tiers, key=lambda tier: (tier.key, tier.priority), default=None)
         backlog = None if tier is None else tier.turns.first()
-        return None if backlog is None else next(iter(backlog))
+        return None if backlog is None else backlog.first
 
     def pick(self, entry: EntryT) -> None:
         """Take one waiting entry, whatever its place, and charge its tenant.
@@ -321,7 +342,7 @@ class RequestQueue(Held, Generic[EntryT]):
         self._serve(entry, entry._place, self._clock())
 
     def take(
-        self, budget: int | None = None, max_records: int | None = None, *, padded: bool = False
+        self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
     ) -> list[EntryT]:
         """Take the entries whose turn it is, in order, as many as fit together.
 
@@ -332,22 +353,25 @@ class RequestQueue(Held, Generic[EntryT]):
             max_records: Most records; None: no bound.
             padded: The cost of all together is that of the costliest times their number, not the sum.
         """
-        self._sweep()
+        if self._deadlines:
+            self._sweep()
         now = self._clock()
         batch: list[EntryT] = []
         total = longest = records = 0
+        most_cost: float = math.inf if budget is None else budget
         most: float = math.inf if max_records is None else max_records
-        while records < most and (tier := self._turns.first()) is not None:
+        first = self._turns.first
+        while records < most and (tier := first()) is not None:
             backlog = tier.turns.first()
             assert backlog is not None
-            entry: EntryT = (backlog.inside.entries or backlog.waiting.entries)[0]
+            entry: EntryT = backlog.first
             records += entry.records
             if padded:
                 longest = max(longest, entry.cost)
                 total = longest * records
             else:
                 total += entry.cost
-            if batch and ((budget is not None and total > budget) or records > most):
+            if (total > most_cost or records > most) and batch:
                 break
             self._serve(entry, backlog, now)
             batch.append(entry)
@@ -360,14 +384,25 @@ class RequestQueue(Held, Generic[EntryT]):
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
-        tier = self._tiers.get(entry.priority)
-        backlog = tier.backlogs.get(entry.tenant) if tier is not None else None
-        if tier is None or backlog is None:
+        backlog = self._backlog(entry.priority, entry.tenant)
+        if backlog is None or not backlog.tier.total:
             # A tenant that was forgotten starts at the level of the others: nothing to put right.
             return
         backlog.key += (used - charged) * backlog.tenant.charge
+        backlog.tier.top = max(backlog.tier.top, backlog.key)
         if backlog.item is not None and backlog.key < backlog.item[0]:
-            tier.turns.push(backlog)
+            backlog.tier.turns.push(backlog)
+
+    def _open(self, priority: int, tier: Tier | None) -> Tier:
+        """Return a tier in which nothing has waited; it begins to wait for its turn."""
+        if tier is None:
+            tier = self._tiers[priority] = Tier(
+                priority, self._claims[priority >= self._background], order=priority
+            )
+        tier.key = self._key(priority)
+        if tier.item is None:
+            self._turns.push(tier)
+        return tier
 
     def _key(self, priority: int) -> float:
         # All tiers age alike, so comparing these keys needs no clock.
@@ -375,15 +410,18 @@ class RequestQueue(Held, Generic[EntryT]):
 
     def _serve(self, entry: EntryT, backlog: Backlog, now: float) -> None:
         """Charge a tenant for an entry and take it out."""
+        tier = backlog.tier
         if not entry.admitted:
             self._let(entry, backlog)
-        backlog.key += (entry.cost or 1) * backlog.tenant.charge
+        key = backlog.key = backlog.key + (entry.cost or 1) * backlog.tenant.charge
+        if key > tier.top:
+            tier.top = key
         if self._aging is not None:
-            backlog.tier.key = now + entry.priority * self._aging
+            tier.key = now + tier.priority * self._aging
         self._drop(entry, backlog)
 
     def _walk(self) -> Iterator[EntryT]:
-        turns = [(tier.key, tier.priority, tier.walk()) for tier in self._tiers.values()]
+        turns = [(tier.key, tier.priority, tier.walk()) for tier in self._tiers.values() if tier.total]
         heapq.heapify(turns)
         while turns:
             _, priority, entries = turns[0]
@@ -412,8 +450,11 @@ class RequestQueue(Held, Generic[EntryT]):
 
     def expire(self) -> list[EntryT]:
         """Take out and return the entries whose deadline has passed; each is returned once."""
-        self._sweep()
-        expired, self._expired = self._expired, []
+        if self._deadlines:
+            self._sweep()
+        expired = self._expired
+        if expired:
+            self._expired = []
         return expired
 
     def next_deadline(self) -> float | None:
@@ -423,9 +464,16 @@ class RequestQueue(Held, Generic[EntryT]):
             heapq.heappop(deadlines)
         return deadlines[0][0] if deadlines else None
 
+    def _keep_deadline(self, deadline: float, entry: EntryT, backlog: Backlog) -> None:
+        heapq.heappush(self._deadlines, (deadline, next(self._sequence), entry, backlog))
+        if len(self._deadlines) > self._most_deadlines:
+            self._deadlines = [item for item in self._deadlines if _holds(item)]
+            heapq.heapify(self._deadlines)
+            self._most_deadlines = 2 * len(self._deadlines) + SLACK
+
     def _sweep(self) -> None:
         """Take out the entries whose deadline has passed."""
-        now = self._clock() if self._deadlines else 0.0
+        now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now:
             item = heapq.heappop(self._deadlines)
             if _holds(item):
@@ -434,34 +482,43 @@ class RequestQueue(Held, Generic[EntryT]):
 
     def _drop(self, entry: EntryT, backlog: Backlog) -> None:
         tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
-        inside = backlog.inside
-        if entry.admitted and inside.entries[0] is entry and not inside.gone:
-            inside.entries.popleft()
-        elif entry.admitted:
-            inside.discard(entry)
+        before, after = entry._previous, entry._next
+        if before is None:
+            backlog.first = after
         else:
-            self._leave_outside(entry, backlog)
+            before._next = after
+            entry._previous = None
+        if after is None:
+            backlog.last = before
+        else:
+            after._previous = before
+            entry._next = None
+        if entry is backlog.outside:
+            backlog.outside = after
         entry._place = None
         backlog.total -= records
         tier.total -= records
         tier.total_cost -= cost
-        tenant.total -= records
-        tenant.total_cost -= cost
         self.total -= records
         self.total_cost -= cost
+        tenant.total -= records
+        if entry.admitted:
+            tenant.size -= records
+            tenant.cost -= cost
+        else:
+            self._count_outside(entry, backlog, -1)
         if tenant.parked:
             for parked in tenant.parked:
-                if parked.outside:
+                if parked.outside is not None:
                     parked.tier.claims[parked] = None
             tenant.parked.clear()
-        if not tier.total:
-            # Nothing is owed in a tier in which nothing waits.
-            del self._tiers[tier.priority]
-            tier.item = None
-        elif not backlog.total:
+        if not backlog.total:
             tier.retire(backlog)
-        if not tenant.total:
-            self._tenants.leave(tenant)
+            if not tenant.total:
+                self._tenants.leave(tenant)
+            if not tier.total and len(self._tiers) > SLACK:
+                del self._tiers[tier.priority]
+                tier.item = None
 
     # Tenants
 
@@ -494,6 +551,6 @@ class RequestQueue(Held, Generic[EntryT]):
         return self._tenants.get(name)
 
 
-def _holds(item: tuple[float, int, Queued, Backlog]) -> bool:
-    """Return whether an item of the deadlines is of an entry that still waits where it did."""
+def _holds(item: tuple[float, int, Entry[Any], Backlog]) -> bool:
+    """Return whether an item of the deadlines is of an entry that still waits there, not in another queue."""
     return item[2]._place is item[3] and item[2].deadline == item[0]

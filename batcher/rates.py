@@ -1,10 +1,9 @@
 """How fast records are served, and what follows: estimates of waits, and when to come back."""
 
-import math
 import random
 from collections.abc import Callable
 
-from batcher.fair_share import Tenant
+from batcher.tenants import Tenant
 
 MEMORY = 1 - 1 / 256
 """Weight that a finished record keeps when the next one finishes."""
@@ -40,7 +39,7 @@ class ServiceRate:
 
     @property
     def known(self) -> bool:
-        """Whether enough has been measured to refuse a record for it."""
+        """True once enough has been measured to refuse a record for it."""
         return self._records > ENOUGH
 
     def learn(self, cost: int, seconds: float, records: int = 1) -> None:
@@ -72,8 +71,15 @@ def retry_after(
 
     The records of one tenant come back one after the other, as fast as the tenant is served, and not
     before the wait is over, nor before those of the same or a higher tier; the demand of one tenant doesn't
-    delay another. A random part spreads those of several tenants. `wait_s` is what the record would wait if
-    it were let in, `own` how many of its tenant's wait in its tier.
+    delay another. A random part spreads those of several tenants.
+
+    Args:
+        tenant: The tenant of the record.
+        priority: Its tier.
+        wait_s: Seconds that it would wait if it were let in.
+        own: Records of its tenant that wait in its tier.
+        now: The time.
+        draw: Returns the random part, 0 to 1.
     """
     returns = tenant.returns
     if priority not in returns:
@@ -86,42 +92,3 @@ def retry_after(
         if tier >= priority:
             returns[tier] = max(returns[tier], now) + wait_s / (own + 1) / RETURNS_SHARE
     return (at - now) * (1 + SPREAD * draw())
-
-
-STEPS = 2
-"""Steps between the end of a record and the first step of one that is only then let in: the end is told
-with one step, and the next is planned by then."""
-
-FIRST_OUTPUT = 64.0
-"""Tokens that a record is expected to produce before one has ended."""
-
-OUTPUT_MEMORY = 1 - 1 / 64
-"""Weight that a record keeps in the mean output when the next one ends."""
-
-
-class Standby:
-    """Says how many records may wait in an engine beyond its places, so that none of these stays empty.
-
-    A record stays a step per token, so by Little's law `places / mean output` of them end in a step. As
-    many wait in the engine as end until others could come: more would only have left the queue, and its
-    order, too early.
-
-    Attributes:
-        places: Records in one step of the engine.
-        records: How many may wait, at most as many as there are places.
-    """
-
-    def __init__(self, places: int) -> None:
-        self.places: int = places
-        self._ended = 1.0
-        self._tokens = FIRST_OUTPUT
-        self.records: int = self._count()
-
-    def learn(self, output_tokens: int, records: int = 1) -> None:
-        """Take in what records that have ended produced together; none of them less than for one step."""
-        self._ended = self._ended * OUTPUT_MEMORY + records
-        self._tokens = self._tokens * OUTPUT_MEMORY + max(records, output_tokens)
-        self.records = self._count()
-
-    def _count(self) -> int:
-        return min(self.places, math.ceil(STEPS * self.places * self._ended / self._tokens))

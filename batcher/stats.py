@@ -1,9 +1,11 @@
 """Statistics: what a batcher counts, the frozen snapshot of it, and observations of single records."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from batcher.entries import Entry
 
 ItemT = TypeVar("ItemT")
 
@@ -42,12 +44,8 @@ class Stats:
         cost_throughput: Completed cost per second since the start.
         avg_latency_s: Mean seconds from submission to result, of the completed records.
         avg_run_s: Mean seconds that a record ran; each time that it ran, where batches were split.
-        wait_p50_s: Seconds from submission to start: median.
-        wait_p90_s: The same, 90th percentile.
-        wait_p99_s: The same, 99th percentile.
-        run_p50_s: Seconds from start to end: median.
-        run_p90_s: The same, 90th percentile.
-        run_p99_s: The same, 99th percentile.
+        wait_p50_s: Seconds from submission to start: median; `wait_p90_s`, `wait_p99_s`: percentiles.
+        run_p50_s: Seconds from start to end: median; `run_p90_s`, `run_p99_s`: percentiles.
     """
 
     total_submitted: int = 0
@@ -82,31 +80,27 @@ class Stats:
 
     def report(self) -> str:
         """Return the statistics as a few lines for a terminal."""
-        width = max(len(label) for label, _ in self._lines())
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in self._lines())
+        lines = self._lines()
+        width = max(map(len, lines))
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in lines.items())
 
-    def _lines(self) -> list[tuple[str, str]]:
-        ended = f"{self.total_completed:,} completed, {self.total_failed:,} failed"
-        gone = f"{self.total_cancelled:,} cancelled, {self.total_expired:,} expired"
-        return [
-            (
-                "records",
-                f"{self.total_submitted:,} submitted: {ended}, {gone}, {self.total_rejected:,} rejected",
+    def _lines(self) -> dict[str, str]:
+        busy, idle = _time(self.busy_time_s), _time(self.idle_time_s)
+        run, outside = _time(self.avg_run_s), f"{self.outside:,}"
+        return {
+            "records": (
+                f"{self.total_submitted:,} submitted: {self.total_completed:,} completed, "
+                f"{self.total_failed:,} failed, {self.total_cancelled:,} cancelled, "
+                f"{self.total_expired:,} expired, {self.total_rejected:,} rejected"
             ),
-            (
-                "waiting",
-                f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {self.outside:,} more for space",
-            ),
-            ("running", f"{self.running:,} records, cost {self.running_cost:,}"),
-            (
-                "utilization",
-                f"{self.utilization:.1%} ({_time(self.busy_time_s)} busy, {_time(self.idle_time_s)} idle)",
-            ),
-            ("throughput", f"{self.throughput:,.1f} records/s, cost {self.cost_throughput:,.1f}/s"),
-            ("latency", f"{_time(self.avg_latency_s)} on average, of which {_time(self.avg_run_s)} running"),
-            ("wait", _percentiles(self.wait_p50_s, self.wait_p90_s, self.wait_p99_s)),
-            ("run", _percentiles(self.run_p50_s, self.run_p90_s, self.run_p99_s)),
-        ]
+            "waiting": f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {outside} more for space",
+            "running": f"{self.running:,} records, cost {self.running_cost:,}",
+            "utilization": f"{self.utilization:.1%} ({busy} busy, {idle} idle)",
+            "throughput": f"{self.throughput:,.1f} records/s, cost {self.cost_throughput:,.1f}/s",
+            "latency": f"{_time(self.avg_latency_s)} on average, of which {run} running",
+            "wait": _percentiles(self.wait_p50_s, self.wait_p90_s, self.wait_p99_s),
+            "run": _percentiles(self.run_p50_s, self.run_p90_s, self.run_p99_s),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +123,12 @@ class BatchStats(Stats):
     avg_batch_cost: float = 0.0
     padding_ratio: float = 0.0
 
-    def _lines(self) -> list[tuple[str, str]]:
-        return [
-            *Stats._lines(self),
-            (
-                "batches",
-                f"{self.total_batches:,} of {self.avg_batch_size:,.1f} records on average, "
-                f"cost {self.avg_batch_cost:,.1f}; {self.padding_ratio:.1%} padding",
-            ),
-        ]
+    def _lines(self) -> dict[str, str]:
+        batches = (
+            f"{self.total_batches:,} of {self.avg_batch_size:,.1f} records on average, "
+            f"cost {self.avg_batch_cost:,.1f}; {self.padding_ratio:.1%} padding"
+        )
+        return Stats._lines(self) | {"batches": batches}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +159,12 @@ class ContinuousStats(Stats):
     goal_ttft_s: float | None = None
     expected_ttft_s: float | None = None
 
-    def _lines(self) -> list[tuple[str, str]]:
+    def _lines(self) -> dict[str, str]:
         bound = "" if self.max_running is None else f", at most {self.max_running:,} records"
-        return [
-            *Stats._lines(self),
-            ("capacity", f"{self.capacity:,}{bound}; {self.occupancy:.1%} in use on average"),
-            ("output", f"{self.output_tokens:,} tokens"),
-        ]
+        return Stats._lines(self) | {
+            "capacity": f"{self.capacity:,}{bound}; {self.occupancy:.1%} in use on average",
+            "output": f"{self.output_tokens:,} tokens",
+        }
 
 
 def _time(value: float) -> str:
@@ -230,7 +220,7 @@ class BatchObservation(NamedTuple):
     cost: int
 
 
-class Kept(Generic[ItemT]):
+class Kept(deque[ItemT]):
     """The latest items until they are taken; beyond the limit the oldest are dropped.
 
     Args:
@@ -238,14 +228,12 @@ class Kept(Generic[ItemT]):
     """
 
     def __init__(self, limit: int) -> None:
-        self._items: deque[ItemT] = deque(maxlen=limit)
-        # The deque's own method: one call per record.
-        self.append: Callable[[ItemT], None] = self._items.append
+        super().__init__(maxlen=limit)
 
     def take(self) -> list[ItemT]:
         """Return what was kept since the last call."""
-        items = list(self._items)
-        self._items.clear()
+        items = list(self)
+        self.clear()
         return items
 
 
@@ -271,17 +259,18 @@ class Recorder:
     cancelled: int = 0
     expired: int = 0
     rejected: int = 0
-    ran: int = 0
-    run_s: float = 0.0
     latency_s: float = 0.0
     output_tokens: int = 0
     batches: int = 0
     batch_records: int = 0
     batch_cost: int = 0
     padded_cost: int = 0
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     observations: Observations | None = None
+    _ran: int = 0
+    _run_s: float = 0.0
+    _waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    # The time up to `_since`, and the share of the capacity in use, summed over it.
     _busy: bool = False
     _busy_s: float = 0.0
     _idle_s: float = 0.0
@@ -290,6 +279,33 @@ class Recorder:
     _filled_s: float = 0.0
     _filled_at: float = 0.0
 
+    # Records
+
+    def ran(self, records: int, waits_s: Sequence[float], run_s: float) -> None:
+        """Count records that ran for `run_s` after these waits; of many alike, the latest few will do."""
+        self._ran += records
+        self._run_s += records * run_s
+        self._waits += waits_s
+        self._runs += [run_s] * len(waits_s)
+
+    def unserved(self, entry: Entry[Any], *, late: bool = False) -> None:
+        """Count an entry that has left the queue otherwise than to run."""
+        if not entry.admitted:
+            self.rejected += entry.records
+        elif late:
+            self.expired += entry.records
+        else:
+            self.failed += entry.records
+
+    def observe(
+        self, tenant: str, priority: int, cost: int, wait_s: float, run_s: float, outcome: Outcome
+    ) -> None:
+        """Keep the observation of a record, where that is asked for."""
+        if self.observations is not None:
+            self.observations.records.append(Observation(tenant, priority, cost, wait_s, run_s, outcome))
+
+    # Time
+
     def open(self, now: float) -> None:
         """Time counts from now on."""
         self._since = self._filled_at = now
@@ -297,28 +313,39 @@ class Recorder:
     def close(self, now: float) -> None:
         """Time no longer counts."""
         self.fill(self._fill, now)
-        self._busy_s, self._idle_s = self.times(now)
+        self._busy_s, self._idle_s = self._times(now)
         self._since = None
 
     def switch(self, busy: bool, now: float) -> None:
         """From now on the time counts as busy, or as idle."""
-        self._busy_s, self._idle_s = self.times(now)
+        self._busy_s, self._idle_s = self._times(now)
         if self._since is not None:
             self._since = now
         self._busy = busy
 
-    def times(self, now: float) -> tuple[float, float]:
+    def fill(self, share: float, now: float) -> None:
+        """From now on this share of the capacity is in use."""
+        if self._since is not None:
+            self._filled_s += self._fill * (now - self._filled_at)
+            self._filled_at = now
+        self._fill = share
+
+    def occupancy(self, now: float) -> float:
+        """Return the mean share of the capacity that was in use up to now."""
+        self.fill(self._fill, now)
+        elapsed = sum(self._times(now))
+        return self._filled_s / elapsed if elapsed else 0.0
+
+    def _times(self, now: float) -> tuple[float, float]:
         """Return the busy and the idle seconds up to now."""
-        if self._since is None:
-            return self._busy_s, self._idle_s
-        running = now - self._since
+        running = 0.0 if self._since is None else now - self._since
         if self._busy:
             return self._busy_s + running, self._idle_s
         return self._busy_s, self._idle_s + running
 
     def common(self, now: float) -> dict[str, float]:
         """Return the fields of `Stats` that follow from what was counted."""
-        busy, idle = self.times(now)
+        busy, idle = self._times(now)
         elapsed = busy + idle
         found = {
             "total_completed": self.completed,
@@ -331,22 +358,9 @@ class Recorder:
             "throughput": self.completed / elapsed if elapsed else 0.0,
             "cost_throughput": self.completed_cost / elapsed if elapsed else 0.0,
             "avg_latency_s": self.latency_s / self.completed if self.completed else 0.0,
-            "avg_run_s": self.run_s / self.ran if self.ran else 0.0,
+            "avg_run_s": self._run_s / self._ran if self._ran else 0.0,
         }
-        for name, samples in (("wait", self.waits), ("run", self.runs)):
+        for name, samples in (("wait", self._waits), ("run", self._runs)):
             for point, value in zip(POINTS, percentiles(samples, POINTS), strict=True):
                 found[f"{name}_p{point * 100:.0f}_s"] = value
         return found
-
-    def fill(self, share: float, now: float) -> None:
-        """From now on this share of the capacity is in use."""
-        if self._since is not None:
-            self._filled_s += self._fill * (now - self._filled_at)
-            self._filled_at = now
-        self._fill = share
-
-    def occupancy(self, now: float) -> float:
-        """Return the mean share of the capacity that was in use up to now."""
-        self.fill(self._fill, now)
-        elapsed = sum(self.times(now))
-        return self._filled_s / elapsed if elapsed else 0.0

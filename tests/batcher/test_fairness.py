@@ -3,6 +3,7 @@
 import heapq
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def waits_of_modest(greedy_load: float, *, fair: bool = True, seconds: float = 3
         seconds: How long they send.
     """
     clock = Clock()
-    queue: RequestQueue[Entry] = RequestQueue(clock=clock)
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=clock)
     arrivals: list[tuple[float, str, int]] = []
     for tenant, load in (("modest", 0.2), ("greedy", greedy_load)):
         rng = random.Random(tenant)
@@ -66,7 +67,7 @@ def test_without_tenants_the_modest_one_would_wait_behind_the_greedy_one() -> No
 
 @pytest.mark.parametrize("tenants", [2, 100, 5_000])
 def test_all_backlogged_tenants_are_served_alike(tenants: int) -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
     rng = random.Random(tenants)
     for i in range(4 * tenants):
         queue.add(Entry(None, rng.randint(1, 9), tenant=f"t{i % tenants}"))
@@ -79,7 +80,7 @@ def test_all_backlogged_tenants_are_served_alike(tenants: int) -> None:
 
 
 def test_a_weight_may_change_while_records_wait() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
     for i in range(400):
         queue.add(Entry(None, 1, tenant="ab"[i % 2]))
 
@@ -97,7 +98,7 @@ def test_a_weight_may_change_while_records_wait() -> None:
 
 
 def test_a_weight_given_before_a_tenant_comes_holds_from_its_first_record() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
     queue.weigh("a", 3.0)
     for i in range(80):
         queue.add(Entry(None, 1, tenant="ab"[i % 2]))

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,8 @@ def former(forming: Forming, max_records: int = 4, budget: int = 10**9, **fields
     return Former(forming, max_records, budget, **values)  # type: ignore[arg-type]
 
 
-def queue_of(lengths: Sequence[int]) -> RequestQueue[Entry]:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+def queue_of(lengths: Sequence[int]) -> RequestQueue[Entry[Any]]:
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
     for place, length in enumerate(lengths):
         queue.add(Entry(place, length))
     return queue

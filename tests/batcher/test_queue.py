@@ -4,31 +4,33 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher import Entry, QueueFull, RequestQueue
+from tests.batcher.footprint import footprint
 from tests.batcher.virtual import Clock
 
 
-def queue_of(clock: Clock | None = None, **settings: object) -> RequestQueue[Entry]:
+def queue_of(clock: Clock | None = None, **settings: object) -> RequestQueue[Entry[Any]]:
     return RequestQueue(clock=clock or Clock(), **settings)  # type: ignore[arg-type]
 
 
-def add(queue: RequestQueue[Entry], *names: str, cost: int = 1, **fields: object) -> list[Entry]:
-    entries = [Entry(name, cost, **fields) for name in names]  # type: ignore[arg-type]
+def add(queue: RequestQueue[Entry[Any]], *names: str, cost: int = 1, **fields: object) -> list[Entry[Any]]:
+    entries: list[Entry[Any]] = [Entry(name, cost, **fields) for name in names]  # type: ignore[arg-type]
     for entry in entries:
         queue.add(entry)
     return entries
 
 
-def names(entries: Sequence[Entry]) -> str:
+def names(entries: Sequence[Entry[Any]]) -> str:
     return "".join(entry.record for entry in entries)
 
 
-def taken(queue: RequestQueue[Entry], budget: int | None = None, max_records: int | None = None) -> str:
+def taken(queue: RequestQueue[Entry[Any]], budget: int | None = None, max_records: int | None = None) -> str:
     return names(queue.take(budget, max_records))
 
 
@@ -236,10 +238,11 @@ def test_settling_many_times_leaves_nothing_behind() -> None:
     queue = queue_of()
     add(queue, *"a" * 3000, cost=10, tenant="a")
     add(queue, *"b" * 3000, cost=10, tenant="b")
+    before = footprint(queue)
     for _ in range(2000):
         (entry,) = queue.take(max_records=1)
         queue.settle(entry, 10, 9)
-    assert len(queue._tiers[0].turns.heap) < 100
+    assert footprint(queue) < before
 
 
 def test_settling_back_and_forth_keeps_the_order() -> None:
@@ -338,9 +341,7 @@ def test_removed_entries_do_not_pile_up() -> None:
     for _ in range(10_000):
         (entry,) = add(queue, "x", deadline=1e9, cost=2, priority=0)
         queue.remove(entry)
-    (backlog,) = queue._tiers[0].backlogs.values()
-    assert len(backlog.inside.entries) < 200
-    assert len(queue._deadlines) < 100
+    assert footprint(queue) < 1_000
 
 
 def test_an_expired_entry_is_not_taken() -> None:
@@ -463,32 +464,44 @@ def test_picking_from_the_middle_charges_the_tenant() -> None:
 
 
 def test_tenants_are_forgotten_when_they_owe_nothing() -> None:
-    queue = queue_of()
-    for i in range(5000):
-        add(queue, "x", tenant=f"t{i}", priority=i % 50)
-        queue.take()
-    assert len(queue._tiers) <= 1
-    assert queue.head() is None
-    assert queue._tiers == {}
+    clock = Clock()
+    queue = queue_of(clock, max_size=10)
+
+    def use(first: int) -> int:
+        for i in range(first, first + 20_000):
+            add(queue, *"xxxxx", tenant=f"t{i}", priority=i % 50)
+            queue.take()
+            clock.now += 1
+        return footprint(queue)
+
+    before = use(0)
+    assert use(20_000) < 1.1 * before
 
 
 def test_tenants_are_forgotten_while_another_waits() -> None:
-    queue = queue_of()
+    clock = Clock()
+    queue = queue_of(clock)
     add(queue, *"m" * 4000, cost=1, tenant="modest")
-    for i in range(3000):
-        add(queue, "x", tenant=f"t{i}")
+    seen = []
+    for i in range(30_000):
+        add(queue, *"mx", tenant=f"t{i}")
         queue.take(max_records=2)
-    assert len(queue._tiers[0].backlogs) < 10
+        clock.now += 1
+        if i in (12_000, 29_000):
+            seen.append(footprint(queue))
+    assert seen[1] < 1.1 * seen[0]
 
 
 def test_the_memory_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batcher.fair_share.MAX_IDLE_TENANTS", 100)
-    queue = queue_of()
+    clock = Clock()
+    queue = queue_of(clock)
     add(queue, "m", tenant="modest", cost=1)
-    for i in range(1000):
+    monkeypatch.setattr("batcher.tenants.MAX_IDLE_TENANTS", 100)
+    for i in range(2000):
         add(queue, "x", tenant=f"t{i}", cost=1000)
         queue.pick(next(entry for entry in queue if entry.tenant != "modest"))
-    assert len(queue._tiers[0].backlogs) <= 102
+    assert footprint(queue) < 5_000
 
 
 def test_cancelling_again_and_again_leaves_no_trace() -> None:
@@ -497,6 +510,4 @@ def test_cancelling_again_and_again_leaves_no_trace() -> None:
     for _ in range(5000):
         for entry in add(queue, "x", priority=1, tenant="a") + add(queue, "x", tenant="b"):
             queue.remove(entry)
-    assert len(queue._turns.heap) < 100
-    assert len(queue._tiers[0].turns.heap) < 100
-    assert len(queue._tiers[0].idle) <= 3
+    assert footprint(queue) < 1_000

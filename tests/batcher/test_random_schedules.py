@@ -121,9 +121,9 @@ class DynamicSchedule:
         stats = self.batcher.stats
         ended = stats.total_completed + stats.total_failed + stats.total_cancelled + stats.total_expired
         assert stats.total_submitted == ended + stats.queue_depth + stats.running, stats
-        assert self.batcher._queue.size <= self.queue
+        assert stats.queue_depth <= self.queue
         if self.cost_bound is not None:
-            assert self.batcher._queue.cost <= self.cost_bound or self.batcher._queue.size == 1
+            assert stats.queue_cost <= self.cost_bound or stats.queue_depth == 1
         assert stats.queue_cost >= 0
         assert stats.outside >= 0
 
@@ -185,7 +185,6 @@ class DynamicSchedule:
                 assert isinstance(ticket.exception(), BatcherError | BadRecordError | None)
         stats = batcher.stats
         assert (stats.queue_depth, stats.running, stats.outside, self.inside) == (0, 0, 0, [])
-        assert len(batcher._queue) == 0
         if self.forming == "arrival" and self.concurrency == 1:
             self.check_order()
 
@@ -208,6 +207,8 @@ class ContinuousSchedule:
         self.capacity = draw.choice([5, 20])
         self.max_running = draw.choice([None, 1, 4])
         self.queue = draw.randint(1, 8)
+        # An empty queue takes any one slot.
+        self.largest = 3
         self.cost_bound = draw.choice([None, 30])
         self.alone = draw.random() < 0.5
         self.goals = Goals(0.5, 0.1) if draw.random() < 0.3 else None
@@ -233,11 +234,9 @@ class ContinuousSchedule:
         stats = self.batcher.stats
         ended = stats.total_completed + stats.total_failed + stats.total_cancelled + stats.total_expired
         assert stats.total_submitted == ended + stats.queue_depth + stats.running, stats
-        # An empty queue takes any one slot.
-        assert stats.queue_depth <= self.queue or sum(slot.admitted for slot in self.batcher._queue) == 1
+        assert stats.queue_depth <= self.queue or stats.queue_depth <= self.largest
         assert stats.running_cost >= 0
         assert 0 <= stats.background_running <= stats.running
-        assert sum(slot.records for slot in self.batcher._running) == stats.running
 
     async def hold(self, number: int) -> None:
         draw = self.draw
@@ -246,7 +245,7 @@ class ContinuousSchedule:
         deadline = self.loop.time() + draw.choice([0.0, 0.02, 0.1]) if draw.random() < 0.3 else None
         options: dict[str, Any] = {"tenant": tenant, "priority": priority, "deadline": deadline}
         options["wait"] = draw.random() < 0.5
-        options["records"] = draw.choice([1, 1, 1, 2, 3])
+        options["records"] = draw.choice([1, 1, 1, 2, self.largest])
         if draw.random() < 0.3:
             options |= {"prompt_tokens": cost, "max_tokens": 5}
         else:
@@ -301,9 +300,10 @@ class ContinuousSchedule:
             if draw.random() < 0.1 and not batcher.is_running and all(stop.done() for stop in self.stops):
                 await batcher.start()
             self.check()
-            if batcher.is_running and len(batcher._queue) and self.goals is None:
+            stats = batcher.stats
+            if batcher.is_running and stats.queue_depth + stats.outside and self.goals is None:
                 # Nothing waits while the window is empty.
-                assert batcher._running
+                assert stats.running
         self.stop(draw.random() < 0.8, draw.choice([None, None, 0.0, 0.03]))
         async with asyncio.timeout(1_000):
             await asyncio.gather(*self.stops)
@@ -345,14 +345,14 @@ class QueueSchedule:
         self.clock = Clock()
         self.size = draw.choice([None, 1, 5, 20])
         self.cost = draw.choice([None, 10, 60])
-        self.queue: RequestQueue[Entry] = RequestQueue(
+        self.queue: RequestQueue[Entry[Any]] = RequestQueue(
             clock=self.clock,
             max_size=self.size,
             max_cost=self.cost,
             priority_aging_s=draw.choice([None, 3.0]),
             background=draw.choice([None, 1]),
         )
-        self.waiting: list[Entry] = []
+        self.waiting: list[Entry[Any]] = []
 
     def check(self) -> None:
         queue, waiting = self.queue, self.waiting
@@ -369,7 +369,7 @@ class QueueSchedule:
         assert all(entry.waiting for entry in waiting)
         assert set(queue) == set(waiting)
 
-    def leave(self, entries: list[Entry]) -> None:
+    def leave(self, entries: list[Entry[Any]]) -> None:
         for entry in entries:
             self.waiting.remove(entry)
             assert not entry.waiting
@@ -390,7 +390,7 @@ class QueueSchedule:
                 deadline = clock.now + draw.choice([1.0, 5.0]) if draw.random() < 0.3 else None
                 tenant, priority = draw.choice(TENANTS), draw.choice([-1, 0, 0, 1])
                 records = draw.choice([1, 1, 1, 2, 7])
-                entry = Entry(number, draw.randint(0, 20), priority, tenant, deadline, records)
+                entry: Entry[Any] = Entry(number, draw.randint(0, 20), priority, tenant, deadline, records)
                 queue.put(entry)
                 self.waiting.append(entry)
             elif chance < 0.7:
@@ -424,9 +424,8 @@ class QueueSchedule:
         for entry in queue.clear():
             self.waiting.remove(entry)
         self.check()
-        assert not queue._tiers
-        assert not any(queue._claims)
-        queue.weigh("a", None)
+        assert (len(queue), queue.total_cost, queue.outside, queue.next_deadline()) == (0, 0, 0, None)
+        assert queue.head() is None
 
     def expire(self) -> None:
         for entry in self.queue.expire():
@@ -435,7 +434,7 @@ class QueueSchedule:
             self.waiting.remove(entry)
 
 
-def counted(entries: list[Entry]) -> tuple[int, int]:
+def counted(entries: list[Entry[Any]]) -> tuple[int, int]:
     """Return the records of some entries, and their cost."""
     return sum(entry.records for entry in entries), sum(entry.cost for entry in entries)
 

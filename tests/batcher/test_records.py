@@ -169,7 +169,7 @@ async def test_the_bound_of_the_queue_counts_records() -> None:
 
 
 def test_the_share_of_a_tenant_counts_records() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock(), max_size=20)
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock(), max_size=20)
     queue.add(Entry(0, 1, tenant="neighbour", records=9))
     queue.add(Entry(1, 1, tenant="wide", records=7))
     # The 16 places for all are taken; a half of the 20 is the share of each.
@@ -181,7 +181,7 @@ def test_the_share_of_a_tenant_counts_records() -> None:
 
 
 def test_an_empty_queue_takes_any_one_entry() -> None:
-    queue: RequestQueue[Entry] = RequestQueue(clock=Clock(), max_size=4)
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock(), max_size=4)
     queue.add(Entry(0, 1, records=7))
     with pytest.raises(QueueFull):
         queue.add(Entry(1, 1))

@@ -22,7 +22,7 @@ from statistics import NormalDist, fmean
 
 import pytest
 
-from batcher import Queued, QueueFull, RequestQueue
+from batcher import Entry, QueueFull, RequestQueue
 from batcher.stats import percentiles
 from tests.batcher.virtual import Clock
 
@@ -72,37 +72,21 @@ class State(IntEnum):
 ENDS = frozenset({State.DONE, State.EXPIRED, State.CANCELLED, State.REFUSED})
 
 
-class Request(Queued):
+class Request(Entry[None]):
     """A request on its way."""
 
-    __slots__ = (
-        "_place",
-        "admitted",
-        "arrived",
-        "cost",
-        "deadline",
-        "gives_up",
-        "priority",
-        "replica",
-        "run_s",
-        "state",
-        "tenant",
-    )
+    __slots__ = ("arrived", "gives_up", "replica", "run_s", "state")
 
     replica: "Replica"
 
     def __init__(self, draw: random.Random, tenant: str, priority: int, arrived: float) -> None:
         prompt = PROMPTS[int(draw.random() * len(PROMPTS))]
         output = OUTPUTS[int(draw.random() * len(OUTPUTS))]
-        self._place = None
-        self.admitted = False
-        self.arrived = arrived
-        self.cost = prompt + output
-        self.run_s = output * TOKEN_S
-        self.tenant = tenant
-        self.priority = priority
         chance = draw.random()
-        self.deadline = arrived + 50 * chance if chance < 0.1 else None
+        deadline = arrived + 50 * chance if chance < 0.1 else None
+        super().__init__(None, prompt + output, priority, tenant, deadline)
+        self.arrived = arrived
+        self.run_s = output * TOKEN_S
         self.gives_up = arrived + 50 * (1 - chance) if chance > 0.97 else None
         self.state = State.NEW
 

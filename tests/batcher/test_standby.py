@@ -1,14 +1,12 @@
 """Standby: what waits in the engine beyond its places, so that none of them stays empty."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher import ContinuousBatcher
-from batcher.rates import Standby
 from tests.batcher.test_continuous import Holders, batcher_of, check_empty
 from tests.batcher.virtual import virtual
 
@@ -120,20 +118,31 @@ def test_a_number_of_places_is_checked() -> None:
         ContinuousBatcher(capacity=1, places=0)
 
 
-def counts(outputs: list[int]) -> Iterator[int]:
-    standby = Standby(PLACES)
-    for tokens in outputs:
-        standby.learn(tokens)
-        yield standby.records
+async def standby(outputs: list[int]) -> int:
+    """Return how many wait in the engine after records with these outputs, when there are plenty."""
+    async with batcher_of(1_000, places=PLACES, max_queue_size=100) as batcher:
+        for tokens in outputs:
+            async with batcher.slot(prompt_tokens=1, max_tokens=1) as slot:
+                slot.report(tokens)
+        holders = Holders(batcher)
+        names = [str(number) for number in range(3 * PLACES)]
+        for name in names:
+            await holders.enter(name)
+        waiting = len(holders.inside) - PLACES
+        await holders.leave(*names)
+        return waiting
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 100_000), min_size=1))
-def test_the_standby_stays_between_one_and_the_places(outputs: list[int]) -> None:
-    assert all(1 <= records <= PLACES for records in counts(outputs))
+@virtual
+async def test_the_standby_stays_between_one_and_the_places(outputs: list[int]) -> None:
+    assert 1 <= await standby(outputs) <= PLACES
 
 
-def test_the_standby_follows_the_mean_output() -> None:
-    assert [*counts([TOKENS] * 500)][-1] == 2 * PLACES // TOKENS
+@virtual
+async def test_the_standby_follows_the_mean_output() -> None:
+    assert await standby([TOKENS] * 500) == 2 * PLACES // TOKENS
     # What has no tokens, like an embedding, takes a step.
-    assert [*counts([0] * 500)][-1] == PLACES
-    assert [*counts([1_000] * 500)][-1] == 1
+    assert await standby([0] * 500) == PLACES
+    assert await standby([1_000] * 500) == 1

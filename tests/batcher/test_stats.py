@@ -15,23 +15,28 @@ def test_percentiles_by_nearest_rank() -> None:
 
 def test_time_is_busy_or_idle_only_while_open() -> None:
     recorder = Recorder()
+
+    def times(now: float) -> tuple[float, float]:
+        found = recorder.common(now)
+        return found["busy_time_s"], found["idle_time_s"]
+
     recorder.switch(True, 5.0)
     recorder.switch(False, 9.0)
-    assert recorder.times(9.0) == (0.0, 0.0)
+    assert times(9.0) == (0.0, 0.0)
     recorder.open(10.0)
     recorder.switch(True, 11.0)
-    assert recorder.times(13.0) == (2.0, 1.0)
+    assert times(13.0) == (2.0, 1.0)
     recorder.switch(False, 14.0)
     recorder.close(15.0)
-    assert recorder.times(99.0) == (3.0, 2.0)
+    assert times(99.0) == (3.0, 2.0)
     recorder.open(100.0)
-    assert recorder.times(101.0) == (3.0, 3.0)
+    assert times(101.0) == (3.0, 3.0)
 
 
 def test_percentiles_are_over_recent_records() -> None:
     recorder = Recorder()
-    recorder.runs += [9.0] * 100
-    recorder.runs += [1.0] * RECENT
+    recorder.ran(100, [0.0] * 100, 9.0)
+    recorder.ran(RECENT, [0.0] * RECENT, 1.0)
     assert recorder.common(0.0)["run_p99_s"] == 1.0
 
 

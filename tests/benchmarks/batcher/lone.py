@@ -1,4 +1,4 @@
-"""What waiting for others costs a record that has none, and whether batches form when there is others."""
+"""Cost of a wait for other records to one that stays alone, and sizes of batches where others come."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""What a queued record takes, and whether what has passed through leaves anything behind."""
+"""Memory of a queued record, and of the records that have passed through."""
 
 import asyncio
 import gc
@@ -80,7 +80,7 @@ async def bare_task() -> float:
 
 async def queue_entry() -> float:
     """`Entry` in a `RequestQueue`."""
-    queue: RequestQueue[Entry] = RequestQueue(clock=time.monotonic)
+    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=time.monotonic)
     traced = Traced()
     for number in range(QUEUED):
         queue.add(Entry(None, 1, number % 3, TENANTS[number % len(TENANTS)]))

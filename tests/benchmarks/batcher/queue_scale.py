@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from typing import Any
 
 from batcher import Entry, RequestQueue
 from tests.benchmarks.measuring import Options, Row, Sample, Table, clean_heap, interleave, ratios
@@ -24,7 +25,7 @@ class Clock:
         return self.now
 
 
-def _entries(count: int, tenants: int, deadlines: bool) -> list[Entry]:
+def _entries(count: int, tenants: int, deadlines: bool) -> list[Entry[Any]]:
     draw = random.Random(1)
     names = [f"tenant-{number}" for number in range(tenants)]
     return [
@@ -44,7 +45,7 @@ def churn(depth: int, tenants: int, records: int, deadlines: bool = False) -> Sa
 
     def sample() -> float:
         clock = Clock()
-        queue: RequestQueue[Entry] = RequestQueue(clock=clock)
+        queue: RequestQueue[Entry[Any]] = RequestQueue(clock=clock)
         for entry in _entries(depth, tenants, deadlines):
             queue.add(entry)
         fresh = iter(_entries(records, tenants, deadlines))
@@ -65,7 +66,7 @@ def cancel(depth: int, tenants: int) -> Sample:
     """Return a sample of the CPU time, in µs, to cancel a record; all are cancelled, in random order."""
 
     def sample() -> float:
-        queue: RequestQueue[Entry] = RequestQueue(clock=Clock())
+        queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
         entries = _entries(depth, tenants, True)
         for entry in entries:
             queue.add(entry)

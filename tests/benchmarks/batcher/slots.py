@@ -1,4 +1,4 @@
-"""What it costs to enter and leave a slot of the ContinuousBatcher."""
+"""Cost of entering and leaving a slot of the ContinuousBatcher."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,0 +1,289 @@
+"""Goals for the requests of the foreground, and how much else may run beside them.
+
+A request that comes to a busy engine waits for the step that runs, then for its own: two steps and what
+the way takes. So what runs in the background must keep the steps short at all times, also while the
+foreground is empty: its first request finds the engine as it is.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import nlargest
+from itertools import pairwise
+
+from batcher import checks
+
+BACKGROUND = 1
+"""The priority from which on records are background, unless told otherwise."""
+
+AIM = 0.9
+"""Share of a goal at which the window aims; above `1 - (1 - AIM) / 2` of it the window shrinks."""
+
+PERIOD_S = 0.2
+"""Seconds between two judgements."""
+
+LEAST_STEPS = 6
+"""Steps between two judgements, at least: a window shows its effect one or two steps later."""
+
+FIRST_WINDOW = 8
+"""Records with which the window starts."""
+
+GROWTH = 1.125
+CUT = 0.5
+"""How far one judgement widens or narrows the window at most."""
+
+LATE_CUT = 0.8
+"""Share of the window that is left at once by a single late answer."""
+
+SMOOTHING = 1 / 12
+"""Weight of the newest step in the mean step."""
+
+REMEMBERED_STEPS = 256
+REMEMBERED_ANSWERS = 200
+ENOUGH_ANSWERS = 20
+"""Answers to see before what they took is believed."""
+
+LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2
+"""Share of the places, and of the capacity, that is kept for the foreground."""
+
+FORESIGHT = 2.0
+"""Space that is kept, as a multiple of the foreground's use lately: its load may double."""
+
+LATELY_S = 15.0
+
+AT_THE_EDGE = 0.9
+"""Share of the window that must be full for a record that is held back to be held back by it."""
+
+SPREAD = 1.5
+"""How many prompts may start per step, as a multiple of the mean that keeps the window filled."""
+
+LEARNING = 1 / 16
+"""Weight of the newest record in what is known of the background."""
+
+FIRST_LIFE = 32.0
+"""Steps that a record is thought to stay before one has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Times that 99 of 100 requests of the foreground keep to.
+
+    Attributes:
+        ttft_p99_s: Seconds from submission to the first token.
+        tpot_p99_s: Seconds per token after the first; None: no goal.
+
+    Raises:
+        ValueError: A goal is not a finite number above 0.
+    """
+
+    ttft_p99_s: float
+    tpot_p99_s: float | None = None
+
+    def __post_init__(self) -> None:
+        checks.positive("ttft_p99_s", self.ttft_p99_s)
+        if self.tpot_p99_s is not None:
+            checks.positive("tpot_p99_s", self.tpot_p99_s)
+
+
+class Background:
+    """The tiers that run beside the foreground, as far as its goals allow.
+
+    A background record may start if the *window* has a place, if places and capacity are left over that the
+    foreground may need (twice its peak of late), and if the prompts that start at the same step are not
+    too many: the steps of a burst of prompts would be long ones, so the starts are spread.
+
+    The window follows from the TTFT to expect: two mean steps and a tail. The mean follows a change of the
+    window within a few steps; the tail is told in two ways, and the worse one counts: by how much two
+    consecutive steps exceed two mean ones, and by how much answers of the foreground did, each at its 99th
+    percentile. So it is known before the first answer, too. From the TTFT to expect follows how long a step
+    may be, and the window goes that way: down at once, up by an eighth per judgement.
+
+    Attributes:
+        running: Background records that run.
+        cost: Their cost.
+
+    Args:
+        goals: The goals of the foreground.
+        priority: The tier from which on records are background.
+        clock: Returns the time in seconds.
+    """
+
+    def __init__(self, goals: Goals, priority: int, clock: Callable[[], float]) -> None:
+        self._goals = goals
+        self.priority: int = priority
+        self._clock = clock
+        self.running: int = 0
+        self.cost: int = 0
+        # One was held back, since the last one that wasn't.
+        self._held = False
+        self._window = float(FIRST_WINDOW)
+        # Records and cost of the foreground: now, and the most of this period and of the one before.
+        self._foreground = self._foreground_cost = 0
+        self._peak = self._peak_before = (0, 0)
+        self._turned_at = -math.inf
+        # Tokens of prompts that may start, the mean prompt, and the steps that a record stays.
+        self._credit = self._prompt = 0.0
+        self._life = FIRST_LIFE
+        # Steps: their mean, by how much each exceeded the mean then, and those since the last judgement.
+        self._mean_s = 0.0
+        self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._steps = 0
+        self._stepped = False
+        # By how much each TTFT exceeded two mean steps of its time, and TPOT as a multiple of the mean step.
+        self._tails: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
+        self._answers: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
+        self._judged_at = self._cut_at = clock()
+
+    def stats(self) -> dict[str, float]:
+        """Return the fields of `ContinuousStats` about the background."""
+        return {
+            "background_running": self.running,
+            "background_window": int(self._window),
+            "goal_ttft_s": self._goals.ttft_p99_s,
+            "expected_ttft_s": self.expected_ttft_s(),
+        }
+
+    # Records
+
+    def admits(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
+        """Return whether background records may start within the bounds of all tiers; one may always run."""
+        places, space = self.places(capacity, max_running)
+        self._held = self.running > 0 and not (
+            self.running + records <= places
+            and self.cost + cost <= space
+            and (self._credit > 0 or not self._stepped)
+        )
+        return not self._held
+
+    def places(self, capacity: int, max_running: int) -> tuple[int, int]:
+        """Return how many background records, and how much of their cost, may run beside the foreground."""
+        records, cost = self._lately()
+        return (
+            min(int(self._window), max_running - _kept(records, max_running)),
+            capacity - _kept(cost, capacity),
+        )
+
+    def begin(self, priority: int, cost: int, records: int, prompt: int) -> None:
+        """Count records that start; their prompt is in tokens."""
+        if priority >= self.priority:
+            self.running += records
+            self.cost += cost
+            self._credit -= prompt
+            self._prompt += LEARNING * (prompt - self._prompt) if self._prompt else prompt
+            return
+        self._foreground += records
+        self._foreground_cost += cost
+        most, most_cost = self._lately()
+        self._peak = max(most, self._foreground), max(most_cost, self._foreground_cost)
+
+    def grow(self, priority: int, cost: int) -> None:
+        """Count what a record reserves beyond what it began with."""
+        if priority >= self.priority:
+            self.cost += cost
+        else:
+            self._foreground_cost += cost
+
+    def end(self, priority: int, cost: int, records: int, seconds: float) -> None:
+        """Count records that have ended after so many seconds."""
+        if priority >= self.priority:
+            self.running -= records
+            self.cost -= cost
+            if self._mean_s:
+                self._life += LEARNING * (seconds / self._mean_s - self._life)
+        else:
+            self._foreground -= records
+            self._foreground_cost -= cost
+
+    def _lately(self) -> tuple[int, int]:
+        """Return the most records of the foreground in the last 15 to 30 seconds, and the most cost."""
+        now = self._clock()
+        if now - self._turned_at >= LATELY_S:
+            self._peak_before = self._peak if now - self._turned_at < 2 * LATELY_S else (0, 0)
+            self._peak = self._foreground, self._foreground_cost
+            self._turned_at = now
+        return max(self._peak_before[0], self._peak[0]), max(self._peak_before[1], self._peak[1])
+
+    # Measurements
+
+    def step(self, seconds: float) -> bool:
+        """Take in what a step of the engine took; return whether a record that was held back may go now."""
+        self._stepped = True
+        mean = self._mean_s or seconds
+        self._excess.append(seconds - mean)
+        self._mean_s = mean + SMOOTHING * (seconds - mean)
+        self._steps += 1
+        now = self._clock()
+        if self._steps >= LEAST_STEPS and now - self._judged_at >= PERIOD_S:
+            self._judged_at = now
+            self._steps = 0
+            self._judge()
+        per_step = max(1.0, SPREAD * int(self._window) * self._prompt / max(self._life, 1.0))
+        self._credit = min(self._credit + per_step, per_step)
+        return self._held
+
+    def first_token(self, priority: int, seconds: float) -> None:
+        """Take in a TTFT; one of the foreground that is late narrows the window at once."""
+        if priority >= self.priority:
+            return
+        self._tails.append(seconds - 2 * self._mean_s)
+        now = self._clock()
+        # Until the window has had time to act, other late answers are of the same cause.
+        if seconds > self._goals.ttft_p99_s and now - self._cut_at > 2 * seconds:
+            self._cut_at = now
+            self._narrow(LATE_CUT)
+
+    def answered(self, priority: int, seconds_per_token: float) -> None:
+        """Take in the TPOT of an answer."""
+        if self._mean_s and priority < self.priority:
+            self._answers.append(seconds_per_token / self._mean_s)
+
+    def expected_ttft_s(self) -> float:
+        """Return the 99th percentile of the TTFT to expect now, in seconds."""
+        mean, tails = self._mean_s, self._tails
+        if len(tails) < ENOUGH_ANSWERS:
+            # The way of the request and its own prompt: half a step, as long as it is unknown.
+            return 2.5 * mean + self._pair()
+        way = max(0.0, sorted(tails)[len(tails) // 2] + mean / 2)
+        return 2 * mean + max(self._pair() + way, nlargest(2, tails)[1])
+
+    def _pair(self) -> float:
+        """Return by how much 99 of 100 arrivals find two steps to exceed two mean ones, at most.
+
+        An arrival meets a step the more likely, the longer it is.
+        """
+        pairs = sorted(((a + b, a + self._mean_s) for a, b in pairwise(self._excess)), reverse=True)
+        left = 0.01 * sum(weight for _, weight in pairs)
+        for pair, weight in pairs:
+            left -= weight
+            if left <= 0:
+                return pair
+        return 0.0
+
+    def _judge(self) -> None:
+        mean, goals = self._mean_s, self._goals
+        if not mean:
+            return
+        expected = self.expected_ttft_s()
+        # By how much a step may become longer, as a factor.
+        slack = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
+        late = expected > (1 + AIM) / 2 * goals.ttft_p99_s
+        if goals.tpot_p99_s is not None:
+            answers = self._answers
+            worst = nlargest(2, answers)[1] if len(answers) >= ENOUGH_ANSWERS else 1.0
+            per_token = max(worst, 1.0) * mean
+            slack = min(slack, AIM * goals.tpot_p99_s / per_token)
+            late = late or per_token > (1 + AIM) / 2 * goals.tpot_p99_s
+        if late:
+            self._narrow(slack)
+        elif slack > 1 and self._held and self.running >= AT_THE_EDGE * int(self._window):
+            self._window += max(self._window * (min(slack, GROWTH) - 1), min(1.0, 2 * (slack - 1)))
+
+    def _narrow(self, factor: float) -> None:
+        # Running records can't be stopped: a second cut before it has left would count the same twice.
+        self._window = max(1.0, min(self._window, self.running * max(CUT, factor)))
+
+
+def _kept(peak: int, bound: int) -> int:
+    """Return what is kept of `bound` for a foreground that used `peak` of it."""
+    return math.ceil(min(max(FORESIGHT * peak, LEAST_SPACE * bound), MOST_SPACE * bound))

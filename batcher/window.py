@@ -1,0 +1,349 @@
+"""The window: what runs in an engine, what may run beside it, and the slots that hold its places."""
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, Self
+
+from batcher import checks
+from batcher.costs import OutputEstimator
+from batcher.entries import Entry
+from batcher.errors import Oversize
+from batcher.goals import Background
+from batcher.rates import ServiceRate
+from batcher.stats import RECENT, Outcome, Recorder
+
+STEPS = 2
+"""Steps between the end of a record and the first step of one that is only then let in: the end is told
+with one step, and the next is planned by then."""
+
+FIRST_OUTPUT = 64.0
+"""Tokens that a record is expected to produce before one has ended."""
+
+OUTPUT_MEMORY = 1 - 1 / 64
+"""Weight that a record keeps in the mean output when the next one ends."""
+
+
+class Slot(Entry[None]):
+    """The place of one record in the window, or of several; `async with` waits for it and gives it back.
+
+    Attributes:
+        cost: What it holds of the capacity now.
+        prompt_tokens: Tokens of the prompt; None: it was given a cost instead.
+        max_tokens: The most tokens that may be produced.
+        wait: Whether it waits for space when the queue is full.
+        running: Whether it is in the window.
+        started_at: Time at which it started.
+        first_at: Time of its first token; 0 before.
+        waited_s: Seconds from submission to start.
+        output_tokens: Tokens reported so far.
+        charged: What its tenant was charged for it.
+        used: Whether it was entered.
+        owner: The task that holds it.
+    """
+
+    __slots__ = (
+        "_window",
+        "charged",
+        "first_at",
+        "max_tokens",
+        "output_tokens",
+        "owner",
+        "prompt_tokens",
+        "running",
+        "started_at",
+        "used",
+        "wait",
+        "waited_s",
+    )
+
+    def __init__(
+        self,
+        window: "Window",
+        cost: int,
+        priority: int,
+        tenant: str,
+        deadline: float | None,
+        records: int,
+        wait: bool,
+        prompt_tokens: int | None,
+        max_tokens: int | None,
+    ) -> None:
+        # It is a future only once it has to wait.
+        super().__init__(None, cost, priority, tenant, deadline, records, withdraw=window.withdraw)
+        self._window = window
+        self.wait: bool = wait
+        self.prompt_tokens: int | None = prompt_tokens
+        self.max_tokens: int | None = max_tokens
+        self.output_tokens: int = 0
+        self.running: bool = False
+        self.started_at: float = 0.0
+        self.waited_s: float = 0.0
+        self.first_at: float = 0.0
+        self.charged: int = 0
+        self.used: bool = False
+        self.owner: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._window.enter(self)
+        await self.started()
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._window.leave(self, error)
+
+    async def started(self) -> None:
+        """Wait until it starts; it is held by the calling task."""
+        self.owner = asyncio.current_task()
+        if self.running:
+            return
+        try:
+            await self
+        except BaseException as error:
+            # It may have started just before its caller was cancelled.
+            self._window.leave(self, error)
+            raise
+
+    def release(self) -> None:
+        """Give the place back before the block ends; more than once does no harm.
+
+        A caller that waits to enter the slot gets `Aborted`.
+        """
+        self._window.leave(self, None)
+
+    def first_token(self) -> None:
+        """Tell that the first token is there, for goals to be held against."""
+        self._window.first_token(self)
+
+    def report(self, output_tokens: int) -> None:
+        """Tell how many tokens the record has produced so far.
+
+        With `max_utilization` a record that outgrows what was reserved for it reserves more, even beyond
+        the capacity: nothing new starts until the window has space again.
+
+        Args:
+            output_tokens: Tokens in all, of all its records, not since the last report.
+
+        Raises:
+            ValueError: It is not a whole number of at least 0.
+        """
+        if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
+            checks.whole("output_tokens", output_tokens, 0)
+        self.output_tokens = output_tokens
+        if self.prompt_tokens is not None and self.running and self.prompt_tokens + output_tokens > self.cost:
+            self._window.outgrown(self)
+
+
+class Window:
+    """The slots that run, and the bounds of their cost and number.
+
+    Attributes:
+        capacity: Cost that may run at once.
+        regular: Records that may run at once, without those that wait in the engine.
+        most: The same, with them.
+        running: The slots that run.
+        records: Their records.
+        cost: Their cost.
+        background: The tiers that run beside the foreground, where that has goals.
+        enter: Lets a slot in, or into the queue.
+        leave: Takes a slot out, wherever it is.
+        withdraw: Takes a slot out of the queue that was cancelled.
+
+    Args:
+        places: Records in one step of the engine.
+        learns: Output is reserved as learned from finished records, not as much as there may be.
+        alone: A slot that costs more than the capacity may run alone.
+        background: See above.
+        recorder: Counts what runs.
+        clock: Returns the time in seconds.
+    """
+
+    enter: Callable[[Slot], None]
+    leave: Callable[[Slot, BaseException | None], None]
+    withdraw: Callable[[Slot], None]
+
+    def __init__(
+        self,
+        places: int | None,
+        learns: bool,
+        alone: bool,
+        background: Background | None,
+        recorder: Recorder,
+        clock: Callable[[], float],
+    ) -> None:
+        self._places = sys.maxsize if places is None else places
+        self._learns = learns
+        self._alone = alone
+        self.background: Background | None = background
+        self._recorder = recorder
+        self._clock = clock
+        self._outputs = OutputEstimator()
+        self._rate = ServiceRate()
+        self._background_rate = ServiceRate()
+        # Records that have ended, and what they produced; the latest weigh most.
+        self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
+        self.capacity: int = 1
+        self._max_running = sys.maxsize
+        self.regular: int = sys.maxsize
+        self.most: int = sys.maxsize
+        self.running: set[Slot] = set()
+        self.records: int = 0
+        self.cost: int = 0
+
+    @property
+    def known(self) -> bool:
+        """True once enough has been measured to refuse a record for an estimated wait."""
+        return self._rate.known
+
+    # Bounds
+
+    def resize(self, capacity: int, max_running: int | None) -> None:
+        """Change what may run at once; `max_running` None: as many as before."""
+        if max_running is not None:
+            self._max_running = max_running
+        self.capacity = capacity
+        self._recorder.fill(self.cost / capacity, self._clock())
+        self._bound()
+
+    def _bound(self) -> None:
+        """Note how many records may run, without those that wait in the engine and with them.
+
+        A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
+        """
+        ending = STEPS * self._places * self._ended_records / self._ended_tokens
+        self.regular = min(self._max_running, self._places)
+        self.most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
+
+    def oversize(self, slot: Slot) -> Oversize | None:
+        """Return why a slot can never start, if it can't."""
+        if slot.cost > self.capacity and not self._alone:
+            return Oversize(slot.cost, self.capacity)
+        if slot.records > 1 and slot.records > self.regular:
+            what = "max_running" if self.regular == self._max_running else "places"
+            return Oversize(slot.records, self.regular, what)
+        return None
+
+    def held_back(self, slot: Slot) -> bool:
+        """Return whether a slot is of the background and must leave space for the foreground."""
+        background = self.background
+        if background is None or slot.priority < background.priority:
+            return False
+        return not background.admits(slot.cost, slot.records, self.capacity, self.regular)
+
+    def wait(self, before: int, ahead: int, cost: int, priority: int, records: int) -> float | None:
+        """Return the seconds until records may start, with so many before them, and so much cost.
+
+        What waits before them is served first, less what free space takes. None: it isn't known.
+        """
+        places, free = self.most - self.records, self.capacity - self.cost
+        running, running_cost, rate = self.records, self.cost, self._rate
+        background = self.background
+        if background is not None and priority >= background.priority:
+            most, most_cost = background.places(self.capacity, self.regular)
+            running, running_cost, rate = background.running, background.cost, self._background_rate
+            places, free = min(places, most - running), min(free, most_cost - running_cost)
+        if not before and cost <= free and places >= records:
+            return 0.0
+        before, ahead = before + records - max(places, 0), ahead + cost - max(free, 0)
+        return rate.time_to_serve(before, ahead, running, running_cost)
+
+    # Slots
+
+    def fits(self, slot: Slot) -> bool:
+        """Return whether a slot may start beside what runs."""
+        return not self.running or (
+            self.cost + slot.cost <= self.capacity and self.records + slot.records <= self.most
+        )
+
+    def begin(self, slot: Slot) -> None:
+        """Start a slot."""
+        now = slot.started_at = self._clock()
+        slot.waited_s = now - slot.submitted_at
+        slot.running = True
+        if not self.running:
+            self._recorder.switch(True, now)
+        self.running.add(slot)
+        self.records += slot.records
+        self.cost += slot.cost
+        self._recorder.fill(self.cost / self.capacity, now)
+        if (background := self.background) is not None:
+            prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
+            background.begin(slot.priority, slot.cost, slot.records, prompt)
+
+    def end(self, slot: Slot, error: BaseException | None) -> None:
+        """Take a slot out of the window, and count how it ended."""
+        now = self._clock()
+        slot.running = False
+        slot.owner = None
+        self.running.remove(slot)
+        self.records -= slot.records
+        self.cost -= slot.cost
+        recorder, records, run_s = self._recorder, slot.records, now - slot.started_at
+        recorder.fill(self.cost / self.capacity, now)
+        if not self.running:
+            recorder.switch(False, now)
+        recorder.ran(records, [slot.waited_s] * min(records, RECENT), run_s)
+        outcome: Outcome = "failed"
+        if error is None:
+            outcome = "completed"
+            recorder.completed += records
+            recorder.completed_cost += slot.cost
+            recorder.latency_s += records * (slot.waited_s + run_s)
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            outcome = "cancelled"
+            recorder.cancelled += records
+        else:
+            recorder.failed += records
+        if recorder.observations is not None:
+            used = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens + slot.output_tokens
+            for number in range(records):
+                part = used * (number + 1) // records - used * number // records
+                recorder.observe(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
+        self._learn(slot, now, finished=error is None)
+
+    def _learn(self, slot: Slot, now: float, finished: bool) -> None:
+        """Take in what the estimates for later records use."""
+        records, run_s = slot.records, now - slot.started_at
+        self._rate.learn(slot.cost, run_s, records)
+        if finished and self._places < sys.maxsize:
+            self._ended_records = self._ended_records * OUTPUT_MEMORY + records
+            self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, slot.output_tokens)
+            self._bound()
+        if (background := self.background) is not None:
+            background.end(slot.priority, slot.cost, records, run_s)
+            if slot.priority >= background.priority:
+                self._background_rate.learn(slot.cost, run_s, records)
+            if slot.first_at and slot.output_tokens > records:
+                per_token = (now - slot.first_at) / (slot.output_tokens / records - 1)
+                background.answered(slot.priority, per_token)
+        if slot.output_tokens and slot.prompt_tokens is not None:
+            self._recorder.output_tokens += slot.output_tokens
+            if finished and self._learns:
+                self._outputs.learn(slot.output_tokens // records)
+
+    def outgrown(self, slot: Slot) -> None:
+        """Reserve more for a slot that has used up what was reserved for it."""
+        if slot.prompt_tokens is None or slot.max_tokens is None:
+            return
+        expected = self.reserved(slot.max_tokens, slot.records, slot.output_tokens)
+        cost = slot.prompt_tokens + max(expected, slot.output_tokens)
+        self.cost += cost - slot.cost
+        if self.background is not None:
+            self.background.grow(slot.priority, cost - slot.cost)
+        slot.cost = cost
+        self._recorder.fill(self.cost / self.capacity, self._clock())
+
+    def reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
+        """Return the tokens to reserve for the output of some records together."""
+        if not self._learns:
+            return max_tokens
+        if records == 1:
+            return self._outputs.expect(max_tokens, so_far)
+        return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
+
+    def first_token(self, slot: Slot) -> None:
+        """Take in that a slot has its first token."""
+        if self.background is not None and not slot.first_at:
+            slot.first_at = self._clock()
+            self.background.first_token(slot.priority, slot.first_at - slot.submitted_at)
