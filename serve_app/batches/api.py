@@ -3,23 +3,23 @@
 import asyncio
 import logging
 import re
-import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serve_app.api.errors import RequestError, error_response
 from serve_app.api.pacing import Clock
-from serve_app.api.protocol import parse_body
+from serve_app.api.protocol import JSON, parse_body
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
-from serve_app.batches.content import Content
-from serve_app.batches.errors import InUseError, NotFoundError, StateError, TooManyError
+from serve_app.batches.content import Contents
+from serve_app.batches.errors import DatabaseError, InUseError, NotFoundError, StateError, TooManyError
 from serve_app.batches.limits import DAY_S, Limits
 from serve_app.batches.objects import batch_object, file_object, list_object
 from serve_app.batches.store import Batch, File, Store
@@ -90,17 +90,19 @@ class BatchAPI:
         notice: Called when a batch was added or cancelled.
         limits: Limits on files and batches.
         tenant: Returns the tenant of a request, who sees its own files and batches only.
+        warnings: Returns messages about batches, by id.
         clock: Seconds since the epoch.
     """
 
     def __init__(
         self,
         store: Store,
-        content: Content,
+        content: Contents,
         notice: Callable[[], None],
         *,
         limits: Limits | None = None,
         tenant: Callable[[Request], str] = tenant_of,
+        warnings: Callable[[], Mapping[str, str]] = dict,
         clock: Clock = time.time,
     ) -> None:
         self._store = store
@@ -108,6 +110,7 @@ class BatchAPI:
         self._notice = notice
         self._limits = limits or Limits()
         self._tenant = tenant
+        self._warnings = warnings
         self._clock = clock
 
     def routes(self) -> list[Route]:
@@ -198,14 +201,14 @@ class BatchAPI:
     async def _file_content(self, request: Request) -> Response:
         file = await self._find_file(request)
         path = self._content.path(file.id)
-        try:
-            stat = await asyncio.to_thread(path.stat)
-        except FileNotFoundError:
-            stat = None
-        if stat is None or stat.st_size != file.bytes:
+        if await asyncio.to_thread(self._content.size, file.id) != file.bytes:
             message = f"The content of the file {file.id!r} got lost on the server's disk"
             raise RequestError(500, "internal_error", message)
-        return FileResponse(path, media_type="application/octet-stream", stat_result=stat)
+        kind = "application/octet-stream"
+        if isinstance(path, Path):
+            return FileResponse(path, media_type=kind)
+        pieces = self._content.pieces(file.id, file.bytes)
+        return StreamingResponse(pieces, media_type=kind, headers={"content-length": str(file.bytes)})
 
     async def _delete_file(self, request: Request) -> Response:
         id = request.path_params["id"]
@@ -255,7 +258,7 @@ class BatchAPI:
             # Not 429: another try helps when a batch has ended, which may take a day.
             raise _bad(f"{error}; wait until one has ended, or cancel one") from None
         self._notice()
-        return JSONResponse(batch_object(batch))
+        return JSONResponse(self._as_json(batch))
 
     async def _list_batches(self, request: Request) -> Response:
         after = request.query_params.get("after")
@@ -266,10 +269,10 @@ class BatchAPI:
             )
         except NotFoundError:
             raise _bad(f"after: there is no batch {after!r}", "after") from None
-        return JSONResponse(list_object(page, batch_object))
+        return JSONResponse(list_object(page, self._as_json))
 
     async def _batch(self, request: Request) -> Response:
-        return JSONResponse(batch_object(await self._find_batch(request)))
+        return JSONResponse(self._as_json(await self._find_batch(request)))
 
     async def _cancel_batch(self, request: Request) -> Response:
         batch = await self._find_batch(request)
@@ -282,7 +285,10 @@ class BatchAPI:
                 message = f"A batch that is {state} can't be cancelled"
                 raise _conflict(message) from None
             self._notice()
-        return JSONResponse(batch_object(batch))
+        return JSONResponse(self._as_json(batch))
+
+    def _as_json(self, batch: Batch) -> JSON:
+        return batch_object(batch, self._warnings().get(batch.id))
 
     async def _find_file(self, request: Request) -> File:
         id = request.path_params["id"]
@@ -320,7 +326,7 @@ def _answering(handler: Handler) -> Handler:
             return await handler(request)
         except RequestError as error:
             failed = error
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, DatabaseError) as error:
             logger.error("%s %s: %s", request.method, request.url.path, error)
             message = "The service's disk or database fails. Try again later."
             failed = RequestError(503, "service_unavailable", message)

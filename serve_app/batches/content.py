@@ -3,11 +3,12 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 from uuid import uuid4
 
 from serve_app.batches.errors import ContentLostError
 from serve_app.batches.failpoints import reach
+from serve_app.batches.lines import Input
 
 PIECE_BYTES = 1 << 18
 """Bytes that are read at once."""
@@ -42,6 +43,46 @@ class Draft:
         self.path.unlink(missing_ok=True)
 
 
+class Drafts:
+    """Folder of the drafts. Those of an earlier process are deleted.
+
+    Args:
+        folder: Folder of this folder; it is created if missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / "drafts"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for draft in self._folder.iterdir():
+            draft.unlink()
+
+    def new(self) -> Draft:
+        """Return a new draft."""
+        return Draft(self._folder / uuid4().hex)
+
+
+class Contents(Protocol):
+    """Contents by id, on a disk or elsewhere; see `Content` for its methods."""
+
+    def path(self, id: str) -> Input: ...
+
+    def size(self, id: str) -> int | None: ...
+
+    def draft(self) -> Draft: ...
+
+    def keep(self, draft: Draft, id: str) -> None: ...
+
+    def append(self, id: str, offset: int, data: bytes) -> None: ...
+
+    def seal(self, id: str, size: int) -> None: ...
+
+    def pieces(self, id: str, size: int) -> Iterator[bytes]: ...
+
+    def remove(self, id: str) -> None: ...
+
+    def ids(self) -> set[str]: ...
+
+
 class Content:
     """Contents by id. Its methods may be called in any thread, but only one at a time for each id.
 
@@ -51,12 +92,9 @@ class Content:
 
     def __init__(self, folder: Path) -> None:
         self._files = folder / "files"
-        self._drafts = folder / "drafts"
-        for path in (self._files, self._drafts):
-            path.mkdir(parents=True, exist_ok=True)
+        self._files.mkdir(parents=True, exist_ok=True)
+        self._drafts = Drafts(folder)
         _sync(folder)
-        for draft in self._drafts.iterdir():
-            draft.unlink()
 
     def path(self, id: str) -> Path:
         """Return the path of a content."""
@@ -64,7 +102,14 @@ class Content:
 
     def draft(self) -> Draft:
         """Return a new draft."""
-        return Draft(self._drafts / uuid4().hex)
+        return self._drafts.new()
+
+    def size(self, id: str) -> int | None:
+        """Return the length of a content; None: it is missing."""
+        try:
+            return self.path(id).stat().st_size
+        except FileNotFoundError:
+            return None
 
     def keep(self, draft: Draft, id: str) -> None:
         """Make a draft the content of an id, durably: after a crash it is there as a whole, or not at all."""

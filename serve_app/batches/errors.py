@@ -5,6 +5,14 @@ class StoreError(Exception):
     """The folder can't be used as it is; the message says what to change."""
 
 
+class HeldError(StoreError):
+    """Another process has the folder open."""
+
+
+class DatabaseError(Exception):
+    """The database fails, or can't be reached; nothing is known of a commit that was under way."""
+
+
 class NotFoundError(Exception):
     """A tenant has no such file or batch."""
 

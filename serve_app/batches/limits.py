@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from serve_app.settings.schema import BatchesSettings
+
 DAY_S = 86_400
 
 
@@ -19,6 +21,7 @@ class Limits:
         min_window_s: Shortest completion window, in seconds.
         max_window_s: Longest completion window, in seconds.
         retention_s: Seconds after which a file is deleted, if its upload says nothing.
+        max_result_bytes: Most bytes of all result files of a tenant.
     """
 
     max_file_bytes: int = 200 << 20
@@ -30,3 +33,17 @@ class Limits:
     min_window_s: int = 3600
     max_window_s: int = 7 * DAY_S
     retention_s: int = 30 * DAY_S
+    max_result_bytes: int = 100 << 30
+
+    @classmethod
+    def of(cls, settings: BatchesSettings) -> "Limits":
+        """Return the limits of a config."""
+        return cls(
+            max_file_bytes=settings.max_file_bytes,
+            max_tenant_bytes=settings.max_tenant_bytes,
+            max_lines=settings.max_lines,
+            max_line_bytes=settings.max_line_bytes,
+            max_open_batches=settings.max_open_batches,
+            retention_s=settings.retention_s,
+            max_result_bytes=settings.max_result_bytes,
+        )

@@ -1,13 +1,21 @@
 """Lines of an input file, read in slices, so that its size doesn't matter."""
 
-from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple, Protocol
 
 from serve_app.batches.errors import ContentLostError
 
 BOM = b"\xef\xbb\xbf"
 SLICE_LINES = 128
 SLICE_BYTES = 1 << 20
+
+
+class Input(Protocol):
+    """A file that can be read: a path, or an object in a storage."""
+
+    @property
+    def name(self) -> str: ...
+
+    def open(self, mode: Literal["rb"]) -> IO[bytes]: ...
 
 
 class Line(NamedTuple):
@@ -30,7 +38,7 @@ class Position(NamedTuple):
 
 
 def read_slice(
-    path: Path,
+    path: Input,
     start: Position,
     max_line_bytes: int,
     *,

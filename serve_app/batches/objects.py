@@ -37,8 +37,13 @@ def file_object(file: File) -> JSON:
     }
 
 
-def batch_object(batch: Batch) -> JSON:
-    """Return a batch as JSON. The ids of its result files are there once it has ended."""
+def batch_object(batch: Batch, warning: str | None = None) -> JSON:
+    """Return a batch as JSON. The ids of its result files are there once it has ended.
+
+    Args:
+        batch: The batch.
+        warning: A message for `warnings`, a field that OpenAI's API doesn't have.
+    """
     ended = batch.state in ENDED
     errors = {"object": "list", "data": list(batch.errors)} if batch.errors else None
     return {
@@ -55,6 +60,7 @@ def batch_object(batch: Batch) -> JSON:
         **{name: getattr(batch, name) for name in TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
         "metadata": batch.metadata or None,
+        **({"warnings": [warning]} if warning and not ended else {}),
     }
 
 

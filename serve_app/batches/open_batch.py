@@ -37,10 +37,10 @@ class OpenBatch:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all rows were taken."""
+        """True once all rows were taken."""
         return self.read and not self.rows
 
     @property
     def takes_rows(self) -> bool:
-        """Whether rows may be sent."""
+        """True while rows may be sent."""
         return self.batch.state == "in_progress" and not self.stopping.is_set()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serve_app.batches.content import Content
+from serve_app.batches.content import Contents
 from serve_app.batches.limits import Limits
 from serve_app.batches.lines import SLICE_LINES, Position, read_slice
 from serve_app.batches.rows import CANCELLED, EXPIRED, Result, Row, unrun
@@ -13,7 +13,7 @@ CLOSING_LINES = 2000
 """Rows that get their result in one commit when a batch ends without them."""
 
 
-def record(store: Store, content: Content, id: str, results: Sequence[Result]) -> None:
+def record(store: Store, content: Contents, id: str, results: Sequence[Result]) -> None:
     """Append results to the files of a batch, then commit their rows. May be called again after an error.
 
     The files are synced before the commit, which holds their new lengths. If the process ends between the
@@ -28,7 +28,7 @@ def record(store: Store, content: Content, id: str, results: Sequence[Result]) -
     Raises:
         ContentLostError: A file of the batch is gone.
         OSError: The disk is full, or fails.
-        sqlite3.Error: The same for the database.
+        DatabaseError: The same for the database.
     """
     batch = store.batch(id)
     numbers = [result.line for result in results]
@@ -50,7 +50,7 @@ def record(store: Store, content: Content, id: str, results: Sequence[Result]) -
 
 
 def unfinished(
-    store: Store, content: Content, batch: Batch, start: Position, limits: Limits, most: int = SLICE_LINES
+    store: Store, content: Contents, batch: Batch, start: Position, limits: Limits, most: int = SLICE_LINES
 ) -> tuple[list[Row], Position, bool]:
     """Read rows that have no result yet.
 
@@ -74,7 +74,7 @@ def unfinished(
     return rows, position, ended
 
 
-def close(store: Store, content: Content, batch: Batch, limits: Limits, now: int) -> None:
+def close(store: Store, content: Contents, batch: Batch, limits: Limits, now: int) -> None:
     """End a batch of which nothing is in flight: rows without a result get one that says why.
 
     Args:

@@ -2,22 +2,23 @@
 
 import asyncio
 import logging
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
 from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
 from serve_app.batches.client import Client
-from serve_app.batches.content import Content
-from serve_app.batches.errors import ContentLostError, StateError
+from serve_app.batches.content import Contents
+from serve_app.batches.errors import ContentLostError, DatabaseError, StateError
+from serve_app.batches.forecast import late
 from serve_app.batches.limits import Limits
 from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.rate import Rate
 from serve_app.batches.recording import close, record, unfinished
 from serve_app.batches.retention import remove_expired
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
-from serve_app.batches.store import Store
+from serve_app.batches.store import Batch, Store
 from serve_app.batches.validate import batch_error, validate
 
 logger = logging.getLogger("ray.serve")
@@ -48,12 +49,17 @@ class Runner:
         row_timeout_s: Seconds after which a try has failed.
         tick_s: Seconds between two looks at deadlines and at the engines' load.
         clock: Seconds since the epoch.
+
+    Attributes:
+        rate: Rows that got their results here.
+        failed: Those of them that are errors.
+        warnings: Messages about batches that won't end within their windows, by id.
     """
 
     def __init__(
         self,
         store: Store,
-        content: Content,
+        content: Contents,
         client: Client,
         models: Callable[[], Collection[str]],
         *,
@@ -66,6 +72,9 @@ class Runner:
         tick_s: float = 1.0,
         clock: Clock = time.time,
     ) -> None:
+        self.rate = Rate()
+        self.failed = 0
+        self.warnings: dict[str, str] = {}
         self._store = store
         self._content = content
         self._client = client
@@ -93,6 +102,11 @@ class Runner:
     def in_flight(self) -> int:
         """Rows that were taken and have no committed result."""
         return self._in_flight
+
+    @property
+    def limit(self) -> int:
+        """Rows that may be in flight now."""
+        return self._concurrency.limit
 
     def notice(self) -> None:
         """Look at the store again: a batch was added or cancelled."""
@@ -137,7 +151,7 @@ class Runner:
         busy = {id for id, one in self._open.items() if one.busy}
         try:
             batches = await asyncio.to_thread(self._store.open_batches)
-        except sqlite3.Error as error:
+        except DatabaseError as error:
             logger.warning("batches: the database can't be read: %s", error)
             return
         found = {}
@@ -146,6 +160,14 @@ class Runner:
             if batch.id not in busy:
                 one.batch = batch
         self._open = found
+        self._warn(batches)
+
+    def _warn(self, batches: list[Batch]) -> None:
+        """Tell, once in the log, which batches won't end in time."""
+        found = late(batches, self.rate.per_s, self._clock())
+        for id in found.keys() - self.warnings.keys():
+            logger.warning("%s: %s", id, found[id])
+        self.warnings = found
 
     def _step(self) -> None:
         """Begin what can be begun now."""
@@ -223,9 +245,11 @@ class Runner:
             for one, _, result in taken:
                 groups.setdefault(one.batch.id, []).append(result)
             lost = {id: await self._record(id, results) for id, results in groups.items()}
-            for one, row, _ in taken:
+            for one, row, result in taken:
                 one.lost = one.lost or lost[one.batch.id]
+                self.failed += result.is_error
                 self._count(one, row, -1)
+            self.rate.add(len(taken))
             self._changed.set()
 
     async def _record(self, id: str, results: list[Result]) -> str:
@@ -235,7 +259,7 @@ class Runner:
                 await asyncio.to_thread(record, self._store, self._content, id, results)
             except ContentLostError as error:
                 return str(error)
-            except (OSError, sqlite3.Error) as error:
+            except (OSError, DatabaseError) as error:
                 # Nothing is lost: the results stay in flight, so that few rows are sent meanwhile.
                 logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
                 await asyncio.sleep(self._tick_s)
@@ -253,7 +277,7 @@ class Runner:
             one.lost = str(error)
         except StateError as error:
             logger.info("%s: %s", one.batch.id, error)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, DatabaseError) as error:
             logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
             await asyncio.sleep(self._tick_s)
         finally:
@@ -294,6 +318,8 @@ class Runner:
         """Adapt the number of rows in flight to the load of the engines."""
         while True:
             await asyncio.sleep(self._tick_s)
+            if not self._in_flight:
+                continue
             try:
                 load = await self._client.load()
             except Exception as error:
@@ -309,8 +335,9 @@ class Runner:
     async def _tidy(self) -> None:
         while True:
             try:
-                await asyncio.to_thread(remove_expired, self._store, self._content, self._now())
-            except (OSError, sqlite3.Error) as error:
+                most = self._limits.max_result_bytes
+                await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), most)
+            except (OSError, DatabaseError) as error:
                 logger.error("files whose time is over can't be deleted: %s", error)
             await asyncio.sleep(TIDY_S)
 

@@ -1,14 +1,7 @@
-"""Durable state of files and batches, in SQLite.
+"""Durable state of files and batches. All SQL is here."""
 
-All SQL is here. A commit is on the disk when it returns, so that a killed process, or a machine that loses
-power, goes on from the last one.
-"""
-
-import fcntl
-import sqlite3
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -16,7 +9,14 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.batches.database import Database, Row, SQLite, Transaction
+from serve_app.batches.errors import (
+    InUseError,
+    NotFoundError,
+    StateError,
+    StoreError,
+    TooManyError,
+)
 from serve_app.batches.failpoints import reach
 from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
 
@@ -26,20 +26,20 @@ VERSION = 1
 
 SCHEMA = """
 CREATE TABLE files (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    number {number},
     id TEXT NOT NULL UNIQUE,
     tenant TEXT NOT NULL,
     filename TEXT NOT NULL,
     purpose TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER,
+    bytes {int} NOT NULL,
+    created_at {int} NOT NULL,
+    expires_at {int},
     status TEXT NOT NULL
 );
 CREATE INDEX files_of_tenant ON files (tenant, number);
 CREATE INDEX files_by_expiry ON files (expires_at);
 CREATE TABLE batches (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    number {number},
     id TEXT NOT NULL UNIQUE,
     tenant TEXT NOT NULL,
     endpoint TEXT NOT NULL,
@@ -48,34 +48,34 @@ CREATE TABLE batches (
     error_file TEXT NOT NULL,
     completion_window TEXT NOT NULL,
     metadata TEXT NOT NULL,
-    retention_s INTEGER NOT NULL,
+    retention_s {int} NOT NULL,
     state TEXT NOT NULL,
     model TEXT,
     errors TEXT NOT NULL,
-    total INTEGER NOT NULL,
-    completed INTEGER NOT NULL,
-    failed INTEGER NOT NULL,
-    unrun INTEGER NOT NULL,
-    output_bytes INTEGER NOT NULL,
-    error_bytes INTEGER NOT NULL,
-    created_at INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    in_progress_at INTEGER,
-    finalizing_at INTEGER,
-    completed_at INTEGER,
-    failed_at INTEGER,
-    expired_at INTEGER,
-    cancelling_at INTEGER,
-    cancelled_at INTEGER
+    total {int} NOT NULL,
+    completed {int} NOT NULL,
+    failed {int} NOT NULL,
+    unrun {int} NOT NULL,
+    output_bytes {int} NOT NULL,
+    error_bytes {int} NOT NULL,
+    created_at {int} NOT NULL,
+    expires_at {int} NOT NULL,
+    in_progress_at {int},
+    finalizing_at {int},
+    completed_at {int},
+    failed_at {int},
+    expired_at {int},
+    cancelling_at {int},
+    cancelled_at {int}
 );
 CREATE INDEX batches_of_tenant ON batches (tenant, number);
 CREATE INDEX batches_by_state ON batches (state);
 CREATE INDEX batches_by_input ON batches (input_file);
 CREATE TABLE finished (
     batch TEXT NOT NULL,
-    line INTEGER NOT NULL,
+    line {int} NOT NULL,
     PRIMARY KEY (batch, line)
-) WITHOUT ROWID;
+) {clustered};
 """
 """`finished` holds the input lines of open batches whose results are in the output or error file."""
 
@@ -156,6 +156,24 @@ class Counts(NamedTuple):
     error_bytes: int
 
 
+class Summary(NamedTuple):
+    """Totals of the open batches and of the stored files.
+
+    Attributes:
+        batches: Open batches by state.
+        rows: Their rows without a result.
+        oldest: When the oldest of them was created; None: there is none.
+        files: Stored files.
+        bytes: Their bytes.
+    """
+
+    batches: dict[str, int]
+    rows: int
+    oldest: int | None
+    files: int
+    bytes: int
+
+
 class Page(NamedTuple, Generic[T]):
     """A part of a list, and whether more follows."""
 
@@ -167,38 +185,25 @@ class Store:
     """Files and batches of all tenants. Its methods may be called in any thread.
 
     Args:
-        folder: Folder of the database; it is created if missing.
+        where: The database; a folder: SQLite in it.
 
     Raises:
-        StoreError: Another process has it open, or it belongs to another version.
+        HeldError: Another process has it open.
+        StoreError: It belongs to another version.
+        DatabaseError: It fails.
     """
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._held = (folder / "lock").open("w")
+    def __init__(self, where: Path | Database) -> None:
+        self._database = SQLite(where) if isinstance(where, Path) else where
         try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._held.close()
-            raise StoreError(f"{folder}: another process has these batches open; end it first") from None
-        path = folder / "batches.db"
-        # One connection writes, another one reads: it needn't wait while a commit is synced.
-        self._db, self._reader = (
-            sqlite3.connect(path, isolation_level=None, check_same_thread=False) for _ in range(2)
-        )
-        self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._db.row_factory = self._reader.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        # Each commit is synced; the default of WAL, NORMAL, may lose the last ones with the power.
-        self._db.execute("PRAGMA synchronous = FULL")
-        self._prepare(path)
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the database."""
-        with self._lock, self._reading:
-            self._reader.close()
-            self._db.close()
-            self._held.close()
+        self._database.close()
 
     def add_file(self, file: File, max_bytes: int | None = None) -> None:
         """Add a file whose content is on the disk.
@@ -210,9 +215,9 @@ class Store:
         Raises:
             TooManyError: The tenant's files would have more.
         """
-        query = "SELECT COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ? AND purpose = 'batch'"
+        query = "SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE tenant = ? AND purpose = 'batch'"
         with self._transaction() as db:
-            used = db.execute(query, (file.tenant,)).fetchone()[0]
+            used = int(db.rows(query, file.tenant)[0]["used"])
             if max_bytes is not None and used + file.bytes > max_bytes:
                 raise TooManyError(f"the files of this tenant would have more than {max_bytes} bytes")
             _insert(db, "files", _columns(file))
@@ -259,7 +264,7 @@ class Store:
             InUseError: An open batch reads it.
         """
         with self._transaction() as db:
-            if not db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (id, tenant)).rowcount:
+            if not db.change("DELETE FROM files WHERE id = ? AND tenant = ?", id, tenant):
                 raise NotFoundError(id)
             if _in_use(db, id):
                 raise InUseError(id)
@@ -271,16 +276,16 @@ class Store:
             f"(SELECT input_file FROM batches WHERE state IN ({OPEN_STATES})) RETURNING id"
         )
         with self._transaction() as db:
-            return [row["id"] for row in db.execute(query, (now,)).fetchall()]
+            return [row["id"] for row in db.rows(query, now)]
 
     def content_ids(self) -> set[str]:
         """Return the ids of all files, and of those that open batches write."""
         query = (
             "SELECT id FROM files UNION "
-            f"SELECT output_file FROM batches WHERE state IN ({OPEN_STATES}) UNION "
-            f"SELECT error_file FROM batches WHERE state IN ({OPEN_STATES})"
+            f"SELECT output_file AS id FROM batches WHERE state IN ({OPEN_STATES}) UNION "
+            f"SELECT error_file AS id FROM batches WHERE state IN ({OPEN_STATES})"
         )
-        return {row[0] for row in self._rows(query)}
+        return {row["id"] for row in self._rows(query)}
 
     def add_batch(self, batch: Batch, max_open: int) -> None:
         """Add a batch.
@@ -289,14 +294,12 @@ class Store:
             NotFoundError: The tenant has no such input file.
             TooManyError: The tenant has `max_open` open batches already.
         """
-        count = f"SELECT COUNT(*) FROM batches WHERE tenant = ? AND state IN ({OPEN_STATES})"
+        count = f"SELECT COUNT(*) AS open FROM batches WHERE tenant = ? AND state IN ({OPEN_STATES})"
         with self._transaction() as db:
-            file = db.execute(
-                "SELECT 1 FROM files WHERE id = ? AND tenant = ?", (batch.input_file, batch.tenant)
-            )
-            if file.fetchone() is None:
+            query = "SELECT 1 AS there FROM files WHERE id = ? AND tenant = ?"
+            if not db.rows(query, batch.input_file, batch.tenant):
                 raise NotFoundError(batch.input_file)
-            if db.execute(count, (batch.tenant,)).fetchone()[0] >= max_open:
+            if db.rows(count, batch.tenant)[0]["open"] >= max_open:
                 raise TooManyError(f"{max_open} batches of this tenant are open, which is the limit")
             _insert(db, "batches", _columns(batch))
 
@@ -326,6 +329,31 @@ class Store:
         query = f"SELECT * FROM batches WHERE state IN ({OPEN_STATES}) ORDER BY number"
         return [_batch(row) for row in self._rows(query)]
 
+    def summary(self) -> Summary:
+        """Return what is open, and what is stored, of all tenants."""
+        states = self._rows(
+            "SELECT state, COUNT(*) AS batches, SUM(total - completed - failed) AS unfinished, "
+            f"MIN(created_at) AS oldest FROM batches WHERE state IN ({OPEN_STATES}) GROUP BY state"
+        )
+        (files,) = self._rows("SELECT COUNT(*) AS files, COALESCE(SUM(bytes), 0) AS bytes FROM files")
+        return Summary(
+            {row["state"]: row["batches"] for row in states},
+            sum(int(row["unfinished"]) for row in states),
+            min((row["oldest"] for row in states), default=None),
+            files["files"],
+            int(files["bytes"]),
+        )
+
+    def remove_excess(self, most_bytes: int) -> list[str]:
+        """Forget the oldest result files of each tenant that has more bytes of them; return their ids."""
+        query = (
+            "DELETE FROM files WHERE id IN (SELECT id FROM ("
+            "SELECT id, SUM(bytes) OVER (PARTITION BY tenant ORDER BY number DESC) AS together "
+            "FROM files WHERE purpose <> 'batch') AS sums WHERE together > ?) RETURNING id"
+        )
+        with self._transaction() as db:
+            return [row["id"] for row in db.rows(query, most_bytes)]
+
     def move(
         self, id: str, to: State, now: int, *, total: int | None = None, model: str | None = None
     ) -> Batch:
@@ -343,10 +371,14 @@ class Store:
         """
         with self._transaction() as db:
             _check(db, id, to)
-            db.execute(
+            db.change(
                 f"UPDATE batches SET state = ?, {to}_at = ?, total = COALESCE(?, total), "
                 "model = COALESCE(?, model) WHERE id = ?",
-                (to, now, total, model, id),
+                to,
+                now,
+                total,
+                model,
+                id,
             )
         return self.batch(id)
 
@@ -379,11 +411,14 @@ class Store:
                         expires_at=now + batch.retention_s,
                     )
                     _insert(db, "files", _columns(file))
-            db.execute(
+            db.change(
                 f"UPDATE batches SET state = ?, {to}_at = ?, errors = ? WHERE id = ?",
-                (to, now, to_json(list(errors)).decode(), id),
+                to,
+                now,
+                to_json(list(errors)).decode(),
+                id,
             )
-            db.execute("DELETE FROM finished WHERE batch = ?", (id,))
+            db.change("DELETE FROM finished WHERE batch = ?", id)
 
     def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> Batch:
         """Commit rows whose results are in the output or error file; return the batch as it is then.
@@ -397,13 +432,16 @@ class Store:
             AssertionError: The batch has changed since; nothing is committed.
         """
         with self._transaction() as db:
-            db.executemany("INSERT INTO finished VALUES (?, ?)", [(batch.id, line) for line in lines])
-            changed = db.execute(
+            db.change_many("INSERT INTO finished VALUES (?, ?)", [(batch.id, line) for line in lines])
+            changed = db.change(
                 "UPDATE batches SET completed = completed + ?, failed = failed + ?, unrun = unrun + ?, "
                 "output_bytes = output_bytes + ?, error_bytes = error_bytes + ? "
                 "WHERE id = ? AND output_bytes = ? AND error_bytes = ?",
-                (*counts, batch.id, batch.output_bytes, batch.error_bytes),
-            ).rowcount
+                *counts,
+                batch.id,
+                batch.output_bytes,
+                batch.error_bytes,
+            )
             if changed != 1:
                 raise AssertionError(f"{batch.id}: two writers")
         return self.batch(batch.id)
@@ -411,36 +449,28 @@ class Store:
     def finished(self, id: str, first: int, last: int) -> set[int]:
         """Return which of the input lines from `first` to `last` are finished."""
         query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
-        return {row[0] for row in self._rows(query, id, first, last)}
+        return {row["line"] for row in self._rows(query, id, first, last)}
 
-    def _prepare(self, path: Path) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+    def _prepare(self) -> None:
+        database = self._database
+        version = database.version()
         if version not in (0, VERSION):
-            self.close()
-            raise StoreError(f"{path}: written by another version ({version}, this one is {VERSION})")
+            raise StoreError(
+                f"{database.place}: written by another version ({version}, this one is {VERSION})"
+            )
         if not version:
+            schema = SCHEMA
+            for name, word in database.dialect.items():
+                schema = schema.replace(name, word)
             reach("store.create")
-            self._db.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {VERSION}; COMMIT")
+            database.create([part for part in schema.split(";") if part.strip()], VERSION)
             reach("store.created")
 
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-                reach("store.commit")
-                self._db.execute("COMMIT")
-            except BaseException:
-                # SQLite has rolled back by itself after some errors, such as a full disk.
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-        reach("store.committed")
+    def _transaction(self) -> AbstractContextManager[Transaction]:
+        return self._database.transaction()
 
-    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
-        with self._reading:
-            return self._reader.execute(query, values).fetchall()
+    def _rows(self, query: str, *values: object) -> list[Row]:
+        return self._database.rows(query, *values)
 
     def _after(
         self,
@@ -451,7 +481,7 @@ class Store:
         after: str | None,
         limit: int,
         order: Literal["asc", "desc"],
-    ) -> list[sqlite3.Row]:
+    ) -> list[Row]:
         """Return one row more than `limit`, if there are so many behind `after`."""
         values = list(values)
         if after is not None:
@@ -464,27 +494,27 @@ class Store:
         return self._rows(query, *values, limit + 1)
 
 
-def _check(db: sqlite3.Connection, id: str, to: State) -> Batch:
-    row = db.execute("SELECT * FROM batches WHERE id = ?", (id,)).fetchone()
-    if row is None:
+def _check(db: Transaction, id: str, to: State) -> Batch:
+    rows = db.rows("SELECT * FROM batches WHERE id = ?", id)
+    if not rows:
         raise NotFoundError(id)
-    batch = _batch(row)
+    batch = _batch(rows[0])
     if to not in TRANSITIONS[batch.state]:
         raise StateError(f"a batch that is {batch.state} can't become {to}")
     return batch
 
 
-def _in_use(db: sqlite3.Connection, file: str) -> bool:
-    query = f"SELECT 1 FROM batches WHERE input_file = ? AND state IN ({OPEN_STATES})"
-    return db.execute(query, (file,)).fetchone() is not None
+def _in_use(db: Transaction, file: str) -> bool:
+    query = f"SELECT 1 AS there FROM batches WHERE input_file = ? AND state IN ({OPEN_STATES})"
+    return bool(db.rows(query, file))
 
 
-def _insert(db: sqlite3.Connection, table: str, columns: dict[str, object]) -> None:
+def _insert(db: Transaction, table: str, columns: dict[str, object]) -> None:
     marks = ", ".join("?" * len(columns))
-    db.execute(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", tuple(columns.values()))
+    db.change(f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({marks})", *columns.values())
 
 
-def _page(rows: list[sqlite3.Row], limit: int, read: Callable[[sqlite3.Row], T]) -> Page[T]:
+def _page(rows: list[Row], limit: int, read: Callable[[Row], T]) -> Page[T]:
     return Page([read(row) for row in rows[:limit]], len(rows) > limit)
 
 
@@ -496,11 +526,11 @@ def _columns(item: File | Batch) -> dict[str, object]:
     }
 
 
-def _file(row: sqlite3.Row) -> File:
+def _file(row: Row) -> File:
     return File(**{field.name: row[field.name] for field in fields(File)})
 
 
-def _batch(row: sqlite3.Row) -> Batch:
+def _batch(row: Row) -> Batch:
     values = {field.name: row[field.name] for field in fields(Batch)}
     values["metadata"] = from_json(values["metadata"])
     values["errors"] = tuple(from_json(values["errors"]))

@@ -8,7 +8,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
-from serve_app.batches.content import Content, Draft
+from serve_app.batches.content import Contents, Draft
 
 FORM_BYTES = 1 << 16
 """Most bytes of a form beside its file."""
@@ -31,7 +31,7 @@ class Upload:
         ended: Whether the form is complete.
     """
 
-    def __init__(self, content: Content, max_bytes: int) -> None:
+    def __init__(self, content: Contents, max_bytes: int) -> None:
         self.fields: dict[str, str] = {}
         self.filename = ""
         self.draft: Draft | None = None
@@ -118,7 +118,7 @@ class Upload:
             raise RequestError(413, "request_too_large", message)
 
 
-async def receive(request: Request, content: Content, max_bytes: int) -> Upload:
+async def receive(request: Request, content: Contents, max_bytes: int) -> Upload:
     """Receive a form.
 
     Args:

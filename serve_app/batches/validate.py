@@ -2,14 +2,13 @@
 
 from collections.abc import Collection
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.limits import Limits
-from serve_app.batches.lines import Line, Position, read_slice
+from serve_app.batches.lines import Input, Line, Position, read_slice
 
 ENDPOINTS = (
     "/v1/chat/completions",
@@ -49,7 +48,7 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
     return {"code": code, "line": line, "message": message, "param": param}
 
 
-def validate(path: Path, endpoint: str, models: Collection[str], limits: Limits) -> Findings:
+def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits) -> Findings:
     """Check all lines of an input file. Of each `custom_id`, no more than a hash is kept in memory.
 
     Args:
@@ -87,7 +86,7 @@ class _Check:
 
     @property
     def full(self) -> bool:
-        """Whether no more lines need to be looked at."""
+        """True when no more lines need to be looked at."""
         return len(self.errors) >= self._limits.max_errors or self.total > self._limits.max_lines
 
     def line(self, line: Line) -> None:

@@ -1,12 +1,16 @@
 """Files and batches for the tests of this folder."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
-from serve_app.batches.content import Content
+from serve_app.batches import failpoints
+from serve_app.batches.content import Content, Contents
 from serve_app.batches.store import Batch, File, Store
 
 CHAT = "/v1/chat/completions"
@@ -47,12 +51,28 @@ def batch_of(id: str, input_file: str, tenant: str = "anna", **fields: Any) -> B
     return Batch(id=id, tenant=tenant, input_file=input_file, **(values | fields))
 
 
-def put(store: Store, content: Content, id: str, text: bytes, tenant: str = "anna") -> None:
+def put(store: Store, content: Contents, id: str, text: bytes, tenant: str = "anna") -> None:
     """Store a file."""
     draft = content.draft()
     draft.write(text)
     content.keep(draft, id)
     store.add_file(file_of(id, tenant, len(text)))
+
+
+@contextmanager
+def commits() -> Iterator[asyncio.Event]:
+    """Yield an event that is set at every write."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def reached(_: str) -> None:
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(event.set)
+
+    failpoints.hook = reached
+    try:
+        yield event
+    finally:
+        failpoints.hook = None
 
 
 def opened(folder: Path) -> tuple[Store, Content]:

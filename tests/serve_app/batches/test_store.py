@@ -1,44 +1,69 @@
 import dataclasses
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.batches.database import Database
+from serve_app.batches.errors import (
+    DatabaseError,
+    InUseError,
+    NotFoundError,
+    StateError,
+    StoreError,
+    TooManyError,
+)
 from serve_app.batches.store import Counts, Store
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of
 
+Place = Callable[[], Path | Database]
+
+
+@pytest.fixture(params=["SQLite", "PostgreSQL"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Opens the place of a store."""
+    if request.param == "SQLite":
+        return lambda: tmp_path
+    url = request.getfixturevalue("postgres").database()
+
+    def connect() -> Database:
+        from serve_app.batches.postgres import Postgres
+
+        return Postgres(url)
+
+    return connect
+
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path)
+def store(place: Place) -> Iterator[Store]:
+    store = Store(place())
     store.add_file(file_of("in"))
     yield store
     store.close()
 
 
-def reopened(store: Store, folder: Path) -> Store:
+def reopened(store: Store, place: Place) -> Store:
     store.close()
-    return Store(folder)
+    return Store(place())
 
 
-def test_files_and_batches_are_there_after_a_restart(store: Store, tmp_path: Path) -> None:
+def test_files_and_batches_are_there_after_a_restart(store: Store, place: Place) -> None:
     batch = batch_of("b", "in", metadata={"a": "ü"}, model="demo")
     store.add_batch(batch, 1)
-    again = reopened(store, tmp_path)
+    again = reopened(store, place)
     assert again.file("anna", "in") == file_of("in")
     assert again.batch("b") == batch
     again.close()
 
 
-def test_one_process_has_a_store_open(store: Store, tmp_path: Path) -> None:
+def test_one_process_has_a_store_open(store: Store, place: Place) -> None:
     with pytest.raises(StoreError, match="another process"):
-        Store(tmp_path)
+        Store(place())
 
 
-def test_a_database_of_another_version_is_refused(store: Store, tmp_path: Path) -> None:
-    store.close()
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path).close()
     db = sqlite3.connect(tmp_path / "batches.db")
     db.execute("PRAGMA user_version = 99")
     db.close()
@@ -123,7 +148,7 @@ def test_rows_are_committed_once(store: Store) -> None:
     after = store.finish(before, [1, 3], Counts(1, 1, 0, 10, 20))
     assert (after.completed, after.failed, after.output_bytes, after.error_bytes) == (1, 1, 10, 20)
     assert store.finished("b", 1, 2) == {1}
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(DatabaseError):
         store.finish(after, [3], Counts(1, 0, 0, 10, 0))
     with pytest.raises(AssertionError, match="two writers"):
         store.finish(before, [2], Counts(1, 0, 0, 10, 0))

@@ -1,0 +1,88 @@
+"""The Batches deployment: files and batches, behind a deployment handle."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.api.protocol import JSON
+from serve_app.ingress.health import Health
+from serve_app.relay.request import RelayRequest
+from serve_app.settings.schema import Settings
+from serve_app.system.cpu_scheduling import use_batch_scheduling
+from serve_app.system.serve_logging import flush_warnings
+
+logger = logging.getLogger("ray.serve")
+
+DRAIN_S = 5.0
+"""Seconds that rows in flight have when this replica stops. The next one sends again the others."""
+
+
+class Batches:
+    """Files and batches of OpenAI's API. One replica: one process has the state open.
+
+    Args:
+        settings: The config's `args`, with `batches`.
+        engines: The handle of each model's Engine, by model id.
+
+    Raises:
+        StoreError: The folder can't be used.
+    """
+
+    # Serve awaits a constructor that is a coroutine.
+    async def __init__(  # type: ignore[misc]
+        self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]
+    ) -> None:
+        flush_warnings()
+        # Imported only here: no other process needs a database.
+        from serve_app.batches.engines import EngineClient
+        from serve_app.batches.service import BatchService
+
+        assert settings.batches is not None
+        health = Health(serve.get_replica_context().app_name, list(engines))
+        client = EngineClient(settings, engines, health)
+        self._service = await BatchService.open(settings.batches, client, set(engines))
+        self._metrics = None
+        if settings.telemetry.metrics:
+            from serve_app.batches.metrics import BatchesMetrics
+
+            self._metrics = BatchesMetrics(self._service.stats)
+            self._metrics.start()
+        use_batch_scheduling()
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as relay messages."""
+        async with aclosing(self._service.relay(request)) as messages:
+            async for message in messages:
+                yield message
+
+    async def put(self, upload: str, data: bytes, last: bool) -> bool:
+        """Add a piece to the body of a request once there is room.
+
+        Args:
+            upload: Its `RelayRequest.upload`.
+            data: The piece.
+            last: Nothing follows it.
+
+        Returns:
+            Whether the piece was taken; if not, the request has its answer already.
+        """
+        return await self._service.uploads.put(upload, data, last)
+
+    async def stats(self) -> JSON:
+        """Return the entry of the batches in `/stats`."""
+        return await self._service.stats()
+
+    async def check_health(self) -> None:
+        """Raise if no batches are run any more, so that Serve replaces this replica."""
+        self._service.check()
+
+    async def __del__(self) -> None:
+        if metrics := getattr(self, "_metrics", None):
+            metrics.stop()
+        if service := getattr(self, "_service", None):
+            await asyncio.shield(service.close(DRAIN_S))

@@ -1,0 +1,170 @@
+"""The Engines of the service, over deployment handles."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from pydantic_core import from_json, to_json
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.batches.client import Answer, Load
+from serve_app.ingress.engine_call import EngineCall, relay_of
+from serve_app.ingress.health import Health
+from serve_app.ingress.large_bodies import look
+from serve_app.ingress.limits import read_call, read_json, read_openai
+from serve_app.ingress.poison import MAX_LOST, PoisonError
+from serve_app.ingress.proxy import unavailable
+from serve_app.ingress.retry import back_off, ran_there
+from serve_app.ingress.routing import GENERATE, Routing
+from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
+from serve_app.relay.frame import Head
+from serve_app.relay.request import RelayRequest
+from serve_app.settings.schema import Settings
+from serve_app.system import cancellation
+
+logger = logging.getLogger("ray.serve")
+
+STATS_TIMEOUT_S = 5.0
+
+HEADERS = [(b"content-type", b"application/json")]
+
+Handles = Mapping[str, DeploymentHandle[Any]]
+
+
+class EngineClient:
+    """Sends rows to the Engines, as the Ingress does with requests, within the same limits.
+
+    Args:
+        settings: The config's `args`.
+        engines: The handle of each model's Engine, by model id.
+        health: The state of the models' deployments.
+    """
+
+    def __init__(self, settings: Settings, engines: Handles, health: Health) -> None:
+        self._limits = settings.ingress
+        self._routing = Routing(settings.models)
+        self._engines = dict(engines)
+        self._health = health
+        self._suspects = asyncio.Lock()
+        self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
+
+    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+        """Send a row and return its answer.
+
+        A row that loses an Engine is sent to another one. One that loses the second too may be what they die
+        of, or their neighbour: such rows run one at a time, and a row that loses a third Engine is given up.
+
+        Raises:
+            RequestError: The row is wrong, or no Engine could answer it.
+        """
+        text = to_json(body)
+        model, request = await look(len(text), lambda: self._request(endpoint, text, tenant))
+        lost = 0
+        while True:
+            try:
+                if lost < MAX_LOST:
+                    return await self._ask(model, request)
+                async with self._suspects:
+                    return await self._ask(model, request)
+            except RequestError:
+                raise
+            except Exception as error:
+                logger.warning("batches: an engine of %s failed with a row: %r", model, error)
+                if not ran_there(error):
+                    raise unavailable(error) from error
+                lost += 1
+                if lost > MAX_LOST:
+                    raise PoisonError("it is not tried again") from error
+                await back_off(lost)
+
+    async def load(self) -> Load | None:
+        """Return the records in the batchers; None where that isn't known."""
+        found = await asyncio.gather(*map(self._load, self._engines))
+        known = [load for load in found if load is not None]
+        if not known:
+            return None
+        return Load(sum(load.running for load in known), sum(load.waiting for load in known))
+
+    async def _load(self, model: str) -> Load | None:
+        try:
+            # A broadcast to a model without replicas would wait for one.
+            if not (await self._health.read()).replicas(model):
+                return None
+            broadcast = self._engines[model].options(_by_reference=True).broadcast("stats")
+            batchers = [one["batcher"] for one in await broadcast.results_async(timeout_s=STATS_TIMEOUT_S)]
+        except asyncio.CancelledError:
+            if cancellation.is_own():
+                raise
+            return None
+        except Exception:
+            return None
+        return Load(sum(one["running"] for one in batchers), sum(one["queue_depth"] for one in batchers))
+
+    def _request(self, endpoint: str, text: bytes, tenant: str) -> tuple[str, RelayRequest]:
+        content = read_json(text, self._limits)
+        name: str | None
+        key: RoutingKey
+        if endpoint == GENERATE:
+            call = read_call(content, self._limits, "prompts", "messages")
+            name, key = call.model, call_key(content, call, len(text))
+        else:
+            fields = read_openai(content, endpoint, self._limits)
+            name, key = fields.model, openai_key(content, fields, len(text))
+        request = RelayRequest(
+            "POST",
+            endpoint,
+            b"",
+            HEADERS,
+            text,
+            Scheduling(TIER_PRIORITY["flex"], tenant),
+            max_tokens=self._limits.max_tokens,
+            prefix=key.prefix,
+            tokens=key.tokens,
+        )
+        return self._routing.choose(name, endpoint), request
+
+    async def _ask(self, model: str, request: RelayRequest) -> Answer:
+        """Send a request to one Engine and return its answer."""
+
+        async def served() -> bool:
+            return (await self._health.read()).replicas(model) > 0
+
+        messages = self._relays[model].remote(request)
+        assert isinstance(messages, DeploymentResponseGenerator)
+        call = EngineCall(messages, served)
+        head: Head | None = None
+        pieces = []
+        complete = False
+        try:
+            async for piece in call:
+                head = head or piece.head
+                pieces.append(piece.body)
+                complete = complete or piece.usage is not None
+        except Exception:
+            if not complete:
+                raise
+        finally:
+            call.cancel()
+        if head is None or not complete:
+            raise RequestError(503, "service_unavailable", "the engine ended its answer early")
+        return answer_of(head, b"".join(pieces))
+
+
+def answer_of(head: Head, text: bytes) -> Answer:
+    """Return the answer with this head and body."""
+    headers = {name.lower(): value for name, value in head.headers}
+    retry_after_s = None
+    with suppress(ValueError):
+        retry_after_s = float(headers.get(b"retry-after", b""))
+    try:
+        body = from_json(text)
+    except ValueError:
+        # vLLM answers some failures with plain text.
+        error = RequestError(head.status, "internal_error", text.decode(errors="replace")[:1000])
+        body = error.body()
+    return Answer(head.status, body, retry_after_s, headers.get(b"x-should-retry") == b"false")

@@ -1,0 +1,220 @@
+"""Content of files, in object storage through fsspec: `s3://`, `gs://` and others.
+
+An object is written as a whole, and can't be appended to. So results are objects of their own, each under
+the offset at which it begins, and become one object when the batch has ended.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from serve_app.batches.content import PIECE_BYTES, Draft, Drafts
+from serve_app.batches.errors import ContentLostError, StoreError
+from serve_app.batches.failpoints import reach
+
+try:
+    import fsspec
+except ImportError:
+    raise StoreError(
+        "batches.content in object storage needs fsspec: pip install 'saturate[storage]', and s3fs for "
+        "s3://, gcsfs for gs://"
+    ) from None
+
+
+class ObjectFile:
+    """An object, with the part of the interface of `Path` that reading takes."""
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self.name = path.rpartition("/")[2]
+
+    def open(self, mode: str) -> IO[bytes]:
+        """Open it to read."""
+        with _translated():
+            file: IO[bytes] = self._fs.open(self._path, mode)
+        return file
+
+
+class ObjectContent:
+    """Contents by id, in object storage; see `serve_app.batches.content.Content`.
+
+    Args:
+        url: Where they are.
+        folder: Folder for uploads that are being received.
+
+    Raises:
+        StoreError: The URL can't be used.
+    """
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self._drafts = Drafts(folder)
+        try:
+            # Another process may have written meanwhile.
+            self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise StoreError(f"batches.content: {url}: {error}") from None
+        root = root.rstrip("/")
+        self._files, self._parts = f"{root}/files", f"{root}/parts"
+        with _translated():
+            self._fs.makedirs(root, exist_ok=True)
+
+    def path(self, id: str) -> ObjectFile:
+        """Return the object of a content that is complete."""
+        return ObjectFile(self._fs, self._file(id))
+
+    def size(self, id: str) -> int | None:
+        """Return the length of a content that is complete; None: it is missing."""
+        with _translated():
+            try:
+                return int(self._fs.info(self._file(id))["size"])
+            except FileNotFoundError:
+                return None
+
+    def draft(self) -> Draft:
+        """Return a new draft."""
+        return self._drafts.new()
+
+    def keep(self, draft: Draft, id: str) -> None:
+        """Make a draft the content of an id: afterwards it is there as a whole, or not at all."""
+        reach("content.sync")
+        draft.sync()
+        reach("content.rename")
+        with _translated():
+            self._fs.put_file(str(draft.path), self._file(id))
+        reach("content.kept")
+        draft.discard()
+
+    def append(self, id: str, offset: int, data: bytes) -> None:
+        """Write bytes at an offset; what was behind it counts no more.
+
+        Raises:
+            ContentLostError: The content is shorter than `offset`.
+            OSError: The storage fails.
+        """
+        reach("content.append")
+        parts = self._sizes(id)
+        _chain(id, parts, offset)
+        with _translated():
+            for start in parts:
+                if start > offset:
+                    self._fs.rm_file(self._part(id, start))
+            self._fs.pipe_file(self._part(id, offset), data)
+        reach("content.synced")
+
+    def seal(self, id: str, size: int) -> None:
+        """Make one object of a content of this length, which nothing is appended to any more.
+
+        Raises:
+            ContentLostError: The content is shorter than `size`.
+        """
+        if not size:
+            self.remove(id)
+            return
+        if self.size(id) != size:
+            draft = self.draft()
+            try:
+                for piece in self._joined(id, size):
+                    draft.write(piece)
+                self.keep(draft, id)
+            finally:
+                draft.discard()
+        self._remove_parts(id)
+
+    def pieces(self, id: str, size: int) -> Iterator[bytes]:
+        """Yield the first `size` bytes of a content.
+
+        Raises:
+            ContentLostError: The content is missing, or shorter.
+        """
+        if self.size(id) is None:
+            yield from self._joined(id, size)
+            return
+        with self.path(id).open("rb") as file:
+            yield from _read(id, file, size)
+
+    def remove(self, id: str) -> None:
+        """Delete a content, if it is there."""
+        reach("content.remove")
+        with _translated():
+            if self._fs.exists(self._file(id)):
+                self._fs.rm_file(self._file(id))
+        self._remove_parts(id)
+
+    def ids(self) -> set[str]:
+        """Return the ids of all contents."""
+        return {name for folder in (self._files, self._parts) for name in self._names(folder)}
+
+    def _joined(self, id: str, size: int) -> Iterator[bytes]:
+        parts = self._sizes(id)
+        for start in _chain(id, parts, size):
+            with _translated():
+                file = self._fs.open(self._part(id, start), "rb")
+            with file:
+                yield from _read(id, file, min(parts[start], size - start))
+
+    def _remove_parts(self, id: str) -> None:
+        with _translated():
+            for start in self._sizes(id):
+                self._fs.rm_file(self._part(id, start))
+
+    def _sizes(self, id: str) -> dict[int, int]:
+        """Return the lengths of the parts of a content by their offsets."""
+        with _translated():
+            try:
+                found = self._fs.ls(f"{self._parts}/{id}", detail=True, refresh=True)
+            except FileNotFoundError:
+                return {}
+        return {int(one["name"].rpartition("/")[2]): one["size"] for one in found if one["type"] == "file"}
+
+    def _names(self, folder: str) -> set[str]:
+        with _translated():
+            try:
+                found = self._fs.ls(folder, detail=False, refresh=True)
+            except FileNotFoundError:
+                return set()
+        return {path.rstrip("/").rpartition("/")[2] for path in found} - {folder.rpartition("/")[2]}
+
+    def _file(self, id: str) -> str:
+        return f"{self._files}/{id}"
+
+    def _part(self, id: str, start: int) -> str:
+        return f"{self._parts}/{id}/{start:020d}"
+
+
+def _chain(id: str, parts: dict[int, int], size: int) -> list[int]:
+    """Return the offsets of the parts that make the first `size` bytes.
+
+    Raises:
+        ContentLostError: One is missing.
+    """
+    chain = []
+    at = 0
+    while at < size:
+        if not parts.get(at):
+            raise ContentLostError(f"the content of {id} is shorter than it was")
+        chain.append(at)
+        at += parts[at]
+    return chain
+
+
+def _read(id: str, file: IO[bytes], size: int) -> Iterator[bytes]:
+    while size:
+        with _translated():
+            piece = file.read(min(PIECE_BYTES, size))
+        if not piece:
+            raise ContentLostError(f"the content of {id} is shorter than it was")
+        size -= len(piece)
+        yield piece
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """Make an OSError of every error: each storage has kinds of its own."""
+    try:
+        yield
+    except (OSError, ContentLostError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

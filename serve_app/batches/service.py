@@ -1,0 +1,221 @@
+"""The parts of the batches in one process: state, content, runner and routes."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Collection
+from contextlib import aclosing
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from serve_app.api.pacing import Auto
+from serve_app.api.protocol import JSON
+from serve_app.batches.api import BatchAPI
+from serve_app.batches.client import Client
+from serve_app.batches.content import Content, Contents
+from serve_app.batches.database import Database
+from serve_app.batches.errors import DatabaseError, HeldError, StoreError
+from serve_app.batches.limits import Limits
+from serve_app.batches.retention import remove_orphans
+from serve_app.batches.runner import Runner
+from serve_app.batches.states import ENDED, STATES
+from serve_app.batches.store import Store
+from serve_app.relay.asgi import run_app
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.upload import Uploads
+from serve_app.relay.usage import RequestUsage
+from serve_app.settings.schema import BatchesSettings
+
+logger = logging.getLogger("ray.serve")
+
+OPEN = tuple(state for state in STATES if state not in ENDED)
+
+HELD_S = 60.0
+"""Seconds to wait for a process that has the folder open: one that is being replaced."""
+
+POLL_S = 0.2
+
+TENANT = "tenant"
+"""Key of the ASGI scope under which a relayed request has its tenant."""
+
+
+class BatchService:
+    """Files and batches, open and running.
+
+    Args:
+        settings: Place and limits.
+        store: The state.
+        content: The contents.
+        client: The engines.
+        models: Ids of the served models.
+    """
+
+    def __init__(
+        self,
+        settings: BatchesSettings,
+        store: Store,
+        content: Contents,
+        client: Client,
+        models: Collection[str],
+    ) -> None:
+        limits = Limits.of(settings)
+        self.uploads = Uploads()
+        self._store = store
+        self._runner = Runner(
+            store,
+            content,
+            client,
+            lambda: models,
+            limits=limits,
+            concurrency=Auto(most=settings.max_rows_in_flight),
+        )
+        api = BatchAPI(
+            store,
+            content,
+            self._runner.notice,
+            limits=limits,
+            tenant=_tenant,
+            warnings=lambda: self._runner.warnings,
+        )
+        self._app = Starlette(routes=api.routes())
+        self._running = asyncio.create_task(self._runner.run())
+
+    @classmethod
+    async def open(
+        cls, settings: BatchesSettings, client: Client, models: Collection[str], held_s: float = HELD_S
+    ) -> "BatchService":
+        """Open the folder, and go on with the batches in it.
+
+        Args:
+            settings: Place and limits.
+            client: The engines.
+            models: Ids of the served models.
+            held_s: Seconds to wait while another process has the folder open.
+
+        Raises:
+            StoreError: The folder can't be used.
+            OSError: The same.
+        """
+        store = await _open_store(_place(settings), held_s)
+        try:
+            content = await asyncio.to_thread(_open_content, settings)
+            if orphans := await asyncio.to_thread(remove_orphans, store, content):
+                logger.info("batches: deleted %d contents without a file", orphans)
+            if unfinished := await asyncio.to_thread(store.open_batches):
+                logger.info("batches: going on with %d that have not ended", len(unfinished))
+        except BaseException:
+            store.close()
+            raise
+        return cls(settings, store, content, client, models)
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as relay messages."""
+        upload = await self.uploads.open(request.upload) if request.upload else None
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            scope[TENANT] = request.scheduling.tenant
+            await self._app(scope, receive, send)
+
+        try:
+            async with aclosing(run_app(app, request, usage=RequestUsage(), upload=upload)) as messages:
+                async for message in messages:
+                    yield message
+        finally:
+            if upload is not None:
+                await self.uploads.close(request.upload)
+
+    async def stats(self) -> JSON:
+        """Return the entry of the batches in `/stats`."""
+        summary = await asyncio.to_thread(self._store.summary)
+        runner = self._runner
+        rate = runner.rate.per_s
+        return {
+            "batches": {state: summary.batches.get(state, 0) for state in OPEN},
+            "rows": {
+                "waiting": max(0, summary.rows - runner.in_flight),
+                "in_flight": runner.in_flight,
+                "completed": runner.rate.total - runner.failed,
+                "failed": runner.failed,
+            },
+            "rows_in_flight_limit": runner.limit,
+            "rows_per_s": round(rate, 3) if summary.rows else 0.0,
+            "eta_s": round(summary.rows / rate, 1) if summary.rows and rate else None,
+            "oldest_s": 0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),
+            "late": len(runner.warnings),
+            "files": summary.files,
+            "bytes": summary.bytes,
+        }
+
+    def check(self) -> None:
+        """Raise if the runner has failed."""
+        if self._running.done():
+            self._running.result()
+            raise RuntimeError("the runner of the batches has ended")
+
+    async def close(self, timeout_s: float) -> None:
+        """Send no more rows, record those that end in time, and close the state.
+
+        Args:
+            timeout_s: Seconds that rows in flight have. The next process sends again those that take longer.
+        """
+        self._runner.stop()
+        await asyncio.wait([self._running], timeout=timeout_s)
+        self._running.cancel()
+        await asyncio.wait([self._running])
+        await asyncio.to_thread(self._store.close)
+
+
+def _open_content(settings: BatchesSettings) -> Contents:
+    folder = _folder(settings)
+    if settings.content is None:
+        return Content(folder)
+    if "://" not in settings.content:
+        return Content(Path(settings.content).expanduser())
+    # Imported only where it is used.
+    from serve_app.batches.object_storage import ObjectContent
+
+    return ObjectContent(settings.content, folder)
+
+
+def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
+    """Return a function that opens the place of the state.
+
+    Raises:
+        StoreError: Its URL isn't known, or its package is missing.
+    """
+    url = settings.database
+    if settings.database_env is not None and not (url := os.environ.get(settings.database_env)):
+        raise StoreError(
+            f"batches.database_env: the environment of the replica has no variable {settings.database_env}"
+        )
+    if url is None:
+        return lambda: _folder(settings)
+    # Imported only where it is used.
+    from serve_app.batches.postgres import Postgres
+
+    return lambda: Postgres(url)
+
+
+async def _open_store(place: Callable[[], Path | Database], held_s: float) -> Store:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + held_s
+    while True:
+        try:
+            return await asyncio.to_thread(lambda: Store(place()))
+        except (HeldError, DatabaseError) as error:
+            if loop.time() > deadline:
+                raise
+            logger.info("batches: %s; waiting", error)
+        await asyncio.sleep(POLL_S)
+
+
+def _folder(settings: BatchesSettings) -> Path:
+    return Path(settings.folder).expanduser()
+
+
+def _tenant(request: Request) -> str:
+    return str(request.scope[TENANT])

@@ -1,0 +1,417 @@
+"""A file of requests through a service's batch API: upload, wait, download."""
+
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+from uuid import uuid4
+
+import httpx
+from pydantic_core import from_json, to_json
+
+from serve_app.api.pacing import RETRYABLE, Backoff
+from serve_app.api.protocol import JSON
+from serve_app.driver.errors import CommandError, DriverError, output_error
+from serve_app.driver.progress import LINE_S
+
+ENDED = {"completed", "failed", "expired", "cancelled"}
+
+FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
+"""Seconds between two looks at a batch: more and more, up to the second."""
+
+RUN = "saturate_run"
+"""Key of the batch's metadata by which a run finds the batch that it has created."""
+
+PIECE_BYTES = 1 << 20
+
+Sleep = Callable[[float], None]
+
+
+class APIRun:
+    """One file through the batch API of a service.
+
+    The batch runs in the service, whatever happens to this process: a note beside the output has its id, so
+    that the same run again goes on with it.
+
+    Args:
+        input: The file of requests.
+        output: Where the results go; None: beside the input.
+        url: Address of the service.
+        api_key: Sent as a bearer token.
+        window: The batch's `completion_window`.
+        retries: Further tries of a call that fails.
+        timeouts: Seconds to connect, read, write, and to get a connection.
+        overwrite: Forget an earlier run with this output.
+        quiet: Show no progress.
+        transport: Another transport, for tests.
+        sleep: Waits some seconds.
+        backoff: Waits between two tries.
+
+    Attributes:
+        output: Path of the results.
+        errors: Path of the failed rows.
+    """
+
+    def __init__(
+        self,
+        input: Path,
+        output: Path | None,
+        *,
+        url: str,
+        api_key: str | None = None,
+        window: str = "24h",
+        retries: int = 20,
+        timeouts: httpx.Timeout | None = None,
+        overwrite: bool = False,
+        quiet: bool = False,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Sleep = time.sleep,
+        backoff: Backoff | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise DriverError(f"--url {url}: must begin with http:// or https://")
+        self.output = output or input.with_name(f"{input.stem}.output.jsonl")
+        self.errors = self.output.with_name(
+            f"{self.output.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl"
+        )
+        self._input = input
+        self._window = window
+        self._retries = retries
+        self._overwrite = overwrite
+        self._note_path = self.output.with_name(f"{self.output.name}.batch.json")
+        self._sleep = sleep
+        self._backoff = backoff or Backoff()
+        self._display = Display(quiet)
+        # The key of one service is not for another one.
+        self._http = httpx.Client(
+            base_url=url.rstrip("/").removesuffix("/v1").rstrip("/"),
+            headers={"authorization": f"Bearer {api_key or 'none'}"},
+            timeout=timeouts or httpx.Timeout(60.0),
+            transport=transport,
+        )
+
+    @classmethod
+    def of(cls, options: SimpleNamespace, api_key: str | None) -> "APIRun":
+        """Return the run of a command line."""
+        timeouts = httpx.Timeout(
+            connect=options.connect_timeout,
+            read=options.read_timeout,
+            write=options.write_timeout,
+            pool=options.pool_timeout,
+        )
+        return cls(
+            Path(options.input),
+            options.output,
+            url=options.url,
+            api_key=api_key,
+            window=options.window,
+            retries=options.retries,
+            timeouts=timeouts,
+            overwrite=options.overwrite,
+            quiet=options.quiet,
+        )
+
+    def run(self) -> JSON:
+        """Run to the end; return the batch.
+
+        Raises:
+            DriverError: The run can't go on.
+            KeyboardInterrupt: It was interrupted; the batch goes on.
+        """
+        try:
+            with self._http:
+                note = self._note()
+                batch = self._wait(note)
+                if batch["status"] == "failed":
+                    self._note_path.unlink(missing_ok=True)
+                    raise CommandError(_refusal(self._input, batch))
+                self._download(batch["output_file_id"], self.output)
+                self._download(batch["error_file_id"], self.errors)
+                return batch
+        finally:
+            self._display.close()
+
+    @property
+    def batch_id(self) -> str:
+        """Id of the batch, if it was created."""
+        try:
+            return str(from_json(self._note_path.read_bytes()).get("batch") or "")
+        except (OSError, ValueError, AttributeError):
+            return ""
+
+    def _note(self) -> JSON:
+        """Return the note of this run, with the id of its batch."""
+        digest, endpoint = self._look_at_input()
+        note: JSON | None = None
+        if self._note_path.exists() and not self._overwrite:
+            try:
+                note = from_json(self._note_path.read_bytes())
+                before = note["input"]
+            except (OSError, ValueError, KeyError, TypeError):
+                raise CommandError(
+                    f"{self._note_path}: can't be read; --overwrite begins anew, with another batch"
+                ) from None
+            if before != digest:
+                raise CommandError(
+                    f"{self._input}: not the file of the batch in {self._note_path}; name another OUTPUT, or "
+                    "begin anew with --overwrite"
+                )
+        if note is None:
+            note = {"input": digest, "run": uuid4().hex, "file": None, "batch": None}
+            self._write_note(note)
+        if note["file"] is None:
+            self._display.say(f"uploading {self._input} ({self._input.stat().st_size:,} bytes)")
+            note["file"] = self._upload()
+            self._write_note(note)
+        if note["batch"] is None:
+            note["batch"] = self._create(note, endpoint)
+            self._write_note(note)
+        self._display.say(f"batch {note['batch']}")
+        return note
+
+    def _look_at_input(self) -> tuple[str, str]:
+        """Return a hash of the input, and the route that its first row names."""
+        digest = hashlib.sha256()
+        endpoint: Any = None
+        try:
+            with self._input.open("rb") as file:
+                for line in file:
+                    digest.update(line)
+                    if endpoint is None and line.strip():
+                        endpoint = _endpoint(self._input, line)
+        except OSError as error:
+            raise CommandError(f"{self._input}: {error.strerror or error}") from None
+        if endpoint is None:
+            raise CommandError(f"{self._input}: has no rows")
+        return digest.hexdigest(), endpoint
+
+    def _upload(self) -> str:
+        def send() -> httpx.Response:
+            with self._input.open("rb") as file:
+                form = {"purpose": "batch"}
+                return self._http.post("/v1/files", data=form, files={"file": (self._input.name, file)})
+
+        return str(self._call("upload", send)["id"])
+
+    def _create(self, note: JSON, endpoint: str) -> str:
+        body = {
+            "input_file_id": note["file"],
+            "endpoint": endpoint,
+            "completion_window": self._window,
+            "metadata": {RUN: note["run"]},
+        }
+        tried = False
+
+        def send() -> httpx.Response:
+            nonlocal tried
+            if tried and (found := self._created(note["run"])):
+                return httpx.Response(200, json=found)
+            tried = True
+            return self._http.post("/v1/batches", json=body)
+
+        # A note without a batch may be that of a run which ended before it had the answer.
+        if found := self._call("list", lambda: self._http.get("/v1/batches", params={"limit": 100})):
+            for batch in found["data"]:
+                if (batch["metadata"] or {}).get(RUN) == note["run"]:
+                    return str(batch["id"])
+        return str(self._call("create", send)["id"])
+
+    def _created(self, run: str) -> JSON | None:
+        response = self._http.get("/v1/batches", params={"limit": 100})
+        if not response.is_success:
+            return None
+        found: list[JSON] = response.json()["data"]
+        return next((batch for batch in found if (batch["metadata"] or {}).get(RUN) == run), None)
+
+    def _wait(self, note: JSON) -> JSON:
+        wait_s = FIRST_POLL_S
+        while True:
+            batch = self._call("poll", lambda: self._http.get(f"/v1/batches/{note['batch']}"), patient=True)
+            self._display.update(batch)
+            if batch["status"] in ENDED:
+                return batch
+            self._sleep(wait_s)
+            wait_s = min(MOST_POLL_S, wait_s * 1.5)
+
+    def _download(self, file: str | None, path: Path) -> None:
+        """Write a file of the service to the disk; if there is none, delete that of an earlier run."""
+        try:
+            if file is None:
+                path.unlink(missing_ok=True)
+                return
+            part = path.with_name(f"{path.name}.part")
+
+            def send() -> httpx.Response:
+                with self._http.stream("GET", f"/v1/files/{file}/content") as response:
+                    if response.is_success:
+                        with part.open("wb") as out:
+                            for piece in response.iter_bytes(PIECE_BYTES):
+                                out.write(piece)
+                            out.flush()
+                            os.fsync(out.fileno())
+                        return httpx.Response(200, json={})
+                    response.read()
+                    return response
+
+            self._call("download", send)
+            part.replace(path)
+        except OSError as error:
+            raise output_error(path, error) from None
+
+    def _call(self, what: str, send: Callable[[], httpx.Response], patient: bool = False) -> JSON:
+        """Make a call until it is answered; return its JSON.
+
+        Args:
+            what: Its name, for messages.
+            send: Makes it once.
+            patient: A service that is gone is waited for without end: the batch is safe there.
+        """
+        tried = 0
+        while True:
+            tried += 1
+            retry_after = None
+            try:
+                response = send()
+            except httpx.HTTPError as error:
+                message = f"{self._http.base_url}: {str(error) or type(error).__name__}"
+            else:
+                if response.is_success:
+                    answer: JSON = response.json()
+                    return answer
+                message = _message(response)
+                # Ray Serve's proxy answers 404 in its own words while nothing is deployed.
+                known = "error" in _json(response)
+                if response.status_code not in RETRYABLE and (known or response.status_code != 404):
+                    raise DriverError(f"{what}: {message}")
+                retry_after = _seconds(response.headers.get("retry-after"))
+            if tried > self._retries and not patient:
+                tries = "1 try" if tried == 1 else f"{tried} tries"
+                raise DriverError(
+                    f"gave up after {tries} of the {what}: {message}\n"
+                    "When the service is back, run the same command again: it goes on from here"
+                )
+            self._display.say(f"trying again: {message}")
+            self._sleep(self._backoff.wait_s(min(tried, 8), retry_after))
+
+    def _write_note(self, note: JSON) -> None:
+        try:
+            with _replacing(self._note_path) as file:
+                file.write(to_json(note))
+        except OSError as error:
+            raise output_error(self._note_path, error) from None
+
+
+class Display:
+    """Progress of a batch: one line that changes on a terminal, a line every ten seconds elsewhere.
+
+    Args:
+        quiet: Show nothing.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, quiet: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._quiet = quiet
+        self._clock = clock
+        self._live = not quiet and sys.stderr.isatty()
+        self._began: tuple[float, int] | None = None
+        self._next = clock() + LINE_S
+        self._said = ""
+
+    def say(self, text: str) -> None:
+        """Print a line, unless it is the one before."""
+        if not self._quiet and text != self._said:
+            self.close()
+            print(text, file=sys.stderr, flush=True)
+        self._said = text
+
+    def update(self, batch: JSON) -> None:
+        """Show a batch."""
+        line = self._line(batch)
+        if self._live:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        elif not self._quiet and (self._clock() >= self._next or batch["status"] in ENDED):
+            self._next = self._clock() + LINE_S
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Remove the line that changes."""
+        if self._live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def _line(self, batch: JSON) -> str:
+        counts = batch["request_counts"]
+        total, done = counts["total"], counts["completed"] + counts["failed"]
+        parts = [batch["status"]]
+        if total:
+            parts.append(f"{done:,}/{total:,} rows")
+        if counts["failed"]:
+            parts.append(f"{counts['failed']:,} failed")
+        now = self._clock()
+        if self._began is None:
+            self._began = now, done
+        since, before = self._began
+        if done > before and now > since:
+            rate = (done - before) / (now - since)
+            parts.append(f"{rate:,.1f} rows/s")
+            minutes, seconds = divmod(round((total - done) / rate), 60)
+            parts.append(f"ETA {minutes}:{seconds:02}")
+        return ", ".join(parts)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def _endpoint(input: Path, line: bytes) -> str:
+    try:
+        url = from_json(line)["url"]
+    except (ValueError, KeyError, TypeError):
+        url = None
+    if not isinstance(url, str):
+        raise CommandError(
+            f"{input}: the first line is not a request of OpenAI's batch format, such as "
+            '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
+        )
+    return url
+
+
+def _json(response: httpx.Response) -> JSON:
+    try:
+        body = response.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _message(response: httpx.Response) -> str:
+    error = _json(response).get("error")
+    if isinstance(error, dict) and "message" in error:
+        return str(error["message"])
+    return f"{response.status_code} {response.reason_phrase}: {response.text.strip()[:200]}"
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return max(0.0, float(text or ""))
+    except ValueError:
+        return None
+
+
+def _refusal(input: Path, batch: JSON) -> str:
+    errors = (batch["errors"] or {"data": []})["data"]
+    lines = [
+        f"  line {error['line']}: {error['message']}" if error["line"] else f"  {error['message']}"
+        for error in errors
+    ]
+    return f"{input}: the service refuses this file:\n" + "\n".join(lines)

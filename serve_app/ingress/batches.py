@@ -1,0 +1,172 @@
+"""Forwarding of `/v1/files` and `/v1/batches` to the Batches deployment."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+from uuid import uuid4
+
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.ingress.engine_call import EngineCall, relay_of
+from serve_app.ingress.poison import LostEngines
+from serve_app.ingress.proxy import ProxyResponse
+from serve_app.ingress.retry import TRIES
+from serve_app.relay.request import RelayRequest
+from serve_app.system import cancellation
+
+PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
+METHODS = ["GET", "POST", "DELETE"]
+
+UPLOAD = "/v1/files"
+"""The route whose body comes in pieces."""
+
+PIECE_BYTES = 1 << 20
+"""Bytes of an upload that travel together."""
+
+PIECE_S = 5.0
+"""Seconds after which fewer travel, so that a slow upload doesn't look like one that stalls."""
+
+BODY_BYTES = 1 << 17
+"""Most bytes of the other bodies; the deployment has its own limit, below this."""
+
+BODY_S = 60.0
+STATS_TIMEOUT_S = 5.0
+
+
+def off() -> RequestError:
+    """Return the error of a service without batches."""
+    message = "This service has no files and batches: its config has no `args.batches`"
+    return RequestError(404, "not_found_error", message)
+
+
+class Forward:
+    """Sends requests to the Batches deployment.
+
+    Args:
+        handle: The deployment.
+        served: Tells whether a replica of it runs.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], served: Callable[[], Awaitable[bool]]) -> None:
+        self._relay = relay_of(handle)
+        self._put = handle.options(method_name="put", _by_reference=False, request_serialization="pickle")
+        self._stats = handle.options(method_name="stats", _by_reference=False)
+        self._served = served
+        self._lost = LostEngines()
+
+    async def answer(self, request: Request, path: str, headers: list[tuple[bytes, bytes]]) -> Response:
+        """Return the answer to a request.
+
+        Args:
+            request: The request.
+            path: Its path below the application's prefix.
+            headers: The headers to send on.
+
+        Raises:
+            RequestError: The request is refused here.
+        """
+        if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            message = f"Content-Encoding: {encoding} is not supported here; send the body as it is"
+            raise RequestError(415, "invalid_request_error", message, param="content-encoding")
+        caller = request.scope.get("caller")
+        given = request.scope["headers"]
+        # The rows of a batch are of this tier, so its key has to allow it.
+        creates = request.method == "POST" and path == "/v1/batches"
+        fields = SchedulingFields(service_tier="flex" if creates else None)
+        scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
+        upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""
+        body = b"" if upload else await _small_body(request)
+        query = request.scope["query_string"]
+        relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
+        # A request that changes something is not repeated: it may be done already.
+        tries = TRIES if request.method == "GET" else 1
+        if upload:
+            return _UploadResponse(self._ask, relayed, self._lost, request, self._put)
+        return ProxyResponse(self._ask, relayed, self._lost, tries=tries)
+
+    async def stats(self) -> JSON:
+        """Return the statistics of the deployment, or why there are none."""
+        try:
+            # Without a replica, a call would wait for one.
+            if not await self._served():
+                return {"error": "the Batches deployment has no replica now"}
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                found: JSON = await self._stats.remote()
+            return found
+        except asyncio.CancelledError:
+            if cancellation.is_own():
+                raise
+            return {"error": "the replica stopped while it was asked"}
+        except Exception as error:
+            return {"error": str(error) or type(error).__name__}
+
+    def _ask(self, request: RelayRequest) -> EngineCall:
+        messages = self._relay.remote(request)
+        assert isinstance(messages, DeploymentResponseGenerator)
+        return EngineCall(messages, self._served)
+
+
+class _UploadResponse(ProxyResponse):
+    """An answer to a request whose body is sent in pieces meanwhile."""
+
+    def __init__(
+        self,
+        ask: Callable[[RelayRequest], EngineCall],
+        relayed: RelayRequest,
+        lost: LostEngines,
+        request: Request,
+        put: DeploymentHandle[Any],
+    ) -> None:
+        super().__init__(ask, relayed, lost, tries=1)
+        self._body = request
+        self._id = relayed.upload
+        self._put = put
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the body and the answer."""
+        sending = asyncio.ensure_future(self._upload())
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            sending.cancel()
+
+    async def _upload(self) -> None:
+        waiting = bytearray()
+        since = time.monotonic()
+        try:
+            async for data in self._body.stream():
+                waiting += data
+                while len(waiting) >= PIECE_BYTES or (waiting and time.monotonic() - since > PIECE_S):
+                    piece = bytes(waiting[:PIECE_BYTES])
+                    del waiting[:PIECE_BYTES]
+                    if not await self._put.remote(self._id, piece, False):
+                        return
+                    since = time.monotonic()
+            await self._put.remote(self._id, bytes(waiting), True)
+        except Exception:
+            # The client has left, or the deployment is lost: the answer tells, or nobody reads it.
+            self._cancel()
+
+
+async def _small_body(request: Request) -> bytes:
+    body = bytearray()
+    with suppress(ClientDisconnect):
+        try:
+            async with asyncio.timeout(BODY_S):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > BODY_BYTES:
+                        message = f"The body is larger than the limit of {BODY_BYTES} bytes"
+                        raise RequestError(413, "request_too_large", message)
+        except TimeoutError:
+            message = f"The body was not here after {BODY_S:g} s"
+            raise RequestError(408, "timeout_error", message) from None
+    return bytes(body)

@@ -1,0 +1,159 @@
+"""Rows on their way to Engines that the test plays."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from pydantic_core import from_json
+
+from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.protocol import JSON
+from serve_app.batches.client import Answer, Load
+from serve_app.batches.engines import EngineClient
+from serve_app.ingress import retry
+from serve_app.ingress.health import Health, ModelHealth
+from serve_app.ingress.poison import PoisonError
+from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.relay.request import RelayRequest
+from serve_app.settings.schema import parse
+from tests.serve_app.answers import END, complete
+from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health
+
+__all__ = ["health"]
+
+BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
+
+
+def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
+    models = [
+        {"id": name, "kind": "function", "target": "a:B", "embeddings": True}
+        if name == "embed"
+        else {"id": name, "source": "x"}
+        for name in engines
+    ]
+    handles: Any = engines
+    return EngineClient(parse({"models": models, "ingress": ingress}), handles, Health("llm", list(engines)))
+
+
+async def test_a_row_goes_to_its_model_as_flex_of_its_tenant() -> None:
+    engines = {"other": Engine(answer()), "demo": Engine(answer(complete(PLAIN, b'{"ok": 1}')))}
+    client = client_of(engines, max_tokens=9)
+    assert await client.send(CHAT, BODY, "anna") == Answer(200, {"ok": 1})
+    (request,) = engines["demo"].requests
+    assert (request.method, request.path, from_json(request.body)) == ("POST", CHAT, BODY)
+    assert request.scheduling[:2] == (1, "anna")
+    assert request.max_tokens == 9
+    assert request.tokens > 0
+    assert engines["demo"].answers[0].stopped.is_set()
+
+
+async def test_an_answer_in_pieces_is_joined() -> None:
+    engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
+    assert await client_of({"demo": engine}).send(CHAT, BODY, "anna") == Answer(200, {"a": "b"})
+
+
+async def test_a_refusal_says_when_to_come_back() -> None:
+    full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
+    wrong = RequestError(500, "internal_error", "never", final=True)
+    engine = Engine(answer(pack_error(full)))
+    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    assert (found.status, found.retry_after_s, found.final) == (429, 7.0, False)
+    engine = Engine(answer(pack_error(wrong)))
+    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    assert (found.status, found.final) == (500, True)
+
+
+async def test_an_answer_that_is_no_json_is_an_error_with_its_text() -> None:
+    engine = Engine(answer(complete(Head(500, []), b"Internal Server Error")))
+    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    assert (found.status, found.body["error"]["message"]) == (500, "Internal Server Error")
+
+
+async def test_an_answer_that_breaks_off_is_tried_again() -> None:
+    engine = Engine(answer(pack(head=PLAIN, body=b'{"ok": 1}')))
+    with pytest.raises(RequestError) as raised:
+        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    assert raised.value.status == 503
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "status"),
+    [
+        (CHAT, BODY | {"model": "none"}, 404),
+        (CHAT, BODY | {"n": 1000}, 400),
+        (CHAT, BODY | {"max_tokens": 10}, 400),
+        (CHAT, BODY | {"model": "embed"}, 400),
+        ("/generate", {"model": "demo", "prompts": []}, 400),
+    ],
+)
+async def test_a_row_is_held_to_the_limits_of_requests(endpoint: str, body: JSON, status: int) -> None:
+    client = client_of({"demo": Engine(answer()), "embed": Engine(answer())}, max_tokens=9)
+    with pytest.raises(RequestError) as raised:
+        await client.send(endpoint, body, "anna")
+    assert raised.value.status == status
+
+
+async def test_generate_needs_no_model_where_one_is_served() -> None:
+    engine = Engine(answer(complete(PLAIN, b"{}")))
+    found = await client_of({"demo": engine}).send("/generate", {"prompts": ["x"]}, "anna")
+    assert found.status == 200
+
+
+class Dying:
+    """Engines of which the first ones die of every row."""
+
+    def __init__(self, deaths: int) -> None:
+        self.left = deaths
+        self.running = self.most = 0
+
+    async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        if self.left > 0:
+            self.left -= 1
+            raise EngineLostError
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0)
+        self.running -= 1
+        yield complete(PLAIN, b"{}")
+
+
+async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
+    engine = Engine(Dying(2))
+    assert (await client_of({"demo": engine}).send(CHAT, BODY, "anna")).status == 200
+    assert len(engine.requests) == 3
+    engine = Engine(Dying(3))
+    with pytest.raises(PoisonError):
+        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    assert len(engine.requests) == 3
+
+
+async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
+    dying = Dying(10)
+    client = client_of({"demo": Engine(dying)})
+    answers = await asyncio.gather(*(client.send(CHAT, BODY, "anna") for _ in range(5)))
+    assert [found.status for found in answers] == [200] * 5
+    assert dying.most == 1
+
+
+async def test_an_error_of_the_handle_becomes_one_that_is_tried_again() -> None:
+    engine = Engine(answer(ValueError("broken")))
+    with pytest.raises(RequestError) as raised:
+        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    assert raised.value.status == 503
+
+
+async def test_the_load_is_that_of_all_engines_that_run(health: dict[str, ModelHealth]) -> None:
+    engines = {name: Engine(answer()) for name in ("demo", "other", "asleep")}
+    one = {"batcher": {"running": 2, "queue_depth": 3}}
+    engines["demo"].stats = [one, one]
+    engines["other"].stats = TimeoutError()
+    health |= {"demo": ModelHealth(2, False, ""), "other": ModelHealth(1, False, "")}
+    health["asleep"] = ModelHealth(0, True, "")
+    client = client_of(engines)
+    assert await client.load() == Load(4, 6)
+    assert engines["asleep"].broadcasts == []
+    health["demo"] = ModelHealth(0, True, "")
+    assert await client.load() is None

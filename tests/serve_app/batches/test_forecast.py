@@ -1,0 +1,48 @@
+from serve_app.batches.forecast import late, remaining
+from serve_app.batches.objects import batch_object
+from serve_app.batches.store import Batch
+from tests.serve_app.batches.helpers import NOW, batch_of
+
+
+def running(id: str, rows: int, tenant: str = "anna", hours: int = 1, **fields: object) -> Batch:
+    values = {"state": "in_progress", "total": rows, "expires_at": NOW + hours * 3600} | fields
+    return batch_of(id, f"in-{id}", tenant, **values)
+
+
+def test_a_batch_that_takes_too_long_is_told_with_the_rows_that_are_left_over() -> None:
+    batch = running("b", 7200)
+    assert late([batch], 2.0, NOW) == {}
+    (message,) = late([batch], 1.0, NOW).values()
+    assert "1 rows/s" in message
+    assert "ends 1.0 h after its completion_window" in message
+    assert "about 3,600 of its 7,200 rows" in message
+
+
+def test_rows_that_have_a_result_count_no_more() -> None:
+    batch = running("b", 7200, completed=3000, failed=1000)
+    assert remaining(batch) == 3200
+    assert late([batch], 1.0, NOW) == {}
+
+
+def test_nothing_is_said_before_the_rate_is_known_or_the_rows_are() -> None:
+    assert late([running("b", 10**9)], 0.0, NOW) == {}
+    assert late([running("b", 0, state="validating")], 1.0, NOW) == {}
+
+
+def test_the_earlier_batches_of_the_tenant_go_first() -> None:
+    batches = [running("first", 3000), running("second", 3000), running("other", 100, "ben")]
+    assert late(batches, 1.0, NOW).keys() == {"second"}
+
+
+def test_tenants_share_the_rate() -> None:
+    batches = [running("large", 100_000, hours=168), running("small", 3000, "ben")]
+    # It gets every second row.
+    assert late(batches, 1.0, NOW).keys() == {"small"}
+    assert late(batches, 2.0, NOW).keys() == set()
+
+
+def test_a_batch_shows_its_warning_until_it_has_ended() -> None:
+    batch = running("b", 10)
+    assert batch_object(batch, "late")["warnings"] == ["late"]
+    assert "warnings" not in batch_object(batch)
+    assert "warnings" not in batch_object(running("b", 10, state="expired"), "late")

@@ -1,0 +1,115 @@
+"""Contents in an object storage, which is fsspec's in memory."""
+
+import asyncio
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from pydantic_core import from_json
+
+from serve_app.batches.errors import ContentLostError, StoreError
+from serve_app.batches.service import BatchService
+from serve_app.settings.schema import BatchesSettings
+from tests.serve_app.batches.engine import Engine
+from tests.serve_app.batches.helpers import batch_of, commits, put, row, text_of
+from tests.serve_app.batches.test_service import get
+
+pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
+
+from serve_app.batches.object_storage import ObjectContent
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid4().hex}"
+
+
+@pytest.fixture
+def content(url: str, tmp_path: Path) -> ObjectContent:
+    return ObjectContent(url, tmp_path)
+
+
+def whole(content: ObjectContent, id: str, size: int) -> bytes:
+    return b"".join(content.pieces(id, size))
+
+
+def test_an_upload_becomes_one_object(content: ObjectContent, tmp_path: Path) -> None:
+    draft = content.draft()
+    draft.write(b"one\n")
+    draft.write(b"two\n")
+    assert content.ids() == set()
+    content.keep(draft, "a")
+    assert content.ids() == {"a"}
+    assert (content.size("a"), content.size("b")) == (8, None)
+    assert whole(content, "a", 8) == b"one\ntwo\n"
+    with content.path("a").open("rb") as file:
+        file.seek(4)
+        assert file.readline() == b"two\n"
+    assert list((tmp_path / "drafts").iterdir()) == []
+    content.remove("a")
+    content.remove("a")
+    assert content.ids() == set()
+    with pytest.raises(ContentLostError):
+        whole(content, "a", 8)
+
+
+def test_results_are_parts_until_they_are_sealed(content: ObjectContent) -> None:
+    content.append("a", 0, b"one\n")
+    content.append("a", 4, b"two\n")
+    # This one was never committed, nor was the next.
+    content.append("a", 8, b"lost\n")
+    content.append("a", 8, b"three\n")
+    assert content.ids() == {"a"}
+    assert whole(content, "a", 14) == b"one\ntwo\nthree\n"
+    content.append("a", 14, b"not committed\n")
+    for _ in range(2):
+        content.seal("a", 14)
+        assert content.size("a") == 14
+        assert whole(content, "a", 14) == b"one\ntwo\nthree\n"
+    content.remove("a")
+    assert content.ids() == set()
+
+
+def test_an_earlier_offset_cuts_off_what_was_behind(content: ObjectContent) -> None:
+    content.append("a", 0, b"one\n")
+    content.append("a", 4, b"two\n")
+    content.append("a", 0, b"x\n")
+    content.seal("a", 2)
+    assert whole(content, "a", 2) == b"x\n"
+
+
+def test_parts_that_are_missing_are_told(content: ObjectContent) -> None:
+    with pytest.raises(ContentLostError, match="shorter"):
+        content.append("a", 4, b"x")
+    content.append("a", 0, b"one\n")
+    with pytest.raises(ContentLostError):
+        content.seal("a", 5)
+    content.seal("a", 0)
+    assert content.ids() == set()
+
+
+def test_a_storage_that_is_not_known_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="nowhere"):
+        ObjectContent("nowhere://x", tmp_path)
+
+
+async def test_a_batch_runs_with_its_contents_there(url: str, content: ObjectContent, tmp_path: Path) -> None:
+    settings = BatchesSettings(folder=str(tmp_path), content=url)
+    engine = Engine(lambda id: 400 if id == "bad" else 200)
+    with commits() as committed:
+        async with asyncio.timeout(LIMIT_S):
+            service = await BatchService.open(settings, engine, {"demo"})
+            put(service._store, content, "in", text_of(row("a"), row("bad"), row("c")), "default")
+            batch = batch_of("batch_1", "in", "default", expires_at=10**11)
+            service._store.add_batch(batch, 1)
+            while (answer := from_json(await get(service, "/v1/batches/batch_1")))["status"] != "completed":
+                await committed.wait()
+                committed.clear()
+            output = await get(service, f"/v1/files/{answer['output_file_id']}/content")
+            errors = await get(service, f"/v1/files/{answer['error_file_id']}/content")
+            await service.close(5.0)
+    assert {from_json(line)["custom_id"] for line in output.splitlines()} == {"a", "c"}
+    assert [from_json(line)["custom_id"] for line in errors.splitlines()] == ["bad"]
+    assert engine.tries == {"a": 1, "bad": 1, "c": 1}

@@ -1,0 +1,34 @@
+import pytest
+
+from serve_app.batches.rate import WINDOW_S, Rate
+
+
+def test_the_rate_is_that_of_the_last_minute_with_rows() -> None:
+    now = 0.0
+    rate = Rate(lambda: now)
+    assert rate.per_s == 0
+    for second in range(200):
+        now = float(second)
+        rate.add(5 if second < 100 else 20)
+    assert rate.total == 500 + 2000
+    assert rate.per_s == pytest.approx(20, rel=0.05)
+    now += 10 * WINDOW_S
+    assert rate.per_s == pytest.approx(20, rel=0.05)
+
+
+def test_one_group_of_rows_is_no_rate() -> None:
+    now = 0.0
+    rate = Rate(lambda: now)
+    rate.add(100)
+    assert rate.per_s == 0
+
+
+def test_a_rate_falls_while_no_rows_come() -> None:
+    now = 0.0
+    rate = Rate(lambda: now)
+    for second in range(11):
+        now = float(second)
+        rate.add(10)
+    assert rate.per_s == pytest.approx(10)
+    now = 20.0
+    assert rate.per_s == pytest.approx(5)

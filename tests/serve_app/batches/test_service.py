@@ -1,0 +1,117 @@
+"""The parts together, opened and closed as the deployment does it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from serve_app.api.protocol import JSON
+from serve_app.batches.errors import HeldError, StoreError
+from serve_app.batches.service import BatchService
+from serve_app.relay.frame import unpack
+from serve_app.relay.request import RelayRequest
+from serve_app.settings.schema import BatchesSettings
+from tests.serve_app.batches.engine import Engine
+from tests.serve_app.batches.helpers import batch_of, commits, opened, put, row, text_of
+
+LIMIT_S = 20.0
+
+
+@asynccontextmanager
+async def running(folder: Path, engine: Engine) -> AsyncIterator[BatchService]:
+    service = await BatchService.open(BatchesSettings(folder=str(folder)), engine, {"demo"})
+    try:
+        yield service
+    finally:
+        await service.close(5.0)
+
+
+async def get(service: BatchService, path: str) -> bytes:
+    messages = service.relay(RelayRequest("GET", path, b"", [], b""))
+    return b"".join([unpack(message).body async for message in messages])
+
+
+def fill(folder: Path, *rows: JSON | bytes) -> None:
+    """Leave a folder as a process does that was killed before its batch began."""
+    store, content = opened(folder)
+    put(store, content, "file-in", text_of(*rows), "default")
+    store.add_batch(batch_of("batch_1", "file-in", "default", expires_at=10**11), 1)
+    store.close()
+
+
+async def test_a_start_goes_on_with_what_is_there(tmp_path: Path) -> None:
+    fill(tmp_path, row("a"), row("b"))
+    (tmp_path / "files" / "file-orphan").write_bytes(b"x")
+    engine = Engine()
+    with commits() as committed:
+        async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+            while b'"status":"completed"' not in await get(service, "/v1/batches/batch_1"):
+                await committed.wait()
+                committed.clear()
+            service.check()
+    assert engine.final == {"a": 1, "b": 1}
+    assert not (tmp_path / "files" / "file-orphan").exists()
+
+
+async def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path)
+    settings = BatchesSettings(folder=str(tmp_path))
+    with pytest.raises(HeldError, match="another process has these batches open"):
+        await BatchService.open(settings, Engine(), {"demo"}, held_s=0.0)
+    opening = asyncio.ensure_future(BatchService.open(settings, Engine(), {"demo"}))
+    await asyncio.sleep(0)
+    store.close()
+    async with asyncio.timeout(LIMIT_S):
+        await (await opening).close(1.0)
+
+
+async def test_rows_in_flight_at_the_end_are_sent_by_the_next_process(tmp_path: Path) -> None:
+    fill(tmp_path, row("a"))
+    stuck = Engine()
+    stuck.go.clear()
+    async with asyncio.timeout(LIMIT_S):
+        service = await BatchService.open(BatchesSettings(folder=str(tmp_path)), stuck, {"demo"})
+        await stuck.until(lambda: stuck.running == 1)
+        await service.close(0.0)
+        assert stuck.running == 0
+        engine = Engine()
+        async with running(tmp_path, engine):
+            await engine.until(lambda: engine.tries["a"] == 1)
+
+
+async def test_a_runner_that_has_failed_is_unhealthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("serve_app.batches.runner.Runner.run", fail)
+    async with running(tmp_path, Engine()) as service:
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="broken"):
+            service.check()
+
+
+async def test_statistics_follow_the_rows(tmp_path: Path) -> None:
+    fill(tmp_path, row("a"), row("bad"), row("c"))
+    engine = Engine(lambda id: 400 if id == "bad" else 200)
+    engine.go.clear()
+    with commits() as committed:
+        async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+            await engine.until(lambda: engine.running == 3)
+            stats = await service.stats()
+            assert stats["batches"] == {"validating": 0, "in_progress": 1, "finalizing": 0, "cancelling": 0}
+            assert stats["rows"] == {"waiting": 0, "in_flight": 3, "completed": 0, "failed": 0}
+            assert (stats["files"], stats["eta_s"], stats["late"]) == (1, None, 0)
+            engine.go.set()
+            while (stats := await service.stats())["batches"]["in_progress"] or stats["files"] < 3:
+                await committed.wait()
+                committed.clear()
+            assert stats["rows"] == {"waiting": 0, "in_flight": 0, "completed": 2, "failed": 1}
+            assert (stats["oldest_s"], stats["rows_per_s"]) == (0, 0)
+
+
+async def test_a_missing_variable_with_the_database_is_told(tmp_path: Path) -> None:
+    settings = BatchesSettings(folder=str(tmp_path), database_env="SATURATE_NO_SUCH_VARIABLE")
+    with pytest.raises(StoreError, match="has no variable SATURATE_NO_SUCH_VARIABLE"):
+        await BatchService.open(settings, Engine(), {"demo"})

@@ -1,0 +1,201 @@
+"""`saturate batch --api` against the routes, on a port of this machine."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.driver.api_run import RUN, APIRun, Display
+from serve_app.driver.command import main
+from serve_app.driver.errors import CommandError, DriverError
+from tests.serve_app.batches.helpers import row, text_of
+from tests.serve_app.driver.batch_site import batch_site
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    with batch_site(tmp_path / "site", lambda id: 400 if id.startswith("bad") else 200) as url:
+        yield url
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Path:
+    return write(tmp_path / "requests.jsonl", "a", "b")
+
+
+def write(path: Path, *ids: str) -> Path:
+    path.write_bytes(text_of(*(row(id) for id in ids)))
+    return path
+
+
+def batch(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["--api", *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def ids(path: Path) -> set[str]:
+    return {json.loads(line)["custom_id"] for line in path.read_text().splitlines()}
+
+
+def test_a_file_is_uploaded_run_and_downloaded(
+    url: str, requests: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(requests, "--url", f"{url}/v1") == 0
+    output = requests.with_name("requests.output.jsonl")
+    assert ids(output) == {"a", "b"}
+    assert not requests.with_name("requests.errors.jsonl").exists()
+    printed = capsys.readouterr()
+    assert printed.out == f"completed: 2 of 2 rows are in {output}\n"
+    assert "completed, 2/2 rows" in printed.err
+
+
+def test_failed_rows_are_in_a_file_of_their_own(url: str, tmp_path: Path) -> None:
+    requests = write(tmp_path / "in.jsonl", "a", "bad")
+    assert batch(requests, tmp_path / "out.jsonl", "--url", url, "--quiet") == 3
+    assert ids(tmp_path / "out.jsonl") == {"a"}
+    assert ids(tmp_path / "out.errors.jsonl") == {"bad"}
+
+
+def test_a_refused_file_is_told_by_its_lines(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_bytes(text_of(row("a"), b"{", row("a")))
+    assert batch(requests, "--url", url) == 2
+    printed = capsys.readouterr().err
+    assert "line 2: This line is not valid JSON" in printed
+    assert "line 3: custom_id must be unique" in printed
+    # Nothing is left that would keep the next try from beginning anew.
+    write(requests, "a")
+    assert batch(requests, "--url", url, "--quiet") == 0
+
+
+@pytest.mark.parametrize("text", [b"", b"\n\n", b"no json\n", b'{"prompt": "x"}\n'])
+def test_a_file_of_something_else_is_refused(text: bytes, tmp_path: Path) -> None:
+    requests = tmp_path / "in.jsonl"
+    requests.write_bytes(text)
+    assert batch(requests, "--url", "http://127.0.0.1:9") == 2
+    assert batch(tmp_path / "none.jsonl") == 2
+
+
+@pytest.mark.parametrize("option", [["--model", "demo"], ["--limit", "1"], ["--chat"], ["--stop", "x"]])
+def test_an_option_of_datasets_is_refused(
+    option: list[str], requests: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert batch(requests, *option) == 2
+    assert f"{option[0]}: not with --api" in capsys.readouterr().err
+
+
+def test_without_the_batch_api_an_output_is_needed(
+    requests: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(requests)])
+    assert ended.value.code == 2
+    assert "missing argument 'OUTPUT'" in capsys.readouterr().err
+
+
+class Calls(httpx.HTTPTransport):
+    """A connection that a test may break before or after a call."""
+
+    def __init__(self, broken: Callable[[httpx.Request, int], str | int | None]) -> None:
+        super().__init__()
+        self._broken = broken
+        self.made: list[tuple[str, str]] = []
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        self.made.append((request.method, request.url.path))
+        fault = self._broken(request, self.made.count(self.made[-1]))
+        if isinstance(fault, int):
+            return httpx.Response(fault, request=request, json={"error": {"message": "not now"}})
+        if fault == "before":
+            raise httpx.ConnectError("refused")
+        response = super().handle_request(request)
+        if fault == "after":
+            response.read()
+            raise httpx.ReadError("reset")
+        return response
+
+
+def run_of(requests: Path, url: str, calls: Calls, **options: Any) -> APIRun:
+    return APIRun(requests, None, url=url, transport=calls, sleep=lambda _: None, quiet=True, **options)
+
+
+def test_a_lost_answer_creates_no_second_batch(url: str, requests: Path) -> None:
+    calls = Calls(
+        lambda request, count: (
+            "after" if (request.method, request.url.path, count) == ("POST", "/v1/batches", 1) else None
+        )
+    )
+    assert run_of(requests, url, calls).run()["status"] == "completed"
+    assert len(httpx.get(f"{url}/v1/batches", headers={"authorization": "Bearer none"}).json()["data"]) == 1
+
+
+def test_a_service_that_comes_back_is_waited_for(url: str, requests: Path) -> None:
+    calls = Calls(lambda _, count: (503, "before")[count - 1] if count <= 2 else None)
+    batch = run_of(requests, url, calls, retries=2).run()
+    assert batch["request_counts"]["completed"] == 2
+    assert batch["metadata"].keys() == {RUN}
+
+
+def test_a_service_that_stays_away_is_given_up(url: str, requests: Path) -> None:
+    calls = Calls(lambda _, count: "before")
+    with pytest.raises(DriverError, match=r"gave up after 3 tries of the upload.*refused"):
+        run_of(requests, url, calls, retries=2).run()
+
+
+def test_a_refusal_is_not_repeated(url: str, requests: Path) -> None:
+    calls = Calls(lambda _, count: 401)
+    with pytest.raises(DriverError, match="upload: not now"):
+        run_of(requests, url, calls).run()
+    assert calls.made == [("POST", "/v1/files")]
+
+
+def test_an_interrupted_run_goes_on_with_its_batch(url: str, requests: Path) -> None:
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    def polled(request: httpx.Request, count: int) -> str | None:
+        return "before" if request.url.path.startswith("/v1/batches/") else None
+
+    first = APIRun(requests, None, url=url, transport=Calls(polled), sleep=interrupt, quiet=True)
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    id = first.batch_id
+    assert id.startswith("batch_")
+    calls = Calls(lambda *_: None)
+    assert run_of(requests, url, calls).run()["id"] == id
+    assert ("POST", "/v1/files") not in calls.made
+    # A run that is complete is downloaded again, and an input that has changed is refused.
+    assert run_of(requests, url, Calls(lambda *_: None)).run()["id"] == id
+    write(requests, "c")
+    with pytest.raises(CommandError, match="not the file of the batch"):
+        run_of(requests, url, calls).run()
+    again = run_of(requests, url, calls, overwrite=True)
+    assert again.run()["id"] != id
+    assert ids(again.output) == {"c"}
+
+
+def test_a_download_that_breaks_off_leaves_no_half_file(url: str, requests: Path) -> None:
+    def broken(request: httpx.Request, count: int) -> int | None:
+        return 500 if request.url.path.endswith("/content") else None
+
+    run = run_of(requests, url, Calls(broken), retries=1)
+    with pytest.raises(DriverError, match="gave up after 2 tries of the download"):
+        run.run()
+    assert not run.output.exists()
+
+
+def test_the_progress_has_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    display = Display(False, clock=lambda: now)
+    counts = {"total": 100, "completed": 0, "failed": 0}
+    display.update({"status": "in_progress", "request_counts": counts})
+    now = 10.0
+    display.update({"status": "in_progress", "request_counts": counts | {"completed": 20, "failed": 5}})
+    printed = capsys.readouterr().err
+    assert printed == "in_progress, 25/100 rows, 5 failed, 2.5 rows/s, ETA 0:30\n"

@@ -1,0 +1,198 @@
+"""Files and batches through the Ingress, called by OpenAI's client; the deployment runs in the test."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+import yaml
+from openai.types import Batch
+
+from serve_app.auth.keys import hash_key
+from serve_app.batches.service import BatchService
+from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
+from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.health import ModelHealth
+from serve_app.settings.schema import parse
+from tests.serve_app.batches.engine import Engine
+from tests.serve_app.batches.handle import Handle
+from tests.serve_app.batches.helpers import commits, row, text_of
+from tests.serve_app.ingress.engine_doubles import Client, check_error, health
+
+__all__ = ["health"]
+
+LIMIT_S = 20.0
+CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
+ENDED = {"completed", "failed", "expired", "cancelled"}
+KEYS = {"anna": ("default", "flex"), "ben": ("default", "flex"), "live": ("default",)}
+"""Tiers of each key, which is the name of its tenant too."""
+
+
+class Site:
+    """An Ingress in front of a Batches deployment."""
+
+    def __init__(self, folder: Path, service: BatchService) -> None:
+        self.handle = Handle(service)
+        path = folder / "keys.yaml"
+        entries = [
+            {"name": name, "tenant": name, "tiers": list(tiers), "sha256": hash_key(name.encode())}
+            for name, tiers in KEYS.items()
+        ]
+        path.write_text(yaml.safe_dump(entries))
+        settings = parse(
+            {
+                "models": [{"id": "demo", "source": "x"}],
+                "batches": {"folder": str(folder)},
+                "access": {"keys_file": str(path)},
+            }
+        )
+        handle: Any = self.handle
+        self.app = Ingress(settings, {}, handle).__serve_build_asgi_app__()
+
+    def http(self, key: str = "anna") -> httpx.AsyncClient:
+        """Return an HTTP client."""
+        headers = {"authorization": f"Bearer {key}"}
+        transport = httpx.ASGITransport(self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://ingress", headers=headers)
+
+    def client(self, key: str) -> openai.AsyncOpenAI:
+        """Return OpenAI's client."""
+        # Its type hints name another package; it takes clients of both.
+        http: Any = self.http(key)
+        return openai.AsyncOpenAI(base_url="http://ingress/v1", api_key=key, http_client=http, max_retries=0)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "batches": {"folder": str(tmp_path / "b")}})
+    assert settings.batches
+    service = await BatchService.open(settings.batches, Engine(), {"demo"})
+    yield Site(tmp_path, service)
+    await service.close(5.0)
+
+
+async def ended(client: openai.AsyncOpenAI, id: str) -> Batch:
+    with commits() as committed:
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                committed.clear()
+                batch = await client.batches.retrieve(id)
+                if batch.status in ENDED:
+                    return batch
+                await committed.wait()
+
+
+async def test_a_batch_goes_its_way(site: Site) -> None:
+    client = site.client("anna")
+    text = text_of(*(row(str(number), note="x" * 10_000) for number in range(300)))
+    file = await client.files.create(file=("in.jsonl", text), purpose="batch")
+    assert file.bytes == len(text) > 2 * PIECE_BYTES
+    assert sum(site.handle.pieces) > len(text)
+    assert max(site.handle.pieces) == PIECE_BYTES
+    assert site.handle.asked[0].body == b""
+    assert not any(name == b"authorization" for name, _ in site.handle.asked[0].headers)
+    assert (await client.files.content(file.id)).content == text
+    batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    batch = await ended(client, batch.id)
+    assert batch.request_counts
+    assert batch.request_counts.completed == 300
+    assert batch.output_file_id
+    output = (await client.files.content(batch.output_file_id)).text
+    assert output.count("\n") == 300
+    assert [one.id for one in (await client.batches.list()).data] == [batch.id]
+    deleted = await client.files.delete(file.id)
+    assert deleted.deleted
+
+
+async def test_a_tenant_sees_its_own_only(site: Site) -> None:
+    anna, ben = site.client("anna"), site.client("ben")
+    file = await anna.files.create(file=("in.jsonl", text_of(row("a"))), purpose="batch")
+    batch = await anna.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    with pytest.raises(openai.NotFoundError):
+        await ben.files.retrieve(file.id)
+    with pytest.raises(openai.NotFoundError):
+        await ben.batches.retrieve(batch.id)
+    assert (await ben.files.list()).data == []
+    async with site.http("ben") as http:
+        answer = await http.get("/v1/files", headers={"x-tenant": "anna"})
+        check_error(answer, 403, "permission_error", "tenant")
+        answer = await http.get("/v1/files", headers={"authorization": "Bearer none"})
+        check_error(answer, 401, "authentication_error")
+
+
+async def test_a_key_without_flex_creates_no_batch(site: Site) -> None:
+    async with site.http("live") as http:
+        assert (await http.get("/v1/batches")).status_code == 200
+        message = check_error(
+            await http.post("/v1/batches", json={}), 403, "permission_error", "service_tier"
+        )
+        assert "'flex'" in message
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/x"])
+async def test_a_service_without_batches_says_so(path: str) -> None:
+    async with Client() as client:
+        message = check_error(await client.get(path), 404, "not_found_error")
+    assert "args.batches" in message
+
+
+async def test_an_upload_without_end_is_refused_before_all_of_it_has_come(site: Site) -> None:
+    sent = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal sent
+        yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+        for _ in range(1000):
+            await asyncio.sleep(0)
+            sent += 1
+            yield b"x" * PIECE_BYTES
+
+    async with site.http() as http, asyncio.timeout(60):
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        answer = await http.post("/v1/files", content=pieces(), headers=kind)
+    check_error(answer, 413, "request_too_large")
+    assert sent < 300
+
+
+async def test_a_large_body_elsewhere_is_refused(site: Site) -> None:
+    async with site.http() as http:
+        answer = await http.post("/v1/batches", content=b"x" * (BODY_BYTES + 1))
+        check_error(answer, 413, "request_too_large")
+
+
+async def test_a_body_that_is_encoded_is_refused(site: Site) -> None:
+    async with site.http() as http:
+        answer = await http.post("/v1/files", content=b"x", headers={"content-encoding": "gzip"})
+        check_error(answer, 415, "invalid_request_error", "content-encoding")
+
+
+async def test_a_replica_that_is_gone_is_told(site: Site) -> None:
+    service, site.handle.service = site.handle.service, None
+    async with site.http() as http, asyncio.timeout(LIMIT_S):
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        check_error(await http.post("/v1/files", content=b"x", headers=kind), 503, "service_unavailable")
+        check_error(await http.get("/v1/files"), 503, "service_unavailable")
+    site.handle.service = service
+
+
+async def test_the_statistics_have_the_batches(site: Site, health: dict[str, ModelHealth]) -> None:
+    async with site.http() as http:
+        assert "no replica" in (await http.get("/stats")).json()["batches"]["error"]
+    async with Client() as client:
+        assert "batches" not in (await client.get("/stats")).json()
+
+
+async def test_the_statistics_are_those_of_the_replica(site: Site) -> None:
+    handle: Any = site.handle
+
+    async def served() -> bool:
+        return True
+
+    stats = await Forward(handle, served).stats()
+    assert stats["rows"] == {"waiting": 0, "in_flight": 0, "completed": 0, "failed": 0}
+    service, site.handle.service = site.handle.service, None
+    assert (await Forward(handle, served).stats())["error"] == "the replica is gone"
+    site.handle.service = service
