@@ -1,5 +1,6 @@
 """Application builder: the `import_path` of every config."""
 
+import os
 from typing import Any
 
 from ray import serve
@@ -7,10 +8,11 @@ from ray.serve import Application
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.config import RequestRouterConfig
 
+from serve_app.batches.deployment import Batches
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import engine_name
+from serve_app.ingress.health import BATCHES, engine_name
 from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings, parse
 
 UNBOUNDED = 100_000
@@ -30,12 +32,18 @@ GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
 """Seconds in which a stopping replica may finish its answers: as long as HAProxy lets them run, so that one
 setting bounds the length of a stream. A replica without requests stops at once."""
 
+BATCHES_GRACE_S = 15.0
+"""Seconds in which the Batches deployment stops. The next one sends again the rows that take longer."""
+
+INGRESS_RESOURCE = "SATURATE_INGRESS_RESOURCE"
+"""Environment variable: the custom resource of Ray that nodes offer which may hold an Ingress."""
+
 QUIET = {"enable_access_log": False}
 """Logging without Ray Serve's access log; the Ingress writes a line of its own, see `TelemetrySettings`."""
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Return the application of a config: one Engine per model behind an Ingress.
+    """Return the application of a config: one Engine per model behind an Ingress, and Batches if wanted.
 
     Args:
         args: See `serve_app.settings.schema.Settings`.
@@ -53,10 +61,34 @@ def build(args: dict[str, Any]) -> Application:
         # New replicas are ready before old ones stop: an HAProxy that is being replaced knows only the old
         # ones, and sends them the requests of the connections that it still holds.
         max_surge_percent=100,
+        ray_actor_options={"num_cpus": 1, "resources": _ingress_resources()},
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
     engines = {model.id: _engine(model, settings) for model in settings.models}
-    return ingress.bind(settings, engines)
+    if settings.batches is None:
+        return ingress.bind(settings, engines)
+    return ingress.bind(settings, engines, _batches(settings, engines))
+
+
+def _ingress_resources() -> dict[str, float]:
+    """Return what Ingress replicas ask of a node: so little of it that it never limits their number."""
+    name = os.environ.get(INGRESS_RESOURCE)
+    return {name: 0.001} if name else {}
+
+
+def _batches(settings: Settings, engines: dict[str, Application]) -> Application:
+    deployment = serve.deployment(
+        # One: two would write the same files.
+        num_replicas=1,
+        max_ongoing_requests=UNBOUNDED,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=BATCHES_GRACE_S,
+        # It mostly waits, and takes no core from a model.
+        ray_actor_options={"num_cpus": 0, "resources": _ingress_resources()},
+        logging_config=QUIET,
+    )(Batches)
+    return deployment.options(name=BATCHES).bind(settings, engines)
 
 
 def _engine(model: ModelSettings, settings: Settings) -> Application:

@@ -223,6 +223,7 @@ def settings_of(section: type[BaseModel]) -> set[str]:
         schema.AccessSettings,
         schema.TraceSettings,
         schema.TelemetrySettings,
+        schema.BatchesSettings,
         schema.Settings,
     ],
     ids=lambda section: section.__name__,

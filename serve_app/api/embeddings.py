@@ -34,7 +34,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    input: Annotated[list[str], BeforeValidator(_texts)]
+    input: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_texts)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(strict=True, ge=1)] | None = None
@@ -60,7 +60,7 @@ def parse_embedding(body: bytes | JSON, *, max_texts: int) -> EmbeddingRequest:
 def embedding_response(
     request: EmbeddingRequest, model: str, vectors: Sequence[Sequence[float]], tokens: int
 ) -> JSON:
-    """Return the answer to a request.
+    """Return the answer to a request; its `data` is an iterator, since thousands of vectors take a while.
 
     Args:
         request: The request.
@@ -78,10 +78,10 @@ def embedding_response(
     write = _base64 if request.encoding_format == "base64" else _plain
     return {
         "object": "list",
-        "data": [
+        "data": (
             {"object": "embedding", "index": index, "embedding": write(vector)}
             for index, vector in enumerate(vectors)
-        ],
+        ),
         "model": model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }

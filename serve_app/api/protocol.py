@@ -58,8 +58,10 @@ class GenerateRequest(SamplingFields, SchedulingFields):
             the whole call.
     """
 
-    prompts: list[str] | None = None
-    messages: list[list[JSON]] | None = None
+    prompts: Annotated[list[str], Field(fail_fast=True)] | None = None
+    messages: Annotated[list[Annotated[list[JSON], Field(fail_fast=True)]], Field(fail_fast=True)] | None = (
+        None
+    )
     task_id: str | None = None
     model: str | None = None
     details: Flag = False

@@ -17,7 +17,6 @@ from serve_app.cli.runs import MARK, Run, find_runs, this_run
 from serve_app.cli.serve_config import (
     answer_s,
     asks_for_keys,
-    custom_resources,
     read_config,
     with_request_log,
 )
@@ -65,7 +64,6 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
             path,
             None if verbose else log,
             own_ray=starts_ray(),
-            resources=custom_resources(config),
             environment={MARK: this_run(port).mark},
         )
         failed = False

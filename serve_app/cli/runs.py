@@ -36,7 +36,7 @@ class Run:
 
     @property
     def alive(self) -> bool:
-        """Whether its launcher runs."""
+        """True if its launcher runs."""
         return start_time(self.launcher) == self.started
 
     def processes(self) -> list[int]:

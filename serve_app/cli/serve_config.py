@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
-from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
+from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import LaunchError
@@ -15,9 +15,6 @@ from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
 
 IMPORT_PATH = "serve_app.app:build"
-
-ENOUGH = 1e6
-"""Amount of a custom resource, for all replicas of a machine."""
 
 
 def read_config(path: Path) -> ServeDeploySchema:
@@ -63,22 +60,6 @@ def answer_s(config: ServeDeploySchema) -> float:
 def asks_for_keys(config: ServeDeploySchema) -> bool:
     """Return whether each application of a config has `access`, and so asks for API keys."""
     return all(app.import_path == IMPORT_PATH and app.args.get("access") for app in config.applications)
-
-
-def custom_resources(config: ServeDeploySchema) -> dict[str, float]:
-    """Return the custom resources that the deployments of a config ask for, and enough of each.
-
-    On a cluster they say which nodes take a replica. A Ray of one machine has one node, for all of them. A
-    name with a colon is Ray's own, for hardware that it finds.
-    """
-    asked = {
-        name
-        for app in config.applications
-        for deployment in app.deployments
-        if isinstance(deployment.ray_actor_options, RayActorOptionsSchema)
-        for name in deployment.ray_actor_options.resources or {}
-    }
-    return {name: ENOUGH for name in sorted(asked) if ":" not in name}
 
 
 def with_request_log(text: str, log_format: str) -> str:

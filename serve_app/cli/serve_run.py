@@ -1,6 +1,5 @@
 """The process of `serve run`, under a supervisor that leaves none of its descendants behind."""
 
-import json
 import os
 import subprocess
 import sys
@@ -27,7 +26,6 @@ class ServeRun:
         config: Path of the config.
         log: File for its output; None: the terminal.
         own_ray: Whether it starts a Ray of its own.
-        resources: Custom resources that its own Ray offers, with their amounts.
         environment: Environment variables, beside those of this process.
     """
 
@@ -37,7 +35,6 @@ class ServeRun:
         log: IO[bytes] | None,
         *,
         own_ray: bool,
-        resources: Mapping[str, float],
         environment: Mapping[str, str],
     ) -> None:
         self._interrupt_s = OWN_RAY_S if own_ray else SHARED_RAY_S
@@ -53,8 +50,6 @@ class ServeRun:
             env={
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",
-                # `serve run` has no option for resources; Ray reads this when it starts.
-                **({"RAY_OVERRIDE_RESOURCES": json.dumps(dict(resources))} if own_ray and resources else {}),
                 **os.environ,
                 **environment,
             },

@@ -180,16 +180,18 @@ class HandleClient:
 
     async def generate(self, body: JSON) -> JSON:
         """Send one `generate` call and return its answer; ask a second engine if the first one is lost."""
-        from serve_app.ingress.poison import MAX_LOST, PoisonError
+        from serve_app.ingress.poison import Losses
         from serve_app.ingress.retry import back_off
 
-        for lost in range(1, MAX_LOST + 1):
+        losses = Losses()
+        while True:
             try:
                 return await self._generate(body)
-            except EngineLostError:
-                if lost < MAX_LOST:
-                    await back_off(lost)
-        raise PoisonError("it is not tried again")
+            except EngineLostError as error:
+                if not losses.add(error):
+                    raise
+                losses.check()
+                await back_off(losses.count)
 
     async def _generate(self, body: JSON) -> JSON:
         """Send one call to one engine.

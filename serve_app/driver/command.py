@@ -14,6 +14,7 @@ import click
 
 from serve_app.api.pacing import Auto, Fixed
 from serve_app.api.protocol import JSON
+from serve_app.driver.api_run import APIRun
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import Client, HandleClient, HTTPClient
 from serve_app.driver.errors import CommandError, DiskError, DriverError
@@ -54,7 +55,10 @@ def batch(**values: Any) -> int:
     """Drive one run; return its exit code."""
     session = None
     try:
-        session = Session(chosen(values))
+        options = chosen(values)
+        if options.api:
+            return run_api(options)
+        session = Session(options)
         code = session.run()
     except DriverError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -68,6 +72,33 @@ def batch(**values: Any) -> int:
         # A thread may wait for a pipe that stays silent, and Python would wait for the thread.
         os._exit(code)
     return code
+
+
+def run_api(options: SimpleNamespace) -> int:
+    """Run a file through the batch API of a service; return the exit code.
+
+    Raises:
+        DriverError: The run can't go on; one that isn't a mistake of the command has been told.
+    """
+    run = APIRun.of(options, _api_key(options.api_key_env))
+    try:
+        batch = run.run()
+    except (CommandError, DiskError):
+        raise
+    except DriverError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        if not options.quiet:
+            there = f"batch {run.batch_id} goes on in the service; " if run.batch_id else ""
+            print(f"Interrupted. {there}run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    counts = batch["request_counts"]
+    if not options.quiet:
+        print(f"{batch['status']}: {counts['completed']:,} of {counts['total']:,} rows are in {run.output}")
+        if counts["failed"]:
+            print(f"{counts['failed']:,} rows have an error, in {run.errors}")
+    return SOME_FAILED if counts["failed"] else 0
 
 
 class Session:
@@ -120,7 +151,7 @@ class Session:
 
     @property
     def waits_for_input(self) -> bool:
-        """Whether a thread of a run that has ended still waits for a pipe."""
+        """True if a thread of a run that has ended still waits for a pipe."""
         return isinstance(self._source, Pipe) and self._run is not None and self._run.reading
 
     def run(self) -> int:

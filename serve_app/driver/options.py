@@ -41,6 +41,9 @@ Output:
                          the order of the input.
   OUTPUT.manifest.json   the input and options of the output; keep it beside the output
   OUTPUT.report.json     the summary as JSON
+  With --api: the result file of the batch, by default INPUT with .output.jsonl at its end;
+  OUTPUT.errors.jsonl has the rows that failed (.errors in place of .output), and
+  OUTPUT.batch.json the id of the batch: the same command again goes on with it
 
 \b
 Examples:
@@ -49,6 +52,7 @@ Examples:
       --prompt-column question --chat --max-tokens 512
   saturate batch reviews.csv out.jsonl \\
       --template 'Is this review kind? {{ review }}' --limit 100
+  saturate batch --api requests.jsonl
   ray job submit -- saturate batch s3://bucket/rows/ /shared/out.jsonl \\
       --app llm --model demo
       ("Authentication required": set RAY_AUTH_MODE=token, with the cluster's token in
@@ -142,10 +146,25 @@ SAMPLING = {
     "seed": (int, "Makes sampling repeatable."),
 }  # fmt: skip
 
+
+def _needed_without_api(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> Path | None:
+    if value is None and not context.params.get("api") and not context.resilient_parsing:
+        raise click.MissingParameter(ctx=context, param=parameter)
+    return value
+
+
 ARGUMENTS: list[click.Parameter] = [
     # A path for the sake of shell completion; it may be a URL.
     click.Argument(["input"], metavar="INPUT", type=click.Path()),
-    click.Argument(["output"], metavar="OUTPUT", type=click.Path(path_type=Path)),
+    click.Argument(
+        ["output"],
+        metavar="OUTPUT",
+        type=click.Path(path_type=Path),
+        required=False,
+        callback=_needed_without_api,
+    ),
 ]
 
 TIMEOUTS = (
@@ -178,6 +197,21 @@ GROUPS: dict[str, list[click.Parameter]] = {
             "before it.",
             type=click.Choice(list(TIER_PRIORITY)),
             default="flex",
+        ),
+    ],
+    "Batch API": [
+        _option(
+            "--api",
+            "INPUT is a file of requests in OpenAI's batch format: the service keeps it, runs it as a batch "
+            "whatever happens to this command, and keeps the results. OUTPUT is by default beside INPUT.",
+            is_flag=True,
+            is_eager=True,
+        ),
+        _option(
+            "--window",
+            "Time in which the batch is run, 1h to 7d; rows that are not begun by then are errors.",
+            default="24h",
+            metavar="TIME",
         ),
     ],
     "Rows": [
@@ -272,6 +306,8 @@ def chosen(values: Mapping[str, Any]) -> SimpleNamespace:
         click.UsageError: They contradict each other.
     """
     options = SimpleNamespace(**values)
+    if options.api:
+        _check_api(options)
     if options.overwrite and options.resume:
         raise click.UsageError("--resume: not allowed with --overwrite")
     if options.app and options.url:
@@ -281,6 +317,31 @@ def chosen(values: Mapping[str, Any]) -> SimpleNamespace:
     if not options.app and not options.url:
         options.url = DEFAULT_URL
     return options
+
+
+API_OPTIONS = {
+    "input",
+    "output",
+    "api",
+    "window",
+    "url",
+    "api_key_env",
+    "retries",
+    "overwrite",
+    "quiet",
+    *(f"{name}_timeout" for name, *_ in TIMEOUTS),
+}
+"""The options that go with `--api`."""
+
+
+def _check_api(options: SimpleNamespace) -> None:
+    """Raise a UsageError for an option that says something of rows: the file of requests says it."""
+    for parameter in chain.from_iterable(GROUPS.values()):
+        name = str(parameter.name)
+        default = () if parameter.multiple else parameter.default
+        given = getattr(options, name)
+        if name not in API_OPTIONS and given not in (None, False, default):
+            raise click.UsageError(f"{parameter.opts[0]}: not with --api, where INPUT has whole requests")
 
 
 def sampling_fields(options: SimpleNamespace) -> JSON:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from batcher import Aborted, BadResults, BatcherError, DynamicBatcher, Ticket
+from batcher import Aborted, BadResults, BatcherError, DynamicBatcher, Entry
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import PromptError
 from serve_app.api.scheduling import Scheduling
@@ -61,7 +61,7 @@ class BatchCall:
 
 async def run_records(
     batcher: DynamicBatcher[Any, Any], records: Sequence[Any], scheduling: Scheduling, call: BatchCall
-) -> list[Ticket[Any] | None]:
+) -> list[Entry[Any] | None]:
     """Run the records of a call and return their finished tickets; None for a record that failed.
 
     Args:
@@ -75,14 +75,14 @@ async def run_records(
     """
     deadline = scheduling.deadline(time.monotonic())
     batcher.weigh(scheduling.tenant, scheduling.weight)
-    tickets: list[Ticket[Any] | None] = []
+    tickets: list[Entry[Any] | None] = []
     failed = False
 
     def note_failure(ticket: asyncio.Future[Any]) -> None:
         nonlocal failed
         failed = failed or ticket.cancelled() or ticket.exception() is not None
 
-    async def submit(index: int, record: Any) -> Ticket[Any]:
+    async def submit(index: int, record: Any) -> Entry[Any]:
         priority, tenant = scheduling.priority, scheduling.tenant
         if call.wait(index):
             return await batcher.submit(record, priority=priority, tenant=tenant, deadline=deadline)

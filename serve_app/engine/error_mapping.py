@@ -12,11 +12,11 @@ FAILED = {500, 501}
 
 
 def blame_request(message: bytes) -> bytes:
-    """Return the answer of vLLM's application to a request that has got no token of an engine that lives.
+    """Return the answer of vLLM's application, where a failure can only be due to the request.
 
-    Only the request can have made it fail: the application fails on some values before it has checked them
-    and on features that the model doesn't have, the engine on grammars that it can't compile. Such a failure
-    becomes a 400.
+    That is a request that has got no token of an engine that lives: the application fails on some values
+    before it has checked them and on features that the model doesn't have. And one with a grammar, which the
+    engine may be unable to compile, or to follow. The failure becomes a 400.
 
     Args:
         message: The first relay message of the answer.
@@ -25,7 +25,7 @@ def blame_request(message: bytes) -> bytes:
     if piece.head is None or piece.head.status not in FAILED or piece.usage is None:
         return message
     # The application's own message is not logged: it may quote the request.
-    logger.warning("vLLM failed on a request before its first token; answered 400")
+    logger.warning("vLLM failed on a request by its own fault; answered 400")
     try:
         reason = str(json.loads(piece.body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -4,8 +4,9 @@ import asyncio
 import importlib
 import inspect
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from itertools import islice
 from typing import Any
 
 from batcher import DynamicBatcher
@@ -14,6 +15,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.batch_call import BatchCall, run_records
+from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
 from serve_app.relay.frame import split
 from serve_app.relay.keepalive import with_keepalive
@@ -21,7 +23,12 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import SILENT, FunctionSettings, SettingsError, TelemetrySettings
 from serve_app.system.serve_logging import flush_warnings
+from serve_app.telemetry.catalogue import LOOP_HELD
 from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.telemetry.meters import Meters
+
+RESULTS_PER_TURN = 32
+"""Results that are written as JSON before other tasks get their turn on the event loop."""
 
 
 class FunctionEngine:
@@ -54,7 +61,8 @@ class FunctionEngine:
             **settings.batcher.arguments(),
         )
         await self._batcher.start()
-        self._telemetry = EngineTelemetry(telemetry, settings.id, self._batcher)
+        self._loop_watch = LoopWatch().start()
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._batcher, self._engine_metrics)
 
     async def process(self, request: ProcessRequest | JSON) -> JSON:
         """Process a list of records.
@@ -101,12 +109,17 @@ class FunctionEngine:
     async def __del__(self) -> None:
         if batcher := getattr(self, "_batcher", None):
             await batcher.stop(timeout=DRAIN_S)
+        if watch := getattr(self, "_loop_watch", None):
+            watch.stop()
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
 
+    def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
+        return lambda: meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
+
     async def _answer_process(self, relayed: RelayRequest) -> bytes:
         request = parse_process(relayed.body, max_records=self._max_records)
-        return _json(await self._process(request, relayed.scheduling_now()))
+        return await _json(await self._process(request, relayed.scheduling_now()), "results")
 
     async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_embedding(relayed.body, max_texts=self._max_records)
@@ -114,7 +127,7 @@ class FunctionEngine:
         tickets = await run_records(self._batcher, request.input, relayed.scheduling_now(), call)
         vectors = [ticket.result() for ticket in tickets if ticket is not None]
         usage.prompt_tokens = sum(ticket.cost for ticket in tickets if ticket is not None)
-        return _json(embedding_response(request, self._id, vectors, usage.prompt_tokens))
+        return await _json(embedding_response(request, self._id, vectors, usage.prompt_tokens), "data")
 
     async def _process(self, request: ProcessRequest, scheduling: Scheduling) -> JSON:
         call = BatchCall("records", partial=request.partial)
@@ -150,9 +163,26 @@ def _build(settings: FunctionSettings) -> Any:
     return model
 
 
-def _json(response: JSON) -> bytes:
+async def _json(response: JSON, field: str) -> bytes:
+    """Return an answer as JSON, written in parts: vectors for thousands of texts take seconds.
+
+    Args:
+        response: The answer.
+        field: Its results, however many; they are taken as they are written.
+    """
+    results = iter(response[field])
+    parts = []
+    while some := list(islice(results, RESULTS_PER_TURN)):
+        parts.append(_dump(some)[1:-1])
+        await asyncio.sleep(0)
+    written = {name: _dump(value) for name, value in response.items() if name != field}
+    written[field] = b"[" + b",".join(parts) + b"]"
+    return b"{" + b",".join(_dump(name) + b":" + written[name] for name in response) + b"}"
+
+
+def _dump(value: Any) -> bytes:
     try:
-        return json.dumps(response, default=_plain, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(value, default=_plain, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
         message = f"The model's results can't be written as JSON: {error}"
         raise RequestError(500, "internal_error", message) from error

@@ -1,4 +1,4 @@
-"""Limits on the grammars of a request, checked before vLLM parses them on its event loop."""
+"""Limits on the grammars of a request, checked before vLLM parses and compiles them."""
 
 import asyncio
 import hashlib
@@ -10,7 +10,7 @@ from collections import OrderedDict
 from contextlib import suppress
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.grammar_worker import READY
+from serve_app.engine.grammar_worker import COMPILING, PARSING, PASSES, READY
 from serve_app.engine.grammars import Grammar
 
 logger = logging.getLogger("ray.serve")
@@ -19,7 +19,7 @@ MAX_CHARS = 262_144
 """Longest grammar."""
 
 MEMORY_BYTES = 4 << 30
-"""Memory of the process that parses grammars."""
+"""Memory for one grammar."""
 
 REMEMBERED = 1_000
 """Grammars whose result is kept."""
@@ -29,20 +29,32 @@ WAIT_S = 30.0
 
 
 class GrammarCheck:
-    """Parses grammars in a process of its own, and refuses those that take too long.
+    """Parses and compiles grammars in a process of its own, and refuses those that take too long.
 
     vLLM parses a grammar on the event loop of its server, without a limit of time: a schema of 300 bytes can
-    take minutes, in which the engine sends nothing to anybody. What passes here takes vLLM as long again.
+    take minutes, in which the engine sends nothing to anybody. It compiles them one at a time: other requests
+    with a grammar wait. What passes here takes vLLM as long again, once per grammar.
 
     Args:
-        cpu_s: Seconds of CPU that a grammar may take.
+        parse_s: Seconds of CPU that a grammar may take to parse.
+        compile_s: Seconds of CPU that it may take to compile.
+        vocabulary: The model's, as xgrammar's `TokenizerInfo` writes it; empty: grammars are parsed only.
     """
 
-    def __init__(self, cpu_s: float) -> None:
-        self._cpu_s = cpu_s
+    def __init__(self, parse_s: float, compile_s: float, vocabulary: str = "") -> None:
+        self._limits = {
+            PARSING: (parse_s, "parse", "grammar_cpu_s"),
+            COMPILING: (compile_s, "compile", "grammar_compile_cpu_s"),
+        }
+        self._vocabulary = vocabulary
         self._process: asyncio.subprocess.Process | None = None
-        self._known: OrderedDict[bytes, bool] = OrderedDict()
+        self._known: OrderedDict[bytes, str] = OrderedDict()
         self._lock = asyncio.Lock()
+
+    @property
+    def process(self) -> asyncio.subprocess.Process | None:
+        """The process; None: it has not started yet, or was ended."""
+        return self._process
 
     async def start(self) -> None:
         """Start the process; without this the first check does."""
@@ -61,57 +73,66 @@ class GrammarCheck:
                     grammar, f"has {len(grammar.text)} characters; at most {MAX_CHARS} are allowed"
                 )
         for grammar in grammars:
-            if not await self._passes(grammar):
-                reason = f"takes more than {self._cpu_s:g} s to parse (grammar_cpu_s); simplify it"
-                raise _refusal(grammar, reason)
+            if (verdict := await self._verdict(grammar)) != PASSES:
+                most, what, setting = self._limits[verdict]
+                raise _refusal(grammar, f"takes more than {most:g} s to {what} ({setting}); simplify it")
 
-    async def _passes(self, grammar: Grammar) -> bool:
-        key = hashlib.sha256(f"{grammar.kind} {grammar.text}".encode()).digest()
+    async def _verdict(self, grammar: Grammar) -> str:
+        known = f"{grammar.kind} {grammar.compiles} {grammar.text}"
+        key = hashlib.sha256(known.encode(errors="surrogatepass")).digest()
         if key not in self._known:
             async with self._lock:
                 if key not in self._known:
-                    self._known[key] = await self._parse(grammar)
+                    self._known[key] = await self._try(grammar)
         self._known.move_to_end(key)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return self._known[key]
 
-    async def _parse(self, grammar: Grammar) -> bool:
+    async def _try(self, grammar: Grammar) -> str:
         process = await self._ready()
         assert process.stdin
         assert process.stdout
-        line = json.dumps([grammar.kind, grammar.text]) + "\n"
-        answered = False
+        line = json.dumps([grammar.kind, grammar.text, grammar.compiles]) + "\n"
+        verdict = ""
         try:
             with suppress(OSError, TimeoutError):
                 async with asyncio.timeout(WAIT_S):
                     process.stdin.write(line.encode())
                     await process.stdin.drain()
-                    answered = bool(await process.stdout.readline())
+                    verdict = (await process.stdout.readline()).decode().strip()
         finally:
-            if not answered:
+            if not verdict:
                 # The next check would read the answer of one that is cancelled.
                 self._kill()
-        if not answered:
-            logger.warning("refused a grammar of %d characters that takes too long", len(grammar.text))
-        return answered
+        # Without an answer it got no core for long, or was killed.
+        verdict = verdict or PARSING
+        if verdict != PASSES:
+            logger.warning(
+                "refused a grammar of %d characters: %s takes too long", len(grammar.text), verdict
+            )
+        return verdict
 
     async def _ready(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
-            arguments = [str(self._cpu_s), str(MEMORY_BYTES), str(os.getpid())]
+            limits = [str(self._limits[stage][0]) for stage in (PARSING, COMPILING)]
+            arguments = [*limits, str(MEMORY_BYTES), str(os.getpid())]
             self._process = process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "serve_app.engine.grammar_worker", *arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
+            assert process.stdin
             assert process.stdout
             ready = False
             try:
                 async with asyncio.timeout(WAIT_S):
+                    process.stdin.write(f"{self._vocabulary}\n".encode())
+                    await process.stdin.drain()
                     while (line := await process.stdout.readline()) != f"{READY}\n".encode():
                         if not line:
-                            raise RuntimeError("the process that parses grammars did not start")
+                            raise RuntimeError("the process that checks grammars did not start")
                 ready = True
             finally:
                 if not ready:

@@ -4,10 +4,18 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import msgspec
+
 from serve_app.api.protocol import JSON
 
 MARKS = (b"response_format", b"structured_outputs", b"tools", b'"text"', b"output_config", b"\\u")
 """Texts of which a body with a grammar holds at least one; the last one may stand for a letter of another."""
+
+
+HOLDERS = ("response_format", "text", "output_config", "structured_outputs", "tools", "tool_choice")
+"""Fields of a body that may hold a grammar, or say what becomes of one."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Grammar(NamedTuple):
@@ -17,11 +25,13 @@ class Grammar(NamedTuple):
         kind: "json", "regex", "grammar", "choice" or "structural_tag", as vLLM names them.
         text: Its text; JSON for "json", "choice" and "structural_tag".
         field: The field of the request that holds it.
+        compiles: vLLM compiles it; otherwise it only looks at it.
     """
 
     kind: str
     text: str
     field: str
+    compiles: bool = True
 
 
 def grammars_of(body: bytes) -> list[Grammar]:
@@ -29,11 +39,21 @@ def grammars_of(body: bytes) -> list[Grammar]:
     if not any(mark in body for mark in MARKS):
         return []
     try:
-        content = json.loads(body)
+        content = _parse(body)
     except (ValueError, RecursionError):
         # vLLM refuses it, in its own words.
         return []
     return list(_find(content)) if isinstance(content, dict) else []
+
+
+def _parse(body: bytes) -> Any:
+    """Parse a body; the texts and numbers of large prompts are skipped where that is possible."""
+    try:
+        fields = _FIELDS.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        # It has what strict JSON hasn't, such as NaN.
+        return json.loads(body)
+    return {name: json.loads(bytes(fields[name])) for name in HOLDERS if name in fields}
 
 
 def _find(content: JSON) -> Iterator[Grammar]:
@@ -56,11 +76,23 @@ def _find(content: JSON) -> Iterator[Grammar]:
             yield Grammar(kind, value, field)
         else:
             yield from _json(kind, value, field)
+    yield from _tools(content)
+
+
+def _tools(content: JSON) -> Iterator[Grammar]:
+    """Yield the schemas of the tools, and one of all of them where an answer has to follow it."""
     tools = content.get("tools")
+    schemas = []
+    strict = False
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         function = _get(tool, "function") or tool
         schema = _get(function, "parameters") or _get(function, "input_schema")
-        yield from _json("json", schema, f"tools[{index}]")
+        strict = strict or bool(_get(function, "strict"))
+        for grammar in _json("json", schema, f"tools[{index}]"):
+            schemas.append(schema)
+            yield grammar._replace(compiles=False)
+    if schemas and (strict or content.get("tool_choice") not in (None, "auto", "none")):
+        yield from _json("json", {"anyOf": schemas}, "tools")
 
 
 def _json(kind: str, value: Any, field: str) -> Iterator[Grammar]:

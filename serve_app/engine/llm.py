@@ -91,7 +91,8 @@ class Engine:
 
             self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
             self._app, self._routes = await self._engine.start()
-        self._grammars = GrammarCheck(settings.grammar_cpu_s)
+        vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
+        self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
         self._starting = asyncio.create_task(self._grammars.start())
         self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
         self._loop_watch = LoopWatch().start()
@@ -245,7 +246,8 @@ class Engine:
             return
         try:
             self._check_tokens(request)
-            await self._grammars.check(grammars_of(request.body))
+            grammars = grammars_of(request.body)
+            await self._grammars.check(grammars)
         except RequestError as error:
             yield pack_error(error, request.path)
             return
@@ -291,7 +293,8 @@ class Engine:
                     if self._engine.died and not result.refusal:
                         yield LOST
                         return
-                    if not (result.refusal or usage.output_tokens):
+                    # A grammar may have no way on after some tokens.
+                    if not result.refusal and (grammars or not usage.output_tokens):
                         message = blame_request(message)
                 yield message
 

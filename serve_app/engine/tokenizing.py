@@ -33,7 +33,9 @@ class TokenizingQueue:
     """Threads that tokenize, in the order of tiers and tenants.
 
     The texts of a long request take turns with those of other long ones, in one thread. The others never wait
-    behind them: a tokenizer leaves the interpreter's lock alone while it works.
+    behind them: a tokenizer leaves the interpreter's lock alone while it works. A request that isn't long
+    waits behind the texts that its thread has, `SHORT_AT_ONCE` of `LONG_BYTES` at most, and has its tenant's
+    share of the thread after them.
 
     Args:
         max_queue_size: Texts that may wait, of long requests and of others; then the first text of a request

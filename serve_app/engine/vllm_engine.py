@@ -32,6 +32,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
@@ -43,6 +44,7 @@ from serve_app.engine.vllm_media import use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
+from serve_app.engine.vllm_validation import end_at_first_error
 from serve_app.settings.schema import LLMSettings
 from serve_app.settings.user_config import BatcherUserConfig
 
@@ -51,6 +53,8 @@ HOT = {"/v1/chat/completions", "/v1/completions"}
 
 UNUSED: tuple[object, ...] = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
 """Middleware of vLLM's application whose work the Ingress does, once for all models."""
+
+logger = logging.getLogger("ray.serve")
 
 DEFAULT_MAX_TOKENS = 512
 """Output tokens of a `/generate` prompt where neither the request nor the config states them."""
@@ -165,12 +169,12 @@ class VLLMEngine:
 
     @property
     def died(self) -> bool:
-        """Whether the engine has died."""
+        """True if the engine has died."""
         return bool(self.llm.errored)
 
     @property
     def busy(self) -> bool:
-        """Whether the engine itself has work, apart from output that is still to be sent."""
+        """True if the engine itself has work, apart from output that is still to be sent."""
         return bool(self.llm.output_processor.has_unfinished_requests())
 
     def tune(self, tuning: BatcherUserConfig) -> None:
@@ -183,6 +187,18 @@ class VLLMEngine:
             self._limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
         )
 
+    def grammar_vocabulary(self) -> str:
+        """Return the vocabulary that grammars are compiled for, as a `GrammarCheck` wants it; empty: none."""
+        try:
+            backend = XgrammarBackend(
+                self.llm.vllm_config, self._tokenizer, self.llm.model_config.get_vocab_size()
+            )
+            return str(backend.compiler.tokenizer_info.serialize_json())
+        except Exception:
+            # vLLM answers no request with a grammar either.
+            logger.exception("grammars are not checked for the time that they take to compile")
+            return ""
+
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Start the batcher and return vLLM's application, and the paths of its routes."""
         await self.batcher.start()
@@ -191,6 +207,7 @@ class VLLMEngine:
         app = build_app(self._args, tasks, self.llm.model_config)
         # vLLM gives its own errors OpenAI's shape, but not those of the router: no such path or method.
         app.exception_handler(HTTPException)(http_exception_handler)
+        end_at_first_error(app)
         _drop_unused(app)
         app.middleware_stack = app.build_middleware_stack()
         await init_app_state(self.llm, app.state, self._args, tasks)

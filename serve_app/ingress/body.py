@@ -19,10 +19,26 @@ from serve_app.settings.schema import IngressSettings
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class _Message(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"")
+
+
+_MESSAGE = msgspec.json.Decoder(_Message)
 _LIST_START = re.compile(rb"\[\s*(\S)")
 _NUMBER = b"-0123456789"
+_DEEPEST = 4
+"""Lists in lists that messages may be in: those of chats, of messages, and two that no route has."""
+
 _PART_HEAD = 4096
 """Bytes in which the head of a part of a form ends."""
+
+_MOST_PARTS = 2_000
+"""Parts of a form that are looked at; vLLM's application refuses a form with more fields or files."""
+
+_MOST_VALUE = 4_096
+"""Bytes of a value that the Ingress reads: a name, a number, a tier."""
 
 
 async def read_body(request: Request, limits: IngressSettings) -> bytes:
@@ -72,13 +88,13 @@ def form_field(body: bytes, content_type: str, name: str) -> str | None:
     boundary = header.get_param("boundary")
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
         return None
-    named = re.compile(
-        rb'content-disposition:[^\r\n]*;\s*name="?%s"?\s*(?:;|\r|$)' % name.encode(), re.IGNORECASE
-    )
-    for part in body.split(b"--" + boundary.encode())[1:-1]:
+    named = re.compile(rb';\s*name="?%s"?\s*(?:;|$)' % name.encode(), re.IGNORECASE)
+    for part in body.split(b"--" + boundary.encode(), _MOST_PARTS + 1)[1:-1]:
         head = part.find(b"\r\n\r\n", 0, _PART_HEAD)
-        if head >= 0 and named.search(part[:head]):
-            return part[head + 4 :].removesuffix(b"\r\n").decode(errors="replace")
+        for line in part[: max(head, 0)].split(b"\r\n"):
+            if line[:20].lower() == b"content-disposition:" and named.search(line):
+                value = part[head + 4 :].removesuffix(b"\r\n")
+                return value[:_MOST_VALUE].decode(errors="replace")
     return None
 
 
@@ -96,7 +112,11 @@ class JSONBody:
         self._fields = (_split(body) if _is_plain(body) else None) or _parse(body)
 
     def values(self, *names: str) -> dict[str, Any]:
-        """Return the values of those of the named fields that the object has."""
+        """Return the values of those of the named fields that the object has.
+
+        Raises:
+            RequestError: 400, a value is too long or can't be read.
+        """
         return {name: self._value(name) for name in names if name in self._fields}
 
     def count(self, name: str, most: int) -> int | None:
@@ -126,15 +146,14 @@ class JSONBody:
             RequestError: 400, the field is nested too deeply.
         """
         field = self._fields.get(name)
+        text = bytes(field) if isinstance(field, msgspec.Raw) else b""
+        # Messages and parts are objects or texts, unless they are wrong: mostly there are few of both.
+        if text and (items := text.count(b"{") + text.count(b'"') // 2) <= most:
+            return items
         try:
-            if isinstance(field, msgspec.Raw):
-                # Messages and parts are objects: a long text is parsed only if need be.
-                if (objects := bytes(field).count(b"{")) <= most:
-                    return objects
-                field = msgspec.json.decode(field)
-            return _count_parts(field)
-        except RecursionError:
-            message = f"{name}: nested too deeply"
+            return _count_raw_parts(text, _DEEPEST) if text else _count_parts(field, _DEEPEST)
+        except (RecursionError, msgspec.MsgspecError):
+            message = f"{name}: nested too deeply, or no list of messages"
             raise RequestError(400, "invalid_request_error", message, param=name) from None
 
     def text(self, names: Sequence[str], most: int) -> bytes:
@@ -148,8 +167,18 @@ class JSONBody:
         texts = [field if isinstance(field, msgspec.Raw) else to_json(field) for field in fields]
         return b"".join([memoryview(text)[:most] for text in texts])[:most]
 
+    def replaced(self, name: str, value: str) -> bytes:
+        """Return the text of the object with another value of a field."""
+        fields = self._fields | {name: value}
+        if isinstance(next(iter(self._fields.values()), None), msgspec.Raw):
+            return msgspec.json.encode(fields)
+        return to_json(fields)
+
     def _value(self, name: str) -> Any:
         field = self._fields[name]
+        if isinstance(field, msgspec.Raw | str) and len(field) > _MOST_VALUE:
+            message = f"{name}: has {len(field)} bytes; at most {_MOST_VALUE} are read"
+            raise RequestError(400, "invalid_request_error", message, param=name)
         if not isinstance(field, msgspec.Raw):
             return field
         try:
@@ -160,11 +189,33 @@ class JSONBody:
             raise RequestError(400, "invalid_request_error", message, param=name) from None
 
 
-def _count_parts(field: Any) -> int:
+def _count_raw_parts(text: bytes, levels: int) -> int:
+    """Count as `_count_parts` does, without parsing what isn't counted: numbers may be millions."""
+    if text.startswith(b"{"):
+        content = bytes(_MESSAGE.decode(text).content)
+        return 1 + (len(_LIST.decode(content)) if _is_counted(content) else 0)
+    if not _is_counted(text):
+        return 0
+    if not levels:
+        raise RecursionError
+    return sum(_count_raw_parts(bytes(item), levels - 1) for item in _LIST.decode(text))
+
+
+def _is_counted(text: bytes) -> bool:
+    """Return whether a text is a list, and not one of numbers."""
+    start = _LIST_START.match(text)
+    return start is not None and start[1] not in _NUMBER
+
+
+def _count_parts(field: Any, levels: int) -> int:
     if isinstance(field, dict):
         content = field.get("content")
         return 1 + (len(content) if isinstance(content, list) else 0)
-    return sum(map(_count_parts, field)) if isinstance(field, list) else 0
+    if not isinstance(field, list) or not field or isinstance(field[0], int | float):
+        return 0
+    if not levels:
+        raise RecursionError
+    return sum(_count_parts(item, levels - 1) for item in field)
 
 
 def _is_plain(body: bytes) -> bool:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json, to_json
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
@@ -23,12 +22,15 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, KeyStore
-from serve_app.ingress.body import JSONBody, form_field, read_body
+from serve_app.ingress import batches
+from serve_app.ingress.batches import Forward
+from serve_app.ingress.body import form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
-from serve_app.ingress.engine_call import EngineCall
+from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import Health
 from serve_app.ingress.http10 import HTTP10Middleware
-from serve_app.ingress.limits import OpenAIFields, read_call, read_openai
+from serve_app.ingress.large_bodies import look
+from serve_app.ingress.limits import CallFields, OpenAIFields, read_call, read_json, read_openai
 from serve_app.ingress.pages import STATS_PAGE, page, wants_page
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
@@ -61,7 +63,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
         Middleware(
             CORSMiddleware,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id"],
             max_age=600,
@@ -75,27 +77,24 @@ class Ingress:
     Args:
         settings: The config's `args`.
         engines: The handle of each model's Engine, by model id.
+        batch_handle: The handle of the Batches deployment; None: there is none.
     """
 
-    def __init__(self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Mapping[str, DeploymentHandle[Any]],
+        batch_handle: DeploymentHandle[Any] | None = None,
+    ) -> None:
         flush_warnings()
         self._settings = settings
         self._engines = dict(engines)
         self._routing = Routing(settings.models)
-        # Answers are bytes already; errors are part of them.
-        self._relays = {
-            model: handle.options(
-                method_name="relay",
-                stream=True,
-                _by_reference=False,
-                request_serialization="pickle",
-                response_serialization="noop",
-            )
-            for model, handle in self._engines.items()
-        }
+        self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
         context = serve.get_replica_context()
         profiles = {model.id: profile for model in settings.models if (profile := simulated(model))}
         self._health = Health(context.app_name, list(self._engines), profiles)
+        self._batches = None if batch_handle is None else Forward(batch_handle, self._batches_run)
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._started = int(time.time())
@@ -126,6 +125,7 @@ class Ingress:
                 Route("/v1/models/{model:path}", self._model),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
+                *(Route(path, self._forward, methods=batches.METHODS) for path in batches.PATHS),
             ],
             # Requests without a valid key are counted too.
             middleware=[
@@ -155,7 +155,10 @@ class Ingress:
         if wants_page(request):
             return HTMLResponse(STATS_PAGE)
         reports = await asyncio.gather(*(self._replica_stats(model) for model in self._engines))
-        return JSONResponse({"models": dict(zip(self._engines, reports, strict=True))})
+        body: JSON = {"models": dict(zip(self._engines, reports, strict=True))}
+        if self._batches is not None:
+            body["batches"] = await self._batches.stats()
+        return JSONResponse(body)
 
     async def _replica_stats(self, model: str) -> JSON:
         try:
@@ -172,35 +175,51 @@ class Ingress:
             return {"replicas": [], "error": str(error) or type(error).__name__}
 
     async def _generate(self, request: Request) -> Response:
-        body = await read_body(request, self._settings.ingress)
-        content = JSONBody(body)
-        fields = read_call(content, self._settings.ingress, "prompts", "messages")
-        return self._relay(
-            fields.model, request, body, GENERATE, fields, call_key(content, fields, len(body))
-        )
+        limits = self._settings.ingress
+        body = await read_body(request, limits)
+
+        def read() -> tuple[CallFields, RoutingKey]:
+            content = read_json(body, limits)
+            fields = read_call(content, limits, "prompts", "messages")
+            return fields, call_key(content, fields, len(body))
+
+        fields, key = await look(len(body), read)
+        return self._relay(fields.model, request, body, GENERATE, fields, key)
 
     async def _process(self, request: Request) -> Response:
-        body = await read_body(request, self._settings.ingress)
-        fields = read_call(JSONBody(body), self._settings.ingress, "records")
+        limits = self._settings.ingress
+        body = await read_body(request, limits)
+        fields = await look(len(body), lambda: read_call(read_json(body, limits), limits, "records"))
         return self._relay(fields.model, request, body, PROCESS, fields)
 
     async def _openai(self, request: Request) -> Response:
         body = await read_body(request, self._settings.ingress)
         path = _path(request)
-        if _is_json(request, body):
-            content = JSONBody(body)
+
+        def read() -> tuple[OpenAIFields, RoutingKey, bytes]:
+            if not _is_json(request, body):
+                # A form with a file: vLLM takes the model from there too.
+                model = form_field(body, request.headers.get("content-type", ""), "model")
+                return OpenAIFields(model=model or request.query_params.get("model")), NO_KEY, body
+            content = read_json(body, self._settings.ingress)
             fields = read_openai(content, path, self._settings.ingress)
             key = openai_key(content, fields, len(body))
-        else:
-            # A form with a file: vLLM takes the model from there too.
-            model = form_field(body, request.headers.get("content-type", ""), "model")
-            fields = OpenAIFields(model=model or request.query_params.get("model"))
-            key = NO_KEY
-        if fields.service_tier == "fast":
             # OpenAI's newer name of "priority", which vLLM refuses.
-            body = to_json(from_json(body) | {"service_tier": "priority"})
+            fast = fields.service_tier == "fast"
+            return fields, key, content.replaced("service_tier", "priority") if fast else body
+
+        fields, key, body = await look(len(body), read)
         tier = SchedulingFields(service_tier=fields.service_tier)
         return self._relay(fields.model, request, body, MOVED.get(path, path), tier, key)
+
+    async def _forward(self, request: Request) -> Response:
+        if self._batches is None:
+            raise batches.off()
+        headers = [(name, value) for name, value in request.scope["headers"] if name not in LEFT_BEHIND]
+        return await self._batches.answer(request, _path(request), headers)
+
+    async def _batches_run(self) -> bool:
+        return (await self._health.read()).batches > 0
 
     async def _models(self, request: Request) -> Response:
         names = list(self._engines)
@@ -280,7 +299,7 @@ async def _no_metrics(request: Request) -> Response:
 
 
 def _is_json(request: Request, body: bytes) -> bool:
-    kind = request.headers.get("content-type", "json").partition(";")[0]
+    kind = (request.headers.get("content-type") or "json").partition(";")[0]
     return bool(body) and "json" in kind.lower()
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.errors import EngineLostError
 from serve_app.relay.frame import KEEP_ALIVE, Piece, unpack
@@ -15,6 +17,18 @@ logger = logging.getLogger("ray.serve")
 SILENCE_S = 4 * KEEPALIVE_S
 """Seconds without a message after which an Engine counts as lost: twice the longest silence of one that
 works, for one that is busy or far away."""
+
+
+def relay_of(handle: DeploymentHandle[Any]) -> DeploymentHandle[Any]:
+    """Return the handle of a deployment's method `relay`, which answers a `RelayRequest` with messages."""
+    return handle.options(
+        method_name="relay",
+        stream=True,
+        _by_reference=False,
+        request_serialization="pickle",
+        # Answers are bytes already; errors are part of them.
+        response_serialization="noop",
+    )
 
 
 class Messages(Protocol):
@@ -95,7 +109,7 @@ class EngineCall:
 
     @property
     def _taken(self) -> bool:
-        """Whether the Engine has the request. Ray Serve sets the result when a replica has accepted it."""
+        """True if the Engine has the request. Ray Serve sets the result when a replica has accepted it."""
         return self._begun or getattr(self._call, "_replica_result", self) is not None
 
     def cancel(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ray import serve
-from ray.serve.schema import ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from serve_app.api.protocol import JSON
 
@@ -15,6 +15,10 @@ MAX_AGE_S = 2.0
 
 MAX_AGE_AWAITED_S = 0.5
 """The same while a model is not ready."""
+
+
+BATCHES = "Batches"
+"""Name of the deployment of files and batches."""
 
 
 def engine_name(model: str) -> str:
@@ -38,7 +42,7 @@ class ModelHealth:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be served."""
+        """True if a request would be served."""
         return self.running > 0 or self.asleep
 
 
@@ -49,19 +53,21 @@ class Report:
     Attributes:
         models: The models by name.
         simulated: Profiles of those on a simulated device, by name.
+        batches: Replicas of the Batches deployment that can serve.
     """
 
     models: dict[str, ModelHealth]
     simulated: Mapping[str, str] = field(default_factory=dict)
+    batches: int = 0
 
     @property
     def ready(self) -> bool:
-        """Whether any model would serve a request."""
+        """True if any model would serve a request."""
         return any(model.ready for model in self.models.values())
 
     @property
     def all_ready(self) -> bool:
-        """Whether every model would serve a request."""
+        """True if every model would serve a request."""
         return all(model.ready for model in self.models.values())
 
     def replicas(self, model: str) -> int:
@@ -118,8 +124,13 @@ class Health:
             if not deployment:
                 models[model] = ModelHealth(0, False, "the deployment")
                 continue
-            running = sum(n for state, n in deployment.replica_states.items() if state == "RUNNING")
+            running = _running(deployment)
             healthy = deployment.status == "HEALTHY"
             awaits = deployment.message or f"an Engine replica (deployment {deployment.status.lower()})"
             models[model] = ModelHealth(running, healthy and not running, awaits)
-        return Report(models, self._simulated)
+        batches = app and app.deployments.get(BATCHES)
+        return Report(models, self._simulated, _running(batches) if batches else 0)
+
+
+def _running(deployment: DeploymentStatusOverview) -> int:
+    return sum(count for state, count in deployment.replica_states.items() if state == "RUNNING")

@@ -8,6 +8,7 @@ from serve_app.api.errors import ANTHROPIC, RequestError
 from serve_app.api.protocol import check_count, parse_body
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
 from serve_app.ingress.body import JSONBody
+from serve_app.ingress.value_count import check_values
 from serve_app.settings.schema import IngressSettings
 
 TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -51,6 +52,16 @@ class OpenAIFields(BaseModel):
     def limit(self) -> int | None:
         """The most tokens of an answer that the request states."""
         return next((value for name in TOKENS if (value := getattr(self, name)) is not None), None)
+
+
+def read_json(body: bytes, limits: IngressSettings) -> JSONBody:
+    """Return a body, of which single fields can be read.
+
+    Raises:
+        RequestError: 400, it is not a JSON object, or has more values than `limits` allow.
+    """
+    check_values(body, limits.max_values)
+    return JSONBody(body)
 
 
 def read_call(content: JSONBody, limits: IngressSettings, *lists: str) -> CallFields:

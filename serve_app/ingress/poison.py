@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from serve_app.api.errors import RequestError
+from serve_app.ingress.retry import ran_there
 from serve_app.relay.request import RelayRequest
 
 MAX_LOST = 2
@@ -28,6 +29,31 @@ class PoisonError(RequestError):
     def __init__(self, consequence: str) -> None:
         message = f"{MAX_LOST} engines failed one after the other while this request ran; {consequence}."
         super().__init__(500, "internal_error", message, final=True)
+
+
+class Losses:
+    """Engines that were lost in a row while one request ran on them.
+
+    Args:
+        count: Those that are known already.
+
+    Attributes:
+        count: Their number.
+    """
+
+    def __init__(self, count: int = 0) -> None:
+        self.count = count
+
+    def add(self, error: Exception) -> bool:
+        """Return whether a call failed since its engine was lost while it had the request, and count it."""
+        lost = ran_there(error)
+        self.count += lost
+        return lost
+
+    def check(self) -> None:
+        """Raise a PoisonError if the request may not be tried on another engine."""
+        if self.count >= MAX_LOST:
+            raise PoisonError("it is not tried again")
 
 
 class LostEngines:

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.api.errors import RequestError, engine_failed, error_response
 from serve_app.ingress.engine_call import EngineCall
-from serve_app.ingress.poison import MAX_LOST, LostEngines, PoisonError
-from serve_app.ingress.retry import LONG_S, TRIES, back_off, is_lost, ran_there
+from serve_app.ingress.poison import Losses, LostEngines, PoisonError
+from serve_app.ingress.retry import LONG_S, TRIES, back_off, is_lost
 from serve_app.ingress.splice import Sent, Splice, UnresumableError
 from serve_app.relay.events import error_event
 from serve_app.relay.frame import Head, Piece
@@ -42,6 +42,7 @@ class ProxyResponse(Response):
         lost: Counts the Engines that are lost with each request.
         keep_alive: Send a space every few seconds until the answer is there, which is JSON. The status is
             then 200; that of an error is in the answer's `error.code`.
+        tries: Most engines to ask.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class ProxyResponse(Response):
         lost: LostEngines,
         *,
         keep_alive: bool = False,
+        tries: int = TRIES,
     ) -> None:
         self._ask = ask
         self._request = request
         self._lost = lost
-        self._lost_count = lost.count(request)
+        self._losses = Losses(lost.count(request))
         self._keep_alive = keep_alive
+        self._tries = tries
         self._started = False
         self._tried = 1
         self._call = ask(request)
@@ -122,13 +125,16 @@ class ProxyResponse(Response):
         Raises:
             PoisonError: It may be what they die of.
         """
-        if not ran_there(error):
+        if not self._losses.add(error):
             return
-        self._lost_count += 1
-        self._lost.note(self._request, self._lost_count)
-        if self._lost_count >= MAX_LOST:
-            logger.error("%d engines were lost with the same request; it is not sent on", self._lost_count)
-            raise PoisonError("it is not tried again") from error
+        self._lost.note(self._request, self._losses.count)
+        try:
+            self._losses.check()
+        except PoisonError:
+            logger.error(
+                "%d engines were lost with the same request; it is not sent on: %r", self._losses.count, error
+            )
+            raise
 
     async def _begin(self) -> tuple[Head, Piece]:
         """Return the head and the first piece, from the first Engine that answers."""
@@ -137,12 +143,12 @@ class ProxyResponse(Response):
                 head, piece = await self._first_piece()
                 if piece.usage is not None:
                     await self._finish()
-                if head.status != UNAVAILABLE or self._tried == TRIES:
+                if head.status != UNAVAILABLE or self._tried == self._tries:
                     return head, piece
                 logger.info("an engine can't serve; trying another")
             except Exception as error:
                 self._note_loss(error)
-                if not is_lost(error) or self._tried == TRIES:
+                if not is_lost(error) or self._tried == self._tries:
                     raise
                 logger.warning("an engine failed before it answered; trying another: %r", error)
             await self._ask_again(self._request)
@@ -219,7 +225,7 @@ class ProxyResponse(Response):
             raise UnresumableError("the replica itself is not lost")
         request = sent.request(self._request)
         splice = sent.splice()
-        while self._tried < TRIES:
+        while self._tried < self._tries:
             logger.warning("an engine failed in the middle of an answer; another goes on: %r", error)
             await self._ask_again(request)
             try:

@@ -12,6 +12,7 @@ from serve_app.relay.frame import KEEP_ALIVE, LOST, Head, pack, pack_error
 from serve_app.relay.keepalive import KeepAlive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens
+from serve_app.relay.upload import Upload
 from serve_app.relay.usage import RequestUsage
 
 MAX_BUFFERED_BYTES = 1 << 20
@@ -50,7 +51,7 @@ class _Outbox:
 
     @property
     def due(self) -> bool:
-        """Whether anything may leave now; DONE by itself waits for the end that comes next."""
+        """True if anything may leave now; DONE by itself waits for the end that comes next."""
         if self.ended or self.size > MAX_BUFFERED_BYTES:
             return True
         return bool(self.pieces) and not self.pieces[-1].endswith(DONE)
@@ -77,6 +78,7 @@ async def run_app(
     stream: StreamTokens | None = None,
     lost: Callable[[], bool] = lambda: False,
     started: Callable[[], bool] = lambda: True,
+    upload: Upload | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages, with keep-alives in between.
 
@@ -92,16 +94,21 @@ async def run_app(
         lost: Whether the engine has died. What the application still sends of a stream is then dropped.
         started: Whether the engine has begun. The head of a stream doesn't leave before: some applications
             send events ahead of it, and a refusal could not become the status any more.
+        upload: The body, where it comes in pieces; None: the request has it.
     """
     outbox = _Outbox()
     left = asyncio.Event()
     listening = 0
-    inbox: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+    inbox: list[Message] = []
+    if upload is None:
+        inbox.append({"type": "http.request", "body": request.body, "more_body": False})
 
     async def receive() -> Message:
         nonlocal listening
         if inbox:
             return inbox.pop()
+        if upload is not None and not upload.ended:
+            return await upload.receive()
         listening += 1
         try:
             await left.wait()

@@ -56,7 +56,7 @@ class Head(NamedTuple):
 
     @property
     def is_event_stream(self) -> bool:
-        """Whether the body is a stream of server-sent events."""
+        """True if the body is a stream of server-sent events."""
         return any(
             name.lower() == b"content-type" and value.startswith(b"text/event-stream")
             for name, value in self.headers

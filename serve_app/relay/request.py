@@ -15,7 +15,7 @@ class RelayRequest:
         path: The path, decoded.
         query: The query string.
         headers: Names, in lower case, and values.
-        body: The whole body.
+        body: The whole body, unless `upload` is set.
         scheduling: What its headers and body state.
         arrived_at: When the Ingress got it, in seconds since the epoch: the clock that all machines share.
         resumes: It goes on with a stream that broke in another Engine.
@@ -23,6 +23,7 @@ class RelayRequest:
         max_tokens: Most output tokens of an answer that states no limit of its own; None: the context.
         prefix: Hashes of the beginning of its prompt, by which the Ingress chooses a replica.
         tokens: About how many tokens it takes up, of prompt and answer.
+        upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
     """
 
     method: str
@@ -37,6 +38,7 @@ class RelayRequest:
     max_tokens: int | None = None
     prefix: tuple[int, ...] = ()
     tokens: int = 0
+    upload: str = ""
 
     def scheduling_now(self) -> Scheduling:
         """Return the scheduling from now on: the time that it has waited elsewhere counts.

@@ -159,6 +159,7 @@ class LLMSettings(Strict):
             prompt's time to first token.
         grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
             may take to parse; one that takes longer is answered 400.
+        grammar_compile_cpu_s: The same to compile one, for the tokens of the model.
         max_tokenize_tokens: Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: as
             many as the context. Other routes take what fits into the context.
         max_prompt_logprobs: Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens
@@ -178,6 +179,7 @@ class LLMSettings(Strict):
     sampling: SamplingFields = SamplingFields()
     engine_hang_timeout_s: Seconds = 60.0
     grammar_cpu_s: Seconds = 0.1
+    grammar_compile_cpu_s: Seconds = 5.0
     max_tokenize_tokens: Positive | None = None
     max_prompt_logprobs: Positive = 32_768
     routing: Literal["prefix", "least_loaded"] = "prefix"
@@ -297,6 +299,7 @@ class IngressSettings(Strict):
             context.
         max_n: Most answers per prompt (`n`).
         max_messages: Most messages and parts of their contents, in all chats of a call; and most tools.
+        max_values: Most values in a JSON body: texts, objects, lists; of numbers in lists 50 times as many.
         allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
     """
 
@@ -307,6 +310,7 @@ class IngressSettings(Strict):
     max_tokens: Positive | None = None
     max_n: Positive = 128
     max_messages: Positive = 10_000
+    max_values: Positive = 100_000
     allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
 
     @property
@@ -386,6 +390,76 @@ class TelemetrySettings(Strict):
     traces: TraceSettings | None = None
 
 
+DAY_S = 86_400
+
+
+def _folder(path: str) -> str:
+    if not Path(path).expanduser().is_absolute():
+        raise ValueError(f"must be an absolute path, or one that begins with ~/, not {path!r}")
+    return path
+
+
+def _content(url: str) -> str:
+    if "://" in url:
+        return url
+    return _folder(url)
+
+
+def _database(url: str) -> str:
+    if not re.fullmatch(r"postgres(ql)?://\S+", url):
+        raise ValueError(
+            "must be a URL such as postgresql://USER@HOST/DATABASE; leave it out for SQLite in the folder"
+        )
+    return url
+
+
+class BatchesSettings(Strict):
+    """Files and batches of OpenAI's API, in a deployment of their own, `Batches`.
+
+    Attributes:
+        folder: Directory of the state and the contents, on a volume that outlives the node; it is created
+            if missing. One service has it at a time.
+        content: Directory or URL of the contents, in place of the folder: `s3://BUCKET/PREFIX`, `gs://...`.
+        database: URL of a PostgreSQL database for the state, in place of SQLite in the folder.
+        database_env: Environment variable with that URL, which may hold a password.
+        max_file_bytes: Largest upload.
+        max_tenant_bytes: Most bytes of all uploads of a tenant.
+        max_lines: Most rows of a batch.
+        max_line_bytes: Most bytes of a row.
+        max_open_batches: Most batches of a tenant that haven't ended.
+        retention_s: Seconds after which a file is deleted, if its upload doesn't say.
+        max_result_bytes: Most bytes of all result files of a tenant; the oldest are deleted beyond it.
+        max_rows_in_flight: Most rows that are sent to the engines at once.
+    """
+
+    folder: Annotated[str, AfterValidator(_folder)]
+    content: Annotated[str, AfterValidator(_content)] | None = None
+    database: Annotated[str, AfterValidator(_database)] | None = None
+    database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    max_file_bytes: Positive = 200 << 20
+    max_tenant_bytes: Positive = 20 << 30
+    max_lines: Positive = 50_000
+    max_line_bytes: Positive = 4 << 20
+    max_open_batches: Positive = 100
+    retention_s: Annotated[int, Field(strict=True, ge=3600)] = 30 * DAY_S
+    max_result_bytes: Positive = 100 << 30
+    max_rows_in_flight: Positive = 1024
+
+    @model_validator(mode="after")
+    def _agree_with_each_other(self) -> "BatchesSettings":
+        if self.database and self.database_env:
+            raise ValueError("give database or database_env, not both")
+        if self.max_line_bytes > self.max_file_bytes:
+            raise ValueError(
+                f"max_line_bytes: must be at most max_file_bytes, which is {self.max_file_bytes}"
+            )
+        if self.max_file_bytes > self.max_tenant_bytes:
+            raise ValueError(
+                f"max_file_bytes: must be at most max_tenant_bytes, which is {self.max_tenant_bytes}"
+            )
+        return self
+
+
 SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)
 """Telemetry of a replica outside Ray Serve."""
 
@@ -398,12 +472,14 @@ class Settings(Strict):
         ingress: Limits of the HTTP side.
         access: API keys; left out: requests need none.
         telemetry: Metrics, request log and traces.
+        batches: Files and batches of OpenAI's API; left out: there are none.
     """
 
     models: Annotated[list[ModelSettings], Field(min_length=1)]
     ingress: IngressSettings = IngressSettings()
     access: AccessSettings | None = None
     telemetry: TelemetrySettings = TelemetrySettings()
+    batches: BatchesSettings | None = None
 
     @model_validator(mode="after")
     def _ids_differ(self) -> "Settings":
@@ -439,4 +515,5 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("access",): AccessSettings,
     ("telemetry",): TelemetrySettings,
     ("telemetry", "traces"): TraceSettings,
+    ("batches",): BatchesSettings,
 }

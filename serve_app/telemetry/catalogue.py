@@ -181,6 +181,31 @@ DRIVER_TOKENS = Metric(
 DRIVER_RETRIES = Metric("saturate_driver_retries_total", "counter", "Calls that a driver sent again")
 DRIVER_CALLS = Metric("saturate_driver_calls_in_progress", "gauge", "Calls of a driver that await an answer")
 
+# Of the batches of OpenAI's API.
+BATCHES_OPEN = Metric(
+    "saturate_batches_open", "gauge", "Batches of /v1/batches that have not ended, by state", ("state",)
+)
+BATCHES_ROWS = Metric(
+    "saturate_batches_rows", "gauge", "Rows of open batches without a result: waiting, in_flight", ("state",)
+)
+BATCHES_ROWS_ENDED = Metric(
+    "saturate_batches_rows_total",
+    "counter",
+    "Rows with a result, by outcome: completed, failed",
+    ("outcome",),
+)
+BATCHES_OLDEST = Metric("saturate_batches_oldest_seconds", "gauge", "Age of the oldest open batch", ())
+BATCHES_LEFT = Metric(
+    "saturate_batches_left_seconds",
+    "gauge",
+    "Seconds to the end of all open batches, at the measured rate",
+    (),
+)
+BATCHES_LATE = Metric(
+    "saturate_batches_late", "gauge", "Open batches that will not end within their completion_window", ()
+)
+BATCHES_BYTES = Metric("saturate_batches_file_bytes", "gauge", "Bytes of all stored files", ())
+
 INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 BATCHER = (
     QUEUE_RECORDS,
@@ -196,6 +221,7 @@ BATCHER = (
     TENANT_RECORDS,
     TENANT_COST,
     TENANT_WAIT,
+    LOOP_HELD,
 )
 LLM = (
     CAPACITY,
@@ -203,7 +229,6 @@ LLM = (
     BUDGET_USED,
     PROMPT_TOKENS,
     OUTPUT_TOKENS,
-    LOOP_HELD,
     FIRST_TOKEN_GOAL,
     FIRST_TOKEN_EXPECTED,
     BACKGROUND_RECORDS,
@@ -211,6 +236,15 @@ LLM = (
 )
 FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
 DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)
+BATCHES = (
+    BATCHES_OPEN,
+    BATCHES_ROWS,
+    BATCHES_ROWS_ENDED,
+    BATCHES_OLDEST,
+    BATCHES_LEFT,
+    BATCHES_LATE,
+    BATCHES_BYTES,
+)
 
 ENGINE = (
     ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
@@ -231,7 +265,7 @@ ENGINE = (
 )
 """vLLM's metrics that the dashboard and the alerts use."""
 
-ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER)
+ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES)
 
 
 def table() -> str:

@@ -81,6 +81,9 @@ class Service:
         port = port or free_port()
         config["http_options"]["port"] = port
         own = give_ports(config)
+        for app in config["applications"]:
+            if "batches" in app["args"]:
+                app["args"]["batches"]["folder"] = str(folder / "batches")
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"

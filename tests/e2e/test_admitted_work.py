@@ -1,4 +1,4 @@
-"""What is admitted for a request is what vLLM runs for it: sequences, and tokens of KV cache."""
+"""Sequences and tokens of KV cache that are admitted for a request are those that vLLM runs for it."""
 
 import json
 import subprocess

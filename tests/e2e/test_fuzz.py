@@ -32,12 +32,18 @@ SHORT, LONG = 1000, 50_000
 AT_ONCE = 10
 """Requests that are sent at once."""
 
-HOSTILE = 20_000
-"""Requests with hostile values."""
+HOSTILE_SHORT, HOSTILE_LONG = 500, 20_000
+"""Requests with hostile values, of the two forms."""
+
+SEED = 17
+"""Of the short form."""
 
 PROBE_EVERY_S = 0.5
-PROBE_LIMIT_S = 2.0
-"""Seconds that a short request takes at most, whatever comes beside it."""
+PROBE_LIMIT_S = {HOSTILE_SHORT: 5.0, HOSTILE_LONG: 2.0}
+"""Seconds that a short request takes at most, whatever comes beside it.
+
+Other work shares the machine with the short form; what it looks for takes tens of seconds.
+"""
 
 LIMIT_S = 60.0
 MAY_GROW = 256 << 20
@@ -170,15 +176,15 @@ def probes(service: Service) -> Iterator[list[float]]:
         running.result()
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [HOSTILE_SHORT, pytest.param(HOSTILE_LONG, marks=pytest.mark.long)])
 def test_hostile_values_are_answered_and_hold_up_no_other_request(
-    service: Service, sender: Sender, vllm_app: JSON
+    service: Service, sender: Sender, vllm_app: JSON, count: int
 ) -> None:
-    seed = time.time_ns()
+    seed = SEED if count == HOSTILE_SHORT else time.time_ns()
     print(f"\nseed {seed}")
     before = sender.statuses.copy()
-    requests = islice(HostileRequests(vllm_app["openapi"], seed), HOSTILE)
+    requests = islice(HostileRequests(vllm_app["openapi"], seed), count)
     with probes(service) as seconds:
         while several := list(islice(requests, AT_ONCE)):
             sender.send(several)
@@ -186,12 +192,12 @@ def test_hostile_values_are_answered_and_hold_up_no_other_request(
     half, late, most = (seconds[int(share * (len(seconds) - 1))] for share in (0.5, 0.99, 1.0))
     found = sender.statuses - before
     print(
-        f"{HOSTILE} hostile requests, by status {dict(sorted(found.items()))}; "
+        f"{count} hostile requests, by status {dict(sorted(found.items()))}; "
         f"{len(seconds)} probes: p50 {half:.3f} s, p99 {late:.3f} s, at most {most:.3f} s"
     )
-    assert found[200] > HOSTILE / 100
-    assert found[400] > HOSTILE / 10
-    assert most <= PROBE_LIMIT_S
+    assert found[200] > count / 100
+    assert found[400] > count / 10
+    assert most <= PROBE_LIMIT_S[count]
 
 
 @pytest.mark.long

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from ray.serve._private.build_app import build_app
 
-from serve_app.app import build
+from serve_app.app import INGRESS_RESOURCE, build
 from serve_app.settings.schema import parse
 from tests.k8s.pods import Pod, of_kind, pods
 from tests.k8s.rendering import Document
@@ -23,6 +23,9 @@ MARGIN_S = 30
 
 SWITCHES = ["RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_THROUGHPUT_OPTIMIZED", "RAY_SERVE_USE_GRPC_BY_DEFAULT"]
 """Variables on which all processes of Serve have to agree."""
+
+ON_EVERY_POD = [*SWITCHES, INGRESS_RESOURCE]
+"""Variables that no pod may lack: the application is built on any of them."""
 
 
 def problems(documents: list[Document]) -> Iterator[str]:
@@ -47,7 +50,10 @@ def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
         yield f"{path}.rayVersion: must be that of the image, {version('ray')}"
     (app,) = config["applications"]
     replicas = {deployment["name"]: _replicas(deployment) for deployment in app["deployments"]}
-    options = {deployment["name"]: deployment["ray_actor_options"] for deployment in app["deployments"]}
+    options = {
+        deployment["name"]: deployment.get("ray_actor_options", {}) for deployment in app["deployments"]
+    }
+    options["Ingress"] = options.get("Ingress") or _by_default(cluster)
     on_gpu = {name for name, option in options.items() if option.get("num_gpus")}
     for index, group in enumerate(cluster["workerGroupSpecs"]):
         here, start = f"{path}.workerGroupSpecs[{index}]", group["rayStartParams"]
@@ -76,6 +82,13 @@ def _groups(cluster: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:
     yield from _places(cluster["workerGroupSpecs"], options)
     if not cluster.get("enableInTreeAutoscaling"):
         yield f"{path}.enableInTreeAutoscaling: must be true"
+
+
+def _by_default(cluster: dict[str, Any]) -> dict[str, Any]:
+    """Return what the application asks for an Ingress in the environment of these pods."""
+    (container,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    named = [variable["value"] for variable in container["env"] if variable["name"] == INGRESS_RESOURCE]
+    return {"resources": dict.fromkeys(named, 0.001)}
 
 
 def _places(groups: list[dict[str, Any]], options: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -135,12 +148,15 @@ def _environment(found: list[Pod], config: dict[str, Any]) -> Iterator[str]:
     said = controller | app["runtime_env"]["env_vars"]
     for pod in found:
         for container in pod.containers:
-            for name in SWITCHES:
+            for name in ON_EVERY_POD:
                 if name not in container.env:
                     yield f"{container.path}.env: {name} is missing"
             for name, (path, variable) in container.env.items():
                 if name.startswith("RAY_SERVE_") and variable.get("value") != said.get(name):
                     yield f"{path}.value: {variable.get('value')!r}, but the config has {said.get(name)!r}"
+                first = found[0].containers[0].env.get(name, ("", {}))[1]
+                if name == INGRESS_RESOURCE and variable != first:
+                    yield f"{path}.value: {variable.get('value')!r}, another pod has {first.get('value')!r}"
 
 
 def _times(spec: dict[str, Any], config: dict[str, Any]) -> Iterator[str]:

@@ -23,6 +23,7 @@ ROOTS = [
     "ray/_common/usage/usage_constants.py",
     "huggingface_hub/constants.py",
     "huggingface_hub/utils/_auth.py",
+    "serve_app/app.py",
 ]
 """Modules that read the variables that we set."""
 TOKEN_VARIABLES = {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}

@@ -95,9 +95,11 @@ def test_the_demo_of_a_cluster_is_the_local_one_but_for_what_several_nodes_need(
                 "DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
             ):
                 section["runtime_env"]["env_vars"].pop(f"RAY_SERVE_{name}", None)
-    # Nodes that take an Ingress replica offer this. Plain `serve run` of the local one needs no such node.
-    (front,) = [d for d in cluster["applications"][0]["deployments"] if d["name"] == "Ingress"]
-    assert front["ray_actor_options"].pop("resources") == {"ingress": 0.001}
+    # On a cluster, the environment of the pods says which of them take an Ingress replica.
+    (front,) = [d for d in local["applications"][0]["deployments"] if d["name"] == "Ingress"]
+    assert front.pop("ray_actor_options") == {"num_cpus": 0.5}
+    # A pod's disk ends with the pod.
+    assert local["applications"][0]["args"].pop("batches")
     assert cluster == local
 
 

@@ -166,8 +166,8 @@ WRONG: list[tuple[str, str, object]] = [
     ("RayService", f"{GPU}.{CONTAINER}.env[0].value", "0"),
     ("RayService", f"{GPU}.{CONTAINER}.env[0].name", "RAY_SERVE_ENABLE_HAPROXY"),
     ("RayService", f"{GPU}.{CONTAINER}.env[4].value", "90"),
-    ("RayService", f"{GPU}.{CONTAINER}.env[7].name", "HF_HUB"),
-    ("RayService", f"{GPU}.{CONTAINER}.env[8].valueFrom.secretKeyRef.name", "saturate-hf"),
+    ("RayService", f"{GPU}.{CONTAINER}.env[8].name", "HF_HUB"),
+    ("RayService", f"{GPU}.{CONTAINER}.env[9].valueFrom.secretKeyRef.name", "saturate-hf"),
     ("RayService", f"{GPU}.{CONTAINER}.ports[0].containerPort", 8001),
     ("RayService", f"{GPU}.{CONTAINER}.ports[0].name", "http"),
     ("RayService", f"{GPU}.{CONTAINER}.readinessProbe.httpGet.port", "http"),
@@ -176,6 +176,8 @@ WRONG: list[tuple[str, str, object]] = [
     ("RayService", f"{GPU}.{CONTAINER}.volumeMounts[0].mountPath", "/dev/sh"),
     ("RayService", f"{GPU}.{CONTAINER}.securityContext.allowPrivilegeEscalation", True),
     ("RayService", f"{FRONT}.rayStartParams.resources", r'"{\"front\": 1}"'),
+    ("RayService", f"{GPU}.{CONTAINER}.env[7].name", "INGRESS_RESOURCE"),
+    ("RayService", f"{GPU}.{CONTAINER}.env[7].value", "front"),
     ("RayService", f"{FRONT}.rayStartParams.resources", '{"ingress": 1}'),
     ("RayService", f"{GPU}.rayStartParams.resources", r'"{\"ingress\": 1}"'),
     ("RayService", "spec.rayClusterConfig.authOptions.mode", "disabled"),
@@ -227,7 +229,7 @@ def shorten_hard_stop(config: Any) -> None:
 
 def forget_the_resource(config: Any) -> None:
     (front,) = [d for d in config["applications"][0]["deployments"] if d["name"] == "Ingress"]
-    del front["ray_actor_options"]["resources"]
+    front["ray_actor_options"] = {"num_cpus": 0.5}
 
 
 def refuse_all(config: Any) -> None:

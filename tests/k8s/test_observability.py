@@ -82,6 +82,7 @@ def test_the_dashboard_asks_in_order() -> None:
         "full",
         "why",
         "it",
+        "go",
         "failing",
         "say",
     ]

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.serve._private.build_app import BuiltApplication, build_app
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.app import ROUTER, build
+from serve_app.app import INGRESS_RESOURCE, ROUTER, build
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
 from serve_app.settings.schema import LLMSettings, SettingsError, TelemetrySettings
@@ -31,6 +32,21 @@ def test_one_engine_per_model_behind_an_ingress() -> None:
     names = {deployment.name for deployment in app.deployments}
     assert names == {"Ingress", "Engine:demo", "Engine:org/other"}
     assert app.ingress_deployment_name == "Ingress"
+
+
+def test_an_ingress_runs_on_any_node_unless_the_cluster_names_a_resource(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def options() -> dict[str, Any]:
+        (ingress,) = [deployment for deployment in built(DEMO).deployments if deployment.name == "Ingress"]
+        asked: dict[str, Any] = ingress.ray_actor_options or {}
+        return asked
+
+    monkeypatch.delenv(INGRESS_RESOURCE, raising=False)
+    assert options()["num_cpus"] == 1
+    assert not options()["resources"]
+    monkeypatch.setenv(INGRESS_RESOURCE, "front")
+    assert options()["resources"].keys() == {"front"}
 
 
 def test_each_engine_gets_its_own_model_and_the_limit_of_prompts() -> None:
@@ -65,6 +81,31 @@ def test_the_ingress_knows_every_engine_by_its_model() -> None:
         "demo": "Engine:demo",
         "org/other": "Engine:org/other",
     }
+
+
+def test_batches_are_one_replica_that_knows_every_engine(tmp_path: Path) -> None:
+    app = built(DEMO, OTHER, batches={"folder": str(tmp_path)})
+    deployments = {deployment.name: deployment for deployment in app.deployments}
+    assert deployments.keys() == {"Ingress", "Batches", "Engine:demo", "Engine:org/other"}
+    batches: Any = deployments["Batches"]
+    assert batches.num_replicas == 1
+    assert batches.ray_actor_options["num_cpus"] == 0
+    settings, engines = batches.init_args
+    assert settings.batches.folder == str(tmp_path)
+    assert engines["demo"].deployment_name == "Engine:demo"
+    arguments: Any = deployments["Ingress"].init_args
+    assert arguments[2].deployment_name == "Batches"
+
+
+def test_a_database_is_imported_only_where_batches_run() -> None:
+    script = """
+import sys
+import serve_app.app, serve_app.ingress.deployment, serve_app.batches.deployment
+serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}], "batches": {"folder": "/x"}})
+print(sorted(name for name in sys.modules if name.startswith("serve_app.batches.") or "psycopg" in name))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "['serve_app.batches.deployment']\n", done.stderr
 
 
 def test_ray_serve_s_limits_are_above_the_batcher_s() -> None:

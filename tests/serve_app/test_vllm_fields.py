@@ -74,7 +74,7 @@ REVIEWED = {
             "tool_choice",
             "tool_choice.function",
         ),
-        "grammar_cpu_s",
+        "grammar_cpu_s and grammar_compile_cpu_s",
     ),
     **dict.fromkeys(
         (
@@ -112,6 +112,69 @@ REVIEWED = {
 
 A new one is added here after a look at what it multiplies and, if that is sequences, at their admission.
 """
+
+SWITCHES = {
+    "use_beam_search": "beams are records, as `n`",
+    "echo": "with logprobs: max_prompt_logprobs",
+    **dict.fromkeys(("background", "watermarking"), "refused, or without effect"),
+    **dict.fromkeys(("chat_template", "guided_decoding_backend"), "vLLM refuses or ignores it in a request"),
+    **dict.fromkeys(("store", "previous_response_id"), "vLLM keeps no responses unless told to"),
+    **dict.fromkeys(("ignore_eos", "early_stopping", "length_penalty"), "within max_tokens"),
+    **dict.fromkeys(
+        ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_p", "temperature", "top_p"),
+        "a number, once a step",
+    ),
+    **dict.fromkeys(
+        ("query", "suffix", "instruction", "instructions", "hotwords"), "a text, tokenized within the context"
+    ),
+    **dict.fromkeys(("file", "mm_payload"), "ingress.max_body_bytes; the demo and text models refuse it"),
+    **dict.fromkeys(
+        (
+            "include_stop_str_in_output",
+            "include_reasoning",
+            "enable_response_messages",
+            "return_mm_kwargs",
+            "return_prompt_text",
+            "return_token_ids",
+            "return_token_offsets",
+            "return_token_strs",
+            "return_tokens_as_token_ids",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "stream",
+            "stream_continuous_usage_stats",
+            "stream_include_usage",
+        ),
+        "the form of the answer, no longer than its tokens and the prompt's",
+    ),
+    **dict.fromkeys(
+        (
+            "add_generation_prompt",
+            "add_special_tokens",
+            "cache_salt",
+            "continue_final_message",
+            "embed_dtype",
+            "encoding_format",
+            "endianness",
+            "language",
+            "model",
+            "padding",
+            "parallel_tool_calls",
+            "prompt_cache_key",
+            "reasoning_effort",
+            "request_id",
+            "service_tier",
+            "session_id",
+            "to_language",
+            "truncation",
+            "truncation_side",
+            "use_activation",
+            "user",
+        ),
+        "a choice or a name",
+    ),
+}
+"""Other fields: switches, names, texts and fractions, by what bounds them."""
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +225,16 @@ def test_each_field_that_can_multiply_work_was_looked_at(openapi: Any) -> None:
             found |= set(_multipliers(content["schema"] | {"root": openapi}))
     assert found >= RECORDS | {"tokens", "repetition_detection.min_count"}
     assert found <= set(REVIEWED), "fields that nobody has looked at"
+
+
+def test_each_other_field_was_looked_at(openapi: Any) -> None:
+    found = set()
+    for path in ROUTES:
+        for content in openapi["paths"][path]["post"]["requestBody"]["content"].values():
+            for model in _variants(content["schema"] | {"root": openapi}):
+                for name, field in model.get("properties", {}).items():
+                    kinds = {variant.get("type") for variant in _variants(field | {"root": openapi})}
+                    # The parts of objects are looked at above.
+                    found |= {name} if kinds - {"object", "null"} else set()
+    assert found >= {"echo", "use_beam_search", "stream"}
+    assert found <= REVIEWED.keys() | SWITCHES.keys(), "fields that nobody has looked at"

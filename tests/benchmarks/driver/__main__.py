@@ -162,6 +162,7 @@ def running(folder: Path) -> Iterator[Service]:
     """Run configs/local.yaml, with Engines that Ray's processor can call and fewer CPUs reserved in Ray."""
     config = yaml.safe_load((ROOT / "configs/local.yaml").read_text())
     (app,) = config["applications"]
+    app["args"].pop("batches")
     app["import_path"] = "tests.benchmarks.driver.streaming:build"
     app["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
     for deployment in app["deployments"]:

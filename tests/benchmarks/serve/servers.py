@@ -34,6 +34,7 @@ def saturate(
     content = config()
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
+    content["applications"][0]["args"].pop("batches")
     served |= model.settings
     served["batcher"] |= batcher or {}
     if telemetry is not None:

@@ -65,7 +65,10 @@ def test_a_wrong_field_is_named(change: JSON, param: str) -> None:
 
 
 def answer(vectors: list[Any], tokens: int = 5, **fields: Any) -> JSON:
-    return embedding_response(EmbeddingRequest(input=["x"] * len(vectors), **fields), "m", vectors, tokens)
+    response = embedding_response(
+        EmbeddingRequest(input=["x"] * len(vectors), **fields), "m", vectors, tokens
+    )
+    return response | {"data": list(response["data"])}
 
 
 def test_the_answer_has_openais_shape() -> None:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from serve_app.cli.errors import LaunchError
-from serve_app.cli.serve_config import answer_s, custom_resources, read_config, with_request_log
+from serve_app.cli.serve_config import answer_s, read_config, with_request_log
 from tests.serve_app.cli.services import config, write
 
 ROOT = Path(__file__).parents[3]
@@ -33,18 +33,6 @@ def test_answers_get_the_time_to_end_that_the_config_gives_them(tmp_path: Path) 
     assert answer_s(read_config(write(tmp_path, content))) == 120
     content["applications"][0]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"] = "900"
     assert answer_s(read_config(write(tmp_path, content))) == 900
-
-
-def test_a_machine_offers_what_the_deployments_of_a_cluster_ask_for(tmp_path: Path) -> None:
-    assert custom_resources(read_config(ROOT / "configs/local.yaml")) == {}
-    found = custom_resources(read_config(ROOT / "configs/qwen2.5-7b-l4.yaml"))
-    assert set(found) == {"ingress"}
-    assert found["ingress"] >= 1000
-    content = config()
-    # Ray finds an accelerator by itself, or there is none.
-    options = {"resources": {"accelerator_type:L4": 0.001, "disk": 1}}
-    content["applications"][0]["deployments"] = [{"name": "Ingress", "ray_actor_options": options}]
-    assert set(custom_resources(read_config(write(tmp_path, content)))) == {"disk"}
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The FunctionEngine's own code, without Ray: its class, its answers, its health and its end."""
 
+import asyncio
 import json
+import logging
 import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
@@ -11,7 +13,9 @@ from ray import serve
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
+from serve_app.engine import function
 from serve_app.engine.function import FunctionEngine
+from serve_app.engine.loop_watch import LoopWatch
 from serve_app.relay import frame
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
@@ -245,6 +249,82 @@ async def test_an_answer_that_is_too_large_for_one_message_comes_in_parts(
     assert max(len(piece.body) for piece in pieces) == 50
     assert len(json.loads(b"".join(piece.body for piece in pieces))["data"]) == 2
     await engine._batcher.stop()
+
+
+class Long:
+    """Vectors that take long to write."""
+
+    async def process(self, batch: list[str]) -> list[list[float]]:
+        return [[number / 7 for number in range(20)] for _ in batch]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a"] * 500}),
+        ("/v1/embeddings", {"input": ["a"] * 500, "encoding_format": "base64"}),
+        ("/process", {"records": ["a"] * 500}),
+    ],
+)
+async def test_the_loop_turns_while_a_large_answer_is_written(
+    path: str, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await build("Long", max_records=500, embeddings=True)
+    monkeypatch.setattr(function, "RESULTS_PER_TURN", 10)
+    turns = 0
+    written: list[int] = []
+    dump = function._dump
+
+    def counted(value: Any) -> bytes:
+        written.append(turns)
+        return dump(value)
+
+    monkeypatch.setattr(function, "_dump", counted)
+
+    async def turn() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    turning = asyncio.ensure_future(turn())
+    status, answer, _ = await relay(engine, path, body)
+    turning.cancel()
+    assert status == 200
+    results = answer["data"] if "data" in answer else answer["results"]
+    assert len(results) == 500
+    # Ten results at most are written in one turn of the loop; the fields beside them in the last one.
+    assert len(set(written)) >= 50
+    await engine.__del__()
+
+
+async def test_the_log_names_the_request_that_holds_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    engine = await build("Vectors", embeddings=True)
+    engine._loop_watch.stop()
+    engine._loop_watch = LoopWatch(bound_s=0.05, tick_s=0.01).start()
+    held = threading.Event()
+
+    class Watched(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            held.set()
+
+    handler = Watched()
+    logging.getLogger("ray.serve").addHandler(handler)
+
+    class Stuck(list[str]):
+        def __iter__(self) -> Any:
+            assert held.wait(10)
+            return super().__iter__()
+
+    async def hold(relayed: RelayRequest, usage: object) -> bytes:
+        return b"%d" % len(list(Stuck(["a"])))
+
+    vars(engine)["_answer_embeddings"] = hold
+    request = RelayRequest("POST", "/v1/embeddings", b"", [(b"x-request-id", b"r7")], b"{}")
+    assert [message async for message in engine.relay(request)]
+    logging.getLogger("ray.serve").removeHandler(handler)
+    assert "by a request to /v1/embeddings (id 'r7')" in caplog.text
+    await engine.__del__()
 
 
 async def test_embeddings_name_the_text_that_failed() -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+import xgrammar
 
 from serve_app.api.errors import RequestError
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
@@ -14,6 +15,7 @@ from serve_app.engine.grammars import Grammar
 
 LIMIT_S = 60.0
 CPU_S = 0.25
+COMPILE_S = 1.0
 PATTERN = "^" + "(a|b|c|d|e){1,1000}" * 12 + "$"
 HOSTILE = Grammar("json", json.dumps({"type": "string", "pattern": PATTERN}), "response_format")
 HARMLESS = [
@@ -27,9 +29,21 @@ HARMLESS = [
 ]
 
 
+SLOW_TO_COMPILE = Grammar(
+    "json", json.dumps({"enum": [str(number) * 20 for number in range(2000)]}), "response_format"
+)
+"""It parses in 10 ms, and takes 7 s to compile for the 256 tokens below."""
+
+
+def vocabulary() -> str:
+    tokens = [bytes([number]) for number in range(256)]
+    info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0])
+    return str(info.serialize_json())
+
+
 @pytest.fixture
 async def grammars() -> AsyncIterator[GrammarCheck]:
-    check = GrammarCheck(CPU_S)
+    check = GrammarCheck(CPU_S, COMPILE_S, vocabulary())
     yield check
     await check.stop()
 
@@ -49,6 +63,35 @@ async def test_a_hostile_one_is_refused_with_its_field_and_the_next_one_passes(
         assert (caught.value.status, caught.value.param) == (400, "response_format")
         assert "grammar_cpu_s" in caught.value.message
         await grammars.check(HARMLESS)
+
+
+async def test_one_that_takes_long_to_compile_is_refused_with_the_limit(grammars: GrammarCheck) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(RequestError, match="1 s to compile") as caught:
+            await grammars.check([SLOW_TO_COMPILE])
+        assert (caught.value.status, caught.value.param) == (400, "response_format")
+        # A tool's schema that no answer has to follow is not compiled.
+        await grammars.check([SLOW_TO_COMPILE._replace(compiles=False)])
+
+
+async def test_without_a_vocabulary_grammars_are_only_parsed() -> None:
+    check = GrammarCheck(CPU_S, COMPILE_S)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await check.check([SLOW_TO_COMPILE])
+            with pytest.raises(RequestError):
+                await check.check([HOSTILE])
+    finally:
+        await check.stop()
+
+
+async def test_a_refusal_ends_no_process(grammars: GrammarCheck) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await grammars.start()
+        process = grammars.process
+        with pytest.raises(RequestError):
+            await grammars.check([HOSTILE])
+        assert grammars.process is process
 
 
 async def test_the_event_loop_goes_on_meanwhile(grammars: GrammarCheck) -> None:

@@ -9,6 +9,7 @@ from serve_app.engine.grammars import Grammar, grammars_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 TEXT = json.dumps(SCHEMA)
+TOOL = Grammar("json", TEXT, "tools[0]", compiles=False)
 TAG = {"type": "structural_tag", "structures": [], "triggers": []}
 
 
@@ -37,10 +38,16 @@ TAG = {"type": "structural_tag", "structures": [], "triggers": []}
         ),
         (
             {"tools": [{"type": "function", "function": {"parameters": SCHEMA}}]},
-            Grammar("json", TEXT, "tools[0]"),
+            TOOL,
         ),
-        ({"tools": [{"type": "function", "parameters": SCHEMA}]}, Grammar("json", TEXT, "tools[0]")),
-        ({"tools": [{"name": "a", "input_schema": SCHEMA}]}, Grammar("json", TEXT, "tools[0]")),
+        (
+            {"tools": [{"type": "function", "parameters": SCHEMA}]},
+            TOOL,
+        ),
+        (
+            {"tools": [{"name": "a", "input_schema": SCHEMA}]},
+            TOOL,
+        ),
     ],
 )
 def test_a_grammar_is_found_with_its_field(body: dict[str, Any], expected: Grammar) -> None:
@@ -49,6 +56,14 @@ def test_a_grammar_is_found_with_its_field(body: dict[str, Any], expected: Gramm
     (field, *_) = body
     escaped = f"\\u{ord(field[0]):04x}{field[1:]}"
     assert grammars_of(text.replace(field, escaped, 1).encode()) == [expected]
+
+
+@pytest.mark.parametrize("more", [{"tool_choice": "required"}, {"tool_choice": {"type": "function"}}, {}])
+def test_tools_are_compiled_together_where_an_answer_has_to_follow_them(more: dict[str, Any]) -> None:
+    function = {"name": "a", "parameters": SCHEMA, "strict": not more}
+    body = {"tools": [{"type": "function", "function": function}] * 2} | more
+    *_, together = grammars_of(json.dumps(body).encode())
+    assert together == Grammar("json", json.dumps({"anyOf": [SCHEMA, SCHEMA]}), "tools")
 
 
 @pytest.mark.parametrize(
@@ -65,3 +80,9 @@ def test_a_grammar_is_found_with_its_field(body: dict[str, Any], expected: Gramm
 )
 def test_other_bodies_have_none(body: bytes) -> None:
     assert grammars_of(body) == []
+
+
+@pytest.mark.parametrize("other", ['"a\\u00e9"', "NaN", '"\\ud800"', "[1, 2]"])
+def test_grammars_are_found_beside_any_other_value(other: str) -> None:
+    body = f'{{"tools": [], "response_format": 1, "tools": [{{"parameters": {TEXT}}}], "x": {other}}}'
+    assert grammars_of(body.encode()) == [TOOL]

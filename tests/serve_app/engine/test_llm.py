@@ -36,7 +36,7 @@ def made(app: Any, *, died: bool = False) -> Any:
     parts._engine = FakeEngine(died)
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
-    parts._grammars = GrammarCheck(0.1)
+    parts._grammars = GrammarCheck(0.1, 1.0)
     parts._app = app
     parts._routes = {REQUEST.path, "/detokenize"}
     return parts
@@ -57,8 +57,8 @@ def failing(
     return app
 
 
-async def answer(engine: Engine) -> tuple[int, Any]:
-    (message,) = [message async for message in engine.relay(REQUEST)]
+async def answer(engine: Engine, request: RelayRequest = REQUEST) -> tuple[int, Any]:
+    (message,) = [message async for message in engine.relay(request)]
     piece = unpack(message)
     assert piece.head is not None
     return piece.head.status, json.loads(piece.body)
@@ -74,6 +74,16 @@ async def test_a_failure_before_the_first_token_is_a_400(admitted: bool) -> None
 async def test_a_failure_after_the_first_token_is_a_500() -> None:
     status, _ = await answer(made(failing(admitted=True, output_tokens=1)))
     assert status == 500
+
+
+async def test_a_grammar_that_the_engine_can_not_follow_is_a_400() -> None:
+    engine = made(failing(admitted=True, output_tokens=1))
+    body = b'{"structured_outputs": {"grammar": "root ::= root"}}'
+    try:
+        status, _ = await answer(engine, RelayRequest("POST", REQUEST.path, b"", [], body))
+    finally:
+        await engine._grammars.stop()
+    assert status == 400
 
 
 @pytest.mark.parametrize("admitted", [False, True])

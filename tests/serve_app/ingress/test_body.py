@@ -1,6 +1,7 @@
 """Bodies of which the Ingress parses single fields, as a parser of all of it would."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -84,6 +85,50 @@ def test_a_value_beyond_what_python_reads_is_refused_with_its_field(value: bytes
     assert caught.value.status == 400
 
 
+def test_a_value_that_is_too_long_is_refused_and_not_quoted() -> None:
+    for extra in (b"1", b"NaN"):
+        with pytest.raises(RequestError) as caught:
+            JSONBody(b'{"model": "' + b"a" * 5000 + b'", "x": ' + extra + b"}").values("model")
+        assert caught.value.param == "model"
+        assert len(caught.value.message) < 100
+
+
+@pytest.mark.parametrize(
+    ("messages", "count"),
+    [
+        ([{"content": "a, b"}] * 3, 3),
+        ([{"content": ["a"] * 5}, {"content": [{"text": "a"}] * 2}], 9),
+        ([[{"content": "a"}] * 2] * 3, 6),
+        ({"content": [{"text": "a"}] * 4}, 5),
+        ([[1, 2, 3], [4]], 0),
+        ([1] * 9, 0),
+        ("a" * 9, 0),
+    ],
+)
+@pytest.mark.parametrize("other", ["1", "NaN"])
+def test_messages_and_their_parts_are_counted_exactly_above_the_limit(
+    messages: object, count: int, other: str
+) -> None:
+    body = JSONBody(f'{{"messages": {json.dumps(messages)}, "x": {other}}}'.encode())
+    assert body.count_parts("messages", 0) == count
+
+
+@pytest.mark.parametrize("other", ["1", "NaN"])
+def test_messages_that_are_nested_too_deeply_are_refused(other: str) -> None:
+    text = "[" * 9 + '{"content": "a"}' + "]" * 9
+    with pytest.raises(RequestError) as caught:
+        JSONBody(f'{{"messages": {text}, "x": {other}}}'.encode()).count_parts("messages", 0)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("other", ['"é"', "NaN", '"\\ud83d\\ude00"'])
+def test_a_field_is_replaced_and_the_others_stay(other: str) -> None:
+    body = f'{{"service_tier": "fast", "n": [1, {{"a": 2}}], "x": {other}}}'
+    found = json.loads(JSONBody(body.encode()).replaced("service_tier", "priority"))
+    # NaN is equal to nothing.
+    assert repr(found) == repr(json.loads(body) | {"service_tier": "priority"})
+
+
 def form(*parts: bytes) -> bytes:
     return b"".join(b"--cut\r\n" + part + b"\r\n" for part in parts) + b"--cut--\r\n"
 
@@ -115,6 +160,23 @@ def test_a_field_of_a_form_is_found_beside_its_files(parts: tuple[bytes, ...], t
 )
 def test_other_bodies_have_no_such_field(body: bytes, type: str) -> None:
     assert form_field(body, type, "model") is None
+
+
+HEAD = b"content-disposition:"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        (b"--cut\r\n" + HEAD * 200 + b"\r\n\r\n") * 2000,
+        (b"--cut\r\n" + HEAD + b"; " * 2000 + b"\r\n\r\n") * 2000,
+        b"--cut\r\n\r\n\r\n" * 700_000,
+    ],
+)
+def test_a_hostile_form_takes_a_fraction_of_a_second(body: bytes) -> None:
+    start = time.process_time()
+    assert form_field(body, "multipart/form-data; boundary=cut", "model") is None
+    assert time.process_time() - start < 1.0
 
 
 @given(st.binary(max_size=60), st.text(max_size=40))

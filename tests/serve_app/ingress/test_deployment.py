@@ -564,6 +564,15 @@ async def test_health_is_200_once_a_model_is_ready(health: dict[str, ModelHealth
         assert response.json()["status"] == "ok"
 
 
+async def test_health_answers_head_requests_too(health: dict[str, ModelHealth]) -> None:
+    async with Client() as client:
+        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        assert (await client.request("HEAD", "/health")).status_code == 200
+        health["demo"] = ModelHealth(0, asleep=False, awaits="a replica")
+        response = await client.request("HEAD", "/health")
+        assert response.status_code == 503
+
+
 @pytest.mark.parametrize("path", ["/health", "/stats"])
 async def test_a_controller_that_can_not_be_reached_is_no_500(
     path: str, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ class Answer:
 
 
 class Replicas:
-    """Whether there are any, and how often that was asked."""
+    """Tells that engines are there or not, and counts the questions."""
 
     def __init__(self, *there: bool) -> None:
         self._there = list(there)

@@ -1,4 +1,4 @@
-"""Whether the models can be used now, judged from what Serve's controller says."""
+"""Health of the models, judged by the report of Ray Serve's controller."""
 
 import asyncio
 import threading
@@ -83,6 +83,16 @@ async def test_a_running_replica_makes_a_model_ready(controller: Controller) -> 
     assert report.ready
     assert report.replicas("demo") == 2
     assert report.body() == {"status": "ok", "models": {"demo": {"state": "ready", "replicas": 2}}}
+
+
+async def test_replicas_of_the_batches_are_counted_beside_the_models(controller: Controller) -> None:
+    assert (await read()).batches == 0
+    controller.deployments["Batches"] = deployment(
+        replicas={ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
+    )
+    report = await read()
+    assert report.batches == 1
+    assert list(report.models) == ["demo"]
 
 
 async def test_a_replica_that_starts_is_awaited(controller: Controller) -> None:

@@ -55,13 +55,26 @@ PROMPT = {"prompt": "x"}
         (CHAT, {"messages": json.loads("[" * 500 + "{}, " * 12 + "{}" + "]" * 500)}, "messages"),
         ("/generate", {"prompts": ["x"], "max_tokens": 11}, "max_tokens"),
         ("/generate", {"prompts": ["x"] * 4}, "prompts"),
+        (CHAT, {"metadata": {str(key): key for key in range(2000)}}, None),
+        ("/generate", {"prompts": [{}] * 2000}, None),
+        ("/process", {"records": [[{}] * 2000]}, None),
     ],
 )
-async def test_more_than_the_limit_is_refused_with_the_field(path: str, body: object, param: str) -> None:
-    async with Client(max_n=2, max_tokens=10, max_prompts=3, max_messages=12) as client:
+async def test_more_than_the_limit_is_refused_with_the_field(
+    path: str, body: object, param: str | None
+) -> None:
+    async with Client(max_n=2, max_tokens=10, max_prompts=3, max_messages=12, max_values=1000) as client:
         message = check_error(await client.post(path, json=body), 400, "invalid_request_error", param)
-        assert message.startswith(f"{param}: ")
+        assert message.startswith(f"{param}: " if param else "The body has more than 1000 values")
         assert client.engine.requests == []
+
+
+async def test_a_body_without_a_type_has_the_same_limits() -> None:
+    # vLLM's application may take it for JSON.
+    async with Client(max_n=2) as client:
+        for headers in ({}, {"content-type": ""}):
+            response = await client.post(CHAT, content=b'{"n": 3}', headers=headers)
+            check_error(response, 400, "invalid_request_error", "n")
 
 
 async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm() -> None:
@@ -88,7 +101,7 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
     ],
 )
 async def test_a_request_within_the_limits_goes_through(path: str, body: object) -> None:
-    async with Client(max_n=2, max_tokens=10, max_prompts=3, max_messages=12) as client:
+    async with Client(max_n=2, max_tokens=10, max_prompts=3, max_messages=12, max_values=1000) as client:
         assert (await client.post(path, json=body)).status_code == 200
 
 

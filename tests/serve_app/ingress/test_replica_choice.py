@@ -77,7 +77,7 @@ def test_a_prefix_that_many_requests_share_is_taken_over_by_an_idle_replica() ->
     chosen = [send(policy, PREFIX) for _ in range(30)]
     assert len(set(chosen[:CROWD])) == 1
     assert max(Counter(chosen).values()) <= 15
-    # Where the others are half as loaded or more, it stays.
+    # It stays as long as the others are half as loaded or more.
     policy = choice("ab")
     policy.charge("x", "a", PREFIX, 1_000)
     policy.charge("x", "b", (), 6_000)

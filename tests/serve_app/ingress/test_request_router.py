@@ -279,7 +279,7 @@ async def test_reports_and_capacities_of_replicas_reach_the_policy() -> None:
         Replica("a", {"tokens": 70_000}, {"token_capacity": 128_000}), Replica("b", {"tokens": 30_000})
     )
     assert handle.router.choice.loads.reported == {"a": 70_000, "b": 30_000}
-    # Where this caller has nothing yet, it goes by the reports.
+    # This caller has nothing on any of them yet: the reports decide.
     assert [await handle.send(relayed(), str(n)) for n in range(2)] == ["b", "a"]
 
 

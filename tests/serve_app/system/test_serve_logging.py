@@ -13,6 +13,8 @@ def test_a_log_goes_on_after_logging_was_configured_again(tmp_path: Path) -> Non
     target = logging.FileHandler(path)
     handler = MemoryHandler(1, target=target)
     logger = logging.getLogger("test_handlers")
+    # Other tests of this process may leave the root's level higher.
+    logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         logger.warning("before")
