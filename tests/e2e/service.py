@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -56,7 +55,6 @@ class Service:
         url: Where it listens.
         folder: Where its config is.
         env: The environment in which a program finds the same Ray.
-        ready_s: Seconds from the start of the launcher to its message that the service is ready.
         output: The output of the launcher.
         config: The config that it was started with.
     """
@@ -100,7 +98,6 @@ class Service:
             | ({} if ray is None else {"RAY_ADDRESS": ray, "RAY_AUTH_MODE": "token"})
         )
         self._mark = uuid.uuid4().hex
-        started = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "serve_app.cli", "serve", str(path)],
             cwd=folder,
@@ -118,7 +115,6 @@ class Service:
         if not self._ready.wait(timeout=180) or self.process.poll() is not None:
             self.stop()
             raise RuntimeError(f"the service did not become ready:\n{self.output}")
-        self.ready_s = time.monotonic() - started
 
     def _read(self) -> None:
         assert self.process.stdout

@@ -132,6 +132,14 @@ def is_settled(service: Service) -> bool:
     return status["status"] == "RUNNING" and states == {"HEALTHY"}
 
 
+def is_healthy(url: str) -> bool:
+    """Return whether an Ingress says that it is healthy; one that starts may not answer."""
+    try:
+        return httpx.get(f"{url}/health", timeout=30).is_success
+    except httpx.TransportError:
+        return False
+
+
 def wait_until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + limit_s

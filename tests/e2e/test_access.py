@@ -17,7 +17,7 @@ import yaml
 
 from serve_app.auth.keys import hash_key, new_key
 from tests.e2e.service import ROOT, Service
-from tests.e2e.services import wait_until
+from tests.e2e.services import is_healthy, wait_until
 
 PREFIX = "/guarded"
 KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late")}
@@ -65,7 +65,7 @@ def guarded(service: Service, keys_file: Path) -> str:
     config["applications"].append(other)
     service.deploy(config)
     url = service.url + PREFIX
-    wait_until(lambda: httpx.get(f"{url}/health").is_success)
+    wait_until(lambda: is_healthy(url))
     return url
 
 
@@ -91,7 +91,7 @@ def generate(client: httpx.Client, **more: Any) -> httpx.Response:
     ],
 )
 def test_without_a_key_there_is_only_health(guarded: str, method: str, path: str) -> None:
-    assert httpx.get(f"{guarded}/health").status_code == 200
+    assert httpx.get(f"{guarded}/health", timeout=60).status_code == 200
     for headers in ({}, {"authorization": "Bearer sk-wrong"}):
         response = httpx.request(method, guarded + path, headers=headers)
         assert response.status_code == 401

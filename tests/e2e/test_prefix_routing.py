@@ -30,7 +30,8 @@ def completed(http: httpx.Client) -> Counter[str]:
 
 def cached_tokens(nodes: list[str]) -> float:
     """Return the tokens of prompts that all replicas found in their prefix caches, as last reported."""
-    lines = [line for node in nodes for line in httpx.get(f"http://{node}/metrics").text.splitlines()]
+    pages = [httpx.get(f"http://{node}/metrics", timeout=30).text for node in nodes]
+    lines = [line for page in pages for line in page.splitlines()]
     return sum(
         float(line.split()[-1]) for line in lines if line.startswith("ray_vllm_prefix_cache_hits_total")
     )

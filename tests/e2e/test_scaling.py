@@ -123,7 +123,7 @@ def by_engine(service: Service) -> dict[str, int]:
     """Return how many prompts each of the two Engine replicas has completed."""
 
     def read() -> dict[str, int]:
-        replicas = httpx.get(f"{service.url}/stats").json()["models"]["demo"]["replicas"]
+        replicas = httpx.get(f"{service.url}/stats", timeout=30).json()["models"]["demo"]["replicas"]
         return {replica["replica"]: replica["batcher"]["total_completed"] for replica in replicas}
 
     return both(read)
@@ -134,7 +134,7 @@ def by_ingress(service: Service) -> dict[str, int]:
     port = service.env["RAY_SERVE_HAPROXY_STATS_PORT"]
 
     def read() -> dict[str, int]:
-        text = httpx.get(f"http://127.0.0.1:{port}/stats;csv").text
+        text = httpx.get(f"http://127.0.0.1:{port}/stats;csv", timeout=30).text
         rows = csv.DictReader(text.removeprefix("# ").splitlines())
         return {row["svname"]: int(row["stot"]) for row in rows if "Ingress" in row["svname"]}
 

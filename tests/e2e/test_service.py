@@ -13,10 +13,6 @@ LONG = {"model": "demo", "prompt": PROMPTS, "max_tokens": 1900, "ignore_eos": Tr
 """Keeps the engine busy for some ten seconds."""
 
 
-def test_ready_in_time(service: Service) -> None:
-    assert service.ready_s < 90
-
-
 def test_health(http: httpx.Client) -> None:
     response = http.get("/health")
     assert response.status_code == 200
