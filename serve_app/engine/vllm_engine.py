@@ -45,6 +45,7 @@ from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.engine.vllm_validation import end_at_first_error
+from serve_app.engine.vllm_warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.settings.schema import LLMSettings
 from serve_app.settings.user_config import BatcherUserConfig
 
@@ -120,6 +121,7 @@ class VLLMEngine:
         use_allowed_hosts()
         self._args = vllm_args(settings)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
+        compile_nothing_on_a_cpu(engine_args)
         steps = _Steps()
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
@@ -200,7 +202,8 @@ class VLLMEngine:
             return ""
 
     async def start(self) -> tuple[ASGIApp, set[str]]:
-        """Start the batcher and return vLLM's application, and the paths of its routes."""
+        """Warm the engine up, start the batcher; return vLLM's application and the paths of its routes."""
+        await warm_up(self.llm)
         await self.batcher.start()
         await self._texts.start()
         tasks = await self.llm.get_supported_tasks()

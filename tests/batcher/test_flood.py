@@ -115,7 +115,10 @@ def flood(seconds: float, follow: float, goals: Goals | None = None) -> Found:
         return runner.run(run())
 
 
-@pytest.mark.parametrize("goals", [None, Goals(1.0)], ids=["classes", "goals"])
+@pytest.mark.parametrize(
+    "goals",
+    [pytest.param(None, id="classes"), pytest.param(Goals(1.0), id="goals", marks=pytest.mark.long)],
+)
 def test_a_minute_of_ten_times_the_load(goals: Goals | None) -> None:
     seconds = 60.0
     found = flood(seconds, 0.05, goals)

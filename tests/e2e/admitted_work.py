@@ -24,8 +24,6 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    # The first drawn token would wait for a compiler.
-    "TORCH_COMPILE_DISABLE": "1",
 }
 
 ASK = "What is 12+34?"

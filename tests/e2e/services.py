@@ -72,9 +72,7 @@ def start_shared(folder: Path) -> Service:
 def start_pair(folder: Path) -> Service:
     """Start two replicas of the Ingress and two of the demo model, for tests that do them harm."""
     config, app, model = local()
-    # A step takes milliseconds on any machine, unless a kernel is compiled on its first use.
     model["engine_hang_timeout_s"] = 5.0
-    app["runtime_env"]["env_vars"]["TORCH_COMPILE_DISABLE"] = "1"
     model["batcher"] |= {"max_queue_size": QUEUE, "goals": {"ttft_p99_s": 1.0}}
     use_exact_arithmetic(config)
     for deployment in app["deployments"]:

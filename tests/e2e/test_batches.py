@@ -191,6 +191,7 @@ def test_the_client_for_node_does_the_same(service: Service, tmp_path: Path) -> 
     assert done.stdout.splitlines()[-1] == "all is as it should be"
 
 
+@pytest.mark.long
 def test_a_killed_replica_goes_on(client: openai.OpenAI, service: Service) -> None:
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 64}
     rows = [row(str(number), body=body | {"ignore_eos": True}) for number in range(400)]

@@ -125,6 +125,7 @@ def run_through(
     assert right >= 0.99 * count
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_the_output_is_that_of_an_undisturbed_run(pair: Service, tmp_path: Path) -> None:
     one, other = pair.pids(ENGINE)

@@ -40,7 +40,7 @@ class Fault:
 
 
 FAULTS = {
-    "death of the Serve controller": Fault(CONTROLLER, in_short=True),
+    "death of the Serve controller": Fault(CONTROLLER),
     # Its answers break off with it; a request whose answer had not begun, HAProxy sends to the other one.
     "death of the Ingress replica": Fault(INGRESS, breaks=lambda kind, begun: begun, in_short=True),
     "hang of the engine": Fault(CORE, signal.SIGSTOP),

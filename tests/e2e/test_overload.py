@@ -94,12 +94,8 @@ async def light(client: httpx.AsyncClient, count: int) -> list[float]:
     return took
 
 
-@pytest.mark.parametrize(
-    ("count", "at_most"), [(15, (2.5, 4.0)), pytest.param(200, (1.25, 1.25), marks=pytest.mark.long)]
-)
-async def test_one_tenant_does_not_raise_the_other_s_latency(
-    small: Service, count: int, at_most: tuple[float, float]
-) -> None:
+@pytest.mark.long
+async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> None:
     heavy: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "tenant": "heavy"}
     async with httpx.AsyncClient(base_url=small.url, timeout=120) as client:
 
@@ -114,7 +110,7 @@ async def test_one_tenant_does_not_raise_the_other_s_latency(
             tasks = [asyncio.create_task(forever(prompts)) for _ in range(calls)]
             try:
                 await light(client, 5)
-                return await light(client, count)
+                return await light(client, 200)
             finally:
                 for task in tasks:
                     task.cancel()
@@ -124,5 +120,5 @@ async def test_one_tenant_does_not_raise_the_other_s_latency(
         full = percentiles(await beside(16, 1), (0.5, 0.99))
         flooded = percentiles(await beside(2, 400), (0.5, 0.99))
     print(f"p50, p99 in a full engine {full} s, beside a flood {flooded} s")
-    assert flooded[0] <= at_most[0] * full[0]
-    assert flooded[1] <= at_most[1] * full[1]
+    assert flooded[0] <= 1.25 * full[0]
+    assert flooded[1] <= 1.25 * full[1]
