@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve test test-all pytest lint format bench-batcher bench-serve bench-goals bench-driver bench-gpu soak clean
+.PHONY: help install serve test test-all pytest service-tests library-tests lint format bench-batcher bench-serve bench-goals bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,15 +34,21 @@ format: install ## Put the code into its style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The checks take a core for half a minute, in which the tests mostly wait for a service to start.
+# The checks and the tests of the library take one core, while the other tests mostly wait for a service.
 test: install ## Check style and types, and run every test but the long ones.
-	@$(MAKE) --no-print-directory --jobs=2 lint pytest
+	@$(MAKE) --no-print-directory --jobs=2 service-tests library-tests
 
 test-all: install ## The same with the long tests.
 	@$(MAKE) --no-print-directory --jobs=2 lint pytest ARGS='-m ""'
 
-pytest: install
+pytest: install ## Run some tests; ARGS="tests/batcher -k order".
 	$(BIN)/python -m pytest $(ARGS)
+
+service-tests: install
+	$(BIN)/python -m pytest --ignore=tests/batcher $(ARGS)
+
+library-tests: lint
+	$(BIN)/python -m pytest --quiet tests/batcher $(ARGS)
 
 # The peers of the benchmarks, and matplotlib; the benchmarks run without them too.
 .venv/bench: .venv/installed

@@ -89,7 +89,11 @@ class Engine:
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm_engine import VLLMEngine
 
-            self._engine = VLLMEngine(settings, metrics=telemetry.metrics and telemetry.engine_metrics)
+            self._engine = VLLMEngine(
+                settings,
+                max_prompts=max_prompts,
+                metrics=telemetry.metrics and telemetry.engine_metrics,
+            )
             self._app, self._routes = await self._engine.start()
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
         self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)

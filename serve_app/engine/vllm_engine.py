@@ -6,6 +6,7 @@ Only files named vllm_* import vllm. The imports are those of vLLM 0.32; they mo
 import asyncio
 import itertools
 import logging
+import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -111,14 +112,17 @@ class VLLMEngine:
 
     Args:
         settings: The model.
+        max_prompts: Most prompts in a list.
         metrics: Whether vLLM's own metrics go to Ray's endpoint.
 
     Raises:
         SettingsError: vLLM has no such option.
     """
 
-    def __init__(self, settings: LLMSettings, *, metrics: bool = False) -> None:
+    def __init__(self, settings: LLMSettings, *, max_prompts: int, metrics: bool = False) -> None:
         use_allowed_hosts()
+        # vLLM has a limit of its own for the lists of one route.
+        os.environ["VLLM_MAX_COMPLETION_PROMPTS"] = str(max_prompts)
         self._args = vllm_args(settings)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
@@ -195,7 +199,7 @@ class VLLMEngine:
             backend = XgrammarBackend(
                 self.llm.vllm_config, self._tokenizer, self.llm.model_config.get_vocab_size()
             )
-            return str(backend.compiler.tokenizer_info.serialize_json())
+            return str(backend.compiler.compile_regex("a").tokenizer_info.serialize_json())
         except Exception:
             # vLLM answers no request with a grammar either.
             logger.exception("grammars are not checked for the time that they take to compile")

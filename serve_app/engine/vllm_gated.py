@@ -124,6 +124,17 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 slot.report(sum(len(each.token_ids) for each in output.outputs))
                 yield output
 
+    async def _add_request(
+        self, request: Any, prompt: str | None, parent_req: Any, index: int, queue: Any
+    ) -> None:
+        try:
+            await super()._add_request(request, prompt, parent_req, index, queue)
+        except BaseException:
+            # A value that the engine's protocol can't carry, or a client that has left. vLLM has noted the
+            # request already, and would count it among those that run for good.
+            await self.abort((parent_req or request).request_id, internal=True)
+            raise
+
     def _check_prompt_logprobs(self, length: int, each: int | None) -> None:
         """Refuse more logprobs of a prompt than the event loop can make without holding others up.
 

@@ -19,6 +19,9 @@ from serve_app.auth.keys import hash_key, new_key
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import is_healthy, wait_until
 
+# The pair of replicas, which later tests use, starts beside these: they leave the machine time.
+pytestmark = pytest.mark.usefixtures("starting_pair")
+
 PREFIX = "/guarded"
 KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late")}
 QUESTION = "What is 1+1?"
@@ -43,11 +46,6 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("keys") / "keys.yaml"
     path.write_text(yaml.safe_dump(ENTRIES))
     return path
-
-
-@pytest.fixture(scope="module", autouse=True)
-def meanwhile(starting_pair: object) -> None:
-    """The pair of replicas starts beside these tests, which leave the machine time."""
 
 
 @pytest.fixture(scope="module")

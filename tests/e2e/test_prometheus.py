@@ -18,6 +18,9 @@ from tests.e2e.service import Service, free_port
 from tests.e2e.services import NODES
 from tests.k8s.prometheus import PROMETHEUS, needs_prometheus, queries, rules, write_rules
 
+# The pair of replicas, which later tests use, starts beside these: they leave the machine time.
+pytestmark = pytest.mark.usefixtures("starting_pair")
+
 LIMIT_S = 90.0
 """Seconds until all is there; Ray's processes report every second here, and Prometheus asks every second."""
 

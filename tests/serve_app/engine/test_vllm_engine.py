@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xgrammar
 from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -171,3 +172,15 @@ def test_vllm_logs_no_stack_trace_of_a_stream_that_is_refused() -> None:
     finally:
         logger.removeHandler(handler)
     assert [record.exc_info[0] for record in logged if record.exc_info] == [ValueError]
+
+
+def test_the_vocabulary_for_grammars_is_that_of_the_tokenizer(engine: VLLMEngine) -> None:
+    engine.llm.vllm_config = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(disable_any_whitespace=False),
+        speculative_config=None,
+        model_config=None,
+    )
+    vocabulary = engine.grammar_vocabulary()
+    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+    assert info.vocab_size == engine.llm.model_config.get_vocab_size()
+    assert b"W" in info.decoded_vocab

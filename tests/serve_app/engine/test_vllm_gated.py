@@ -11,6 +11,9 @@ from transformers import AutoTokenizer
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from batcher import ContinuousBatcher
 from serve_app.api.scheduling import Scheduling
@@ -390,3 +393,51 @@ async def test_one_answer_as_large_as_the_engine_runs_alone(monkeypatch: pytest.
         script = Script(output(1, finish="stop"))
         await run(gated(monkeypatch, script, batcher), params=SamplingParams(max_tokens=None))
         assert len(script.calls) == 1
+
+
+class Core:
+    """vLLM's client of its engine's process, which can't send a request after the first `sent`."""
+
+    def __init__(self, sent: int) -> None:
+        self.sent = sent
+        self.aborted: list[str] = []
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.sent -= 1
+        if self.sent < 0:
+            raise OverflowError("can't serialize ints >= 2**64")
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
+
+@pytest.mark.parametrize("answers", [1, 3])
+async def test_a_request_that_never_reaches_the_engine_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, answers: int
+) -> None:
+    llm: Any = gated(monkeypatch, Script(), batcher)
+    processor = llm.output_processor = OutputProcessor(None, log_stats=False)
+    llm.engine_core = Core(sent=answers - 1)
+    llm.check_admission = lambda **options: None
+    llm.log_requests = False
+    params = SamplingParams(n=answers, detokenize=False)
+
+    def request(request_id: str) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id, [1, 2], None, params, None, 0.0, None, None, None, external_req_id="r"
+        )
+
+    parent = ParentRequest(request("parent")) if answers > 1 else None
+    queue = RequestOutputCollector(RequestOutputKind.FINAL_ONLY, "r")
+
+    async def add() -> None:
+        for index in range(answers):
+            name = parent.get_child_info(index)[0] if parent else "alone"
+            await llm._add_request(request(name), None, parent, index, queue)
+
+    with pytest.raises(OverflowError):
+        await add()
+    assert not processor.has_unfinished_requests()
+    assert not processor.parent_requests
+    # The engine may have got some of them.
+    assert len(llm.engine_core.aborted) == answers
