@@ -35,12 +35,12 @@ def main() -> None:
     parse_s, compile_s = map(float, sys.argv[1:3])
     memory, parent = map(int, sys.argv[3:5])
     end_with(parent, signal.SIGKILL)
-    os.nice(NICENESS)
     # Imported here, by the process that needs it: it takes seconds.
     import xgrammar
 
     vocabulary = sys.stdin.readline().strip()
     info = xgrammar.TokenizerInfo.deserialize_json(vocabulary) if vocabulary else None
+    os.nice(NICENESS)
     print(READY, flush=True)
     # Memory that a process shares with its forks.
     parsed = mmap.mmap(-1, 1)
