@@ -17,7 +17,7 @@ from starlette.routing import Route
 from serve_app.api.errors import RequestError, error_response
 from serve_app.api.pacing import Clock
 from serve_app.api.protocol import JSON, parse_body
-from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import DatabaseError, InUseError, NotFoundError, StateError, TooManyError
 from serve_app.batches.limits import DAY_S, Limits
@@ -73,12 +73,13 @@ class BatchRequest(BaseModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-def tenant_of(request: Request) -> str:
-    """Return the tenant of a request, as for every other route."""
+def request_scheduling(request: Request) -> Scheduling:
+    """Return the scheduling of a request, as for every other route."""
     headers = request.scope["headers"]
     if (caller := request.scope.get("caller")) is not None:
-        return str(caller.scheduling(headers, SchedulingFields()).tenant)
-    return scheduling_of(headers, SchedulingFields()).tenant
+        scheduling: Scheduling = caller.scheduling(headers, SchedulingFields())
+        return scheduling
+    return scheduling_of(headers, SchedulingFields())
 
 
 class BatchAPI:
@@ -89,7 +90,7 @@ class BatchAPI:
         content: The contents.
         notice: Called when a batch was added or cancelled.
         limits: Limits on files and batches.
-        tenant: Returns the tenant of a request, who sees its own files and batches only.
+        scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
         warnings: Returns messages about batches, by id.
         clock: Seconds since the epoch.
     """
@@ -101,7 +102,7 @@ class BatchAPI:
         notice: Callable[[], None],
         *,
         limits: Limits | None = None,
-        tenant: Callable[[Request], str] = tenant_of,
+        scheduling: Callable[[Request], Scheduling] = request_scheduling,
         warnings: Callable[[], Mapping[str, str]] = dict,
         clock: Clock = time.time,
     ) -> None:
@@ -109,7 +110,7 @@ class BatchAPI:
         self._content = content
         self._notice = notice
         self._limits = limits or Limits()
-        self._tenant = tenant
+        self._scheduling = scheduling
         self._warnings = warnings
         self._clock = clock
 
@@ -223,7 +224,7 @@ class BatchAPI:
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
     async def _create_batch(self, request: Request) -> Response:
-        tenant = self._tenant(request)
+        scheduling = self._scheduling(request)
         body = parse_body(BatchRequest, await _small_body(request))
         if body.endpoint not in ENDPOINTS:
             raise _bad(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
@@ -234,7 +235,8 @@ class BatchAPI:
             retention_s = body.output_expires_after.seconds
         batch = Batch(
             id=f"batch_{uuid4().hex}",
-            tenant=tenant,
+            tenant=scheduling.tenant,
+            weight=scheduling.weight,
             endpoint=body.endpoint,
             input_file=body.input_file_id,
             output_file=_file_id(),
@@ -246,7 +248,7 @@ class BatchAPI:
             expires_at=now + window_s,
         )
         try:
-            file = await asyncio.to_thread(self._store.file, tenant, batch.input_file)
+            file = await asyncio.to_thread(self._store.file, batch.tenant, batch.input_file)
             if file.purpose != "batch":
                 message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
                 raise _bad(message, "input_file_id")
@@ -286,6 +288,9 @@ class BatchAPI:
                 raise _conflict(message) from None
             self._notice()
         return JSONResponse(self._as_json(batch))
+
+    def _tenant(self, request: Request) -> str:
+        return self._scheduling(request).tenant
 
     def _as_json(self, batch: Batch) -> JSON:
         return batch_object(batch, self._warnings().get(batch.id))

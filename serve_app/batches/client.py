@@ -3,6 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 
 
 class Answer(NamedTuple):
@@ -31,13 +32,13 @@ class Load(NamedTuple):
 class Client(Protocol):
     """A way to the engines."""
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Send a row and return its answer.
 
         Args:
             endpoint: The route, such as `/v1/chat/completions`.
             body: The body of the request.
-            tenant: The tenant that it is for.
+            scheduling: Its tier, its tenant, and the tenant's weight.
 
         Raises:
             RequestError: The same as an answer with its status.

@@ -11,7 +11,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches.client import Answer, Load
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import Health
@@ -53,7 +53,7 @@ class EngineClient:
         self._suspects = asyncio.Lock()
         self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Send a row and return its answer.
 
         A row that loses an Engine is sent to another one. One that loses the second too may be what they die
@@ -63,7 +63,7 @@ class EngineClient:
             RequestError: The row is wrong, or no Engine could answer it.
         """
         text = to_json(body)
-        model, request = await look(len(text), lambda: self._request(endpoint, text, tenant))
+        model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling))
         lost = 0
         while True:
             try:
@@ -105,7 +105,7 @@ class EngineClient:
             return None
         return Load(sum(one["running"] for one in batchers), sum(one["queue_depth"] for one in batchers))
 
-    def _request(self, endpoint: str, text: bytes, tenant: str) -> tuple[str, RelayRequest]:
+    def _request(self, endpoint: str, text: bytes, scheduling: Scheduling) -> tuple[str, RelayRequest]:
         content = read_json(text, self._limits)
         name: str | None
         key: RoutingKey
@@ -121,7 +121,7 @@ class EngineClient:
             b"",
             HEADERS,
             text,
-            Scheduling(TIER_PRIORITY["flex"], tenant),
+            scheduling,
             max_tokens=self._limits.max_tokens,
             prefix=key.prefix,
             tokens=key.tokens,

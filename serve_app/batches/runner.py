@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
 from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
@@ -18,6 +17,7 @@ from serve_app.batches.recording import close, record, unfinished
 from serve_app.batches.retention import remove_expired
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
+from serve_app.batches.shares import Shares
 from serve_app.batches.store import Batch, Store
 from serve_app.batches.validate import batch_error, validate
 
@@ -34,7 +34,7 @@ class Runner:
     """Runs all open batches of a store.
 
     Batches of a tenant go in the order of their arrival; the next one begins when all rows of the one before
-    are taken. Between tenants, the one with the fewest rows in flight is next.
+    are taken. Between tenants, the one with the fewest rows in flight by its weight is next.
 
     Args:
         store: The state.
@@ -86,9 +86,7 @@ class Runner:
         self._tick_s = tick_s
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
-        self._tenants: Counter[str] = Counter()
-        self._served: dict[str, int] = {}
-        self._starts = 0
+        self._shares = Shares()
         self._in_flight = 0
         self._bytes = 0
         self._results: list[tuple[OpenBatch, Row, Result]] = []
@@ -160,6 +158,7 @@ class Runner:
             if batch.id not in busy:
                 one.batch = batch
         self._open = found
+        self._shares.keep({batch.tenant for batch in batches})
         self._warn(batches)
 
     def _warn(self, batches: list[Batch]) -> None:
@@ -196,7 +195,7 @@ class Runner:
     def _fill(self, heads: list[OpenBatch]) -> None:
         """Send rows, as many as may be in flight."""
         while heads and self._in_flight < self._concurrency.limit:
-            one = min(heads, key=self._turn)
+            one = min(heads, key=lambda head: self._shares.turn(head.batch.tenant, _weight(head)))
             row = one.rows[0]
             if self._bytes and self._bytes + len(row.text) > self._max_bytes:
                 return
@@ -205,31 +204,23 @@ class Runner:
                 heads.remove(one)
                 # More may be read, or the next batch of the tenant begin.
                 self._changed.set()
-            self._starts += 1
-            self._served[one.batch.tenant] = self._starts
-            self._count(one, row, 1)
+            self._shares.start(one.batch.tenant, _weight(one))
+            one.in_flight += 1
+            self._in_flight += 1
+            self._bytes += len(row.text)
             self._group.create_task(self._run_row(one, row))
 
-    def _turn(self, one: OpenBatch) -> tuple[int, int]:
-        tenant = one.batch.tenant
-        return self._tenants[tenant], self._served.get(tenant, 0)
-
-    def _count(self, one: OpenBatch, row: Row, change: int) -> None:
-        tenant = one.batch.tenant
-        one.in_flight += change
-        self._in_flight += change
-        self._bytes += change * len(row.text)
-        self._tenants[tenant] += change
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
-        if not self._tenants:
-            self._served.clear()
+    def _row_ends(self, one: OpenBatch, row: Row) -> None:
+        self._shares.end(one.batch.tenant)
+        one.in_flight -= 1
+        self._in_flight -= 1
+        self._bytes -= len(row.text)
 
     async def _run_row(self, one: OpenBatch, row: Row) -> None:
         result = await self._sender.send(one.batch, row, one.stopping)
         if result is None:
             # It is left to the end of the batch, or to the next process.
-            self._count(one, row, -1)
+            self._row_ends(one, row)
             self._changed.set()
         else:
             self._results.append((one, row, result))
@@ -248,7 +239,7 @@ class Runner:
             for one, row, result in taken:
                 one.lost = one.lost or lost[one.batch.id]
                 self.failed += result.is_error
-                self._count(one, row, -1)
+                self._row_ends(one, row)
             self.rate.add(len(taken))
             self._changed.set()
 
@@ -343,3 +334,7 @@ class Runner:
 
     def _now(self) -> int:
         return int(self._clock())
+
+
+def _weight(one: OpenBatch) -> float:
+    return one.batch.weight or 1.0

@@ -7,6 +7,7 @@ from contextlib import suppress
 from serve_app.api.errors import RequestError
 from serve_app.api.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.batches.client import Answer, Client
 from serve_app.batches.rows import Result, Row, answered
 from serve_app.batches.store import Batch
@@ -41,10 +42,11 @@ class Sender:
         """Return the result of a row; None if it has none when `stopping` is set."""
         body = row.body()
         model = body.get("model")
+        scheduling = Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight)
         tries = failures = 0
         seen = self._answered[model]
         while not stopping.is_set():
-            answer = await self._try(batch, body)
+            answer = await self._try(batch.endpoint, body, scheduling)
             if answer.final or answer.status not in RETRYABLE:
                 self._answered[model] += 1
                 self._concurrency.answered()
@@ -60,10 +62,10 @@ class Sender:
             await _wait(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
         return None
 
-    async def _try(self, batch: Batch, body: JSON) -> Answer:
+    async def _try(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._client.send(batch.endpoint, body, batch.tenant)
+                return await self._client.send(endpoint, body, scheduling)
         except RequestError as error:
             failed = error
         except TimeoutError:

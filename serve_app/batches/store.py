@@ -22,7 +22,10 @@ from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
 
 T = TypeVar("T")
 
-VERSION = 1
+VERSION = 2
+
+UPGRADES: dict[int, tuple[str, ...]] = {1: ("ALTER TABLE batches ADD COLUMN weight DOUBLE PRECISION",)}
+"""Changes that bring a database of an earlier version to the next one."""
 
 SCHEMA = """
 CREATE TABLE files (
@@ -66,7 +69,8 @@ CREATE TABLE batches (
     failed_at {int},
     expired_at {int},
     cancelling_at {int},
-    cancelled_at {int}
+    cancelled_at {int},
+    weight DOUBLE PRECISION
 );
 CREATE INDEX batches_of_tenant ON batches (tenant, number);
 CREATE INDEX batches_by_state ON batches (state);
@@ -101,6 +105,7 @@ class Batch:
     """A batch.
 
     Attributes:
+        weight: The tenant's share in relation to the others; None: none is stated.
         output_file: Id of the output; there is a file of this id once the batch has ended, if it has rows.
         error_file: The same for the rows that failed.
         retention_s: Seconds after which the output and the error file are deleted.
@@ -144,6 +149,7 @@ class Batch:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    weight: float | None = None
 
 
 class Counts(NamedTuple):
@@ -288,7 +294,7 @@ class Store:
         return {row["id"] for row in self._rows(query)}
 
     def add_batch(self, batch: Batch, max_open: int) -> None:
-        """Add a batch.
+        """Add a batch. The weight that it states holds for the tenant's open batches from now on.
 
         Raises:
             NotFoundError: The tenant has no such input file.
@@ -302,6 +308,9 @@ class Store:
             if db.rows(count, batch.tenant)[0]["open"] >= max_open:
                 raise TooManyError(f"{max_open} batches of this tenant are open, which is the limit")
             _insert(db, "batches", _columns(batch))
+            if batch.weight is not None:
+                change = f"UPDATE batches SET weight = ? WHERE tenant = ? AND state IN ({OPEN_STATES})"
+                db.change(change, batch.weight, batch.tenant)
 
     def batch(self, id: str, tenant: str | None = None) -> Batch:
         """Return a batch; raise a NotFoundError if there is none of this id, or another tenant's."""
@@ -454,7 +463,7 @@ class Store:
     def _prepare(self) -> None:
         database = self._database
         version = database.version()
-        if version not in (0, VERSION):
+        if version not in (0, VERSION, *UPGRADES):
             raise StoreError(
                 f"{database.place}: written by another version ({version}, this one is {VERSION})"
             )
@@ -463,8 +472,11 @@ class Store:
             for name, word in database.dialect.items():
                 schema = schema.replace(name, word)
             reach("store.create")
-            database.create([part for part in schema.split(";") if part.strip()], VERSION)
+            database.change_schema([part for part in schema.split(";") if part.strip()], VERSION)
             reach("store.created")
+            return
+        while version < VERSION:
+            database.change_schema(UPGRADES[version], version := version + 1)
 
     def _transaction(self) -> AbstractContextManager[Transaction]:
         return self._database.transaction()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from random import Random
 
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches.client import Answer, Load
 
 
@@ -25,6 +26,7 @@ class Engine:
         tries: All tries, by row.
         sent: Rows in the order of their first tries, with their tenants.
         bodies: The last body of each row.
+        weights: The last weight of each tenant.
         running: Tries under way.
         most: Most tries that were ever under way.
         go: While it is cleared, no try is answered.
@@ -35,6 +37,7 @@ class Engine:
         self.tries: Counter[str] = Counter()
         self.sent: list[tuple[str, str]] = []
         self.bodies: dict[str, JSON] = {}
+        self.weights: dict[str, float | None] = {}
         self.running = 0
         self.most = 0
         self.go = asyncio.Event()
@@ -43,13 +46,14 @@ class Engine:
         self._status = status
         self._random = random or Random(0)
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         if not self.tries[custom_id]:
-            self.sent.append((tenant, custom_id))
+            self.sent.append((scheduling.tenant, custom_id))
         self.tries[custom_id] += 1
         self.bodies[custom_id] = body
+        self.weights[scheduling.tenant] = scheduling.weight
         self.running += 1
         self.most = max(self.most, self.running)
         self.changed.set()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from serve_app.api.pacing import Fixed
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
 from serve_app.batches.client import Answer, Load
 from serve_app.batches.retention import remove_orphans
@@ -26,7 +27,7 @@ class LoggedEngine:
     def __init__(self, calls: Path) -> None:
         self._handle = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         os.write(self._handle, f"{custom_id}\n".encode())

@@ -215,8 +215,9 @@ async def test_a_tenant_sees_its_own_only(site: Site, client: openai.AsyncOpenAI
         await create(other, file)
 
 
-async def test_a_key_has_its_tenant(site: Site, client: openai.AsyncOpenAI) -> None:
-    caller = Caller(Key(name="k", sha256=hash_key(b"secret"), tenant="team"), RateLimit(lambda: 0.0))
+async def test_a_key_has_its_tenant_and_weight(site: Site, client: openai.AsyncOpenAI) -> None:
+    key = Key(name="k", sha256=hash_key(b"secret"), tenant="team", weight=3.0)
+    caller = Caller(key, RateLimit(lambda: 0.0))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await site.app(scope | {"caller": caller}, receive, send)
@@ -227,7 +228,10 @@ async def test_a_key_has_its_tenant(site: Site, client: openai.AsyncOpenAI) -> N
         answer = await http.post("/v1/files", data=form, files={"file": ("in", text_of(row("a")))})
         assert answer.status_code == 200
         assert (await http.get("/v1/files", headers={"x-tenant": "other"})).status_code == 403
+        fields = {"input_file_id": answer.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+        batch = (await http.post("/v1/batches", json=fields)).json()
     assert [file.id for file in site.store.files("team").items] == [answer.json()["id"]]
+    assert site.store.batch(batch["id"], "team").weight == 3.0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pydantic_core import from_json
 
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.batches.client import Answer, Load
 from serve_app.batches.engines import EngineClient
 from serve_app.ingress import retry
@@ -25,6 +26,9 @@ __all__ = ["health"]
 BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
 
 
+ANNA = Scheduling(TIER_PRIORITY["flex"], "anna", weight=3.0)
+
+
 def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
     models = [
         {"id": name, "kind": "function", "target": "a:B", "embeddings": True}
@@ -36,13 +40,13 @@ def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
     return EngineClient(parse({"models": models, "ingress": ingress}), handles, Health("llm", list(engines)))
 
 
-async def test_a_row_goes_to_its_model_as_flex_of_its_tenant() -> None:
+async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None:
     engines = {"other": Engine(answer()), "demo": Engine(answer(complete(PLAIN, b'{"ok": 1}')))}
     client = client_of(engines, max_tokens=9)
-    assert await client.send(CHAT, BODY, "anna") == Answer(200, {"ok": 1})
+    assert await client.send(CHAT, BODY, ANNA) == Answer(200, {"ok": 1})
     (request,) = engines["demo"].requests
     assert (request.method, request.path, from_json(request.body)) == ("POST", CHAT, BODY)
-    assert request.scheduling[:2] == (1, "anna")
+    assert request.scheduling == ANNA
     assert request.max_tokens == 9
     assert request.tokens > 0
     assert engines["demo"].answers[0].stopped.is_set()
@@ -50,30 +54,30 @@ async def test_a_row_goes_to_its_model_as_flex_of_its_tenant() -> None:
 
 async def test_an_answer_in_pieces_is_joined() -> None:
     engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
-    assert await client_of({"demo": engine}).send(CHAT, BODY, "anna") == Answer(200, {"a": "b"})
+    assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == Answer(200, {"a": "b"})
 
 
 async def test_a_refusal_says_when_to_come_back() -> None:
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
     wrong = RequestError(500, "internal_error", "never", final=True)
     engine = Engine(answer(pack_error(full)))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.retry_after_s, found.final) == (429, 7.0, False)
     engine = Engine(answer(pack_error(wrong)))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.final) == (500, True)
 
 
 async def test_an_answer_that_is_no_json_is_an_error_with_its_text() -> None:
     engine = Engine(answer(complete(Head(500, []), b"Internal Server Error")))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.body["error"]["message"]) == (500, "Internal Server Error")
 
 
 async def test_an_answer_that_breaks_off_is_tried_again() -> None:
     engine = Engine(answer(pack(head=PLAIN, body=b'{"ok": 1}')))
     with pytest.raises(RequestError) as raised:
-        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert raised.value.status == 503
 
 
@@ -90,13 +94,13 @@ async def test_an_answer_that_breaks_off_is_tried_again() -> None:
 async def test_a_row_is_held_to_the_limits_of_requests(endpoint: str, body: JSON, status: int) -> None:
     client = client_of({"demo": Engine(answer()), "embed": Engine(answer())}, max_tokens=9)
     with pytest.raises(RequestError) as raised:
-        await client.send(endpoint, body, "anna")
+        await client.send(endpoint, body, ANNA)
     assert raised.value.status == status
 
 
 async def test_generate_needs_no_model_where_one_is_served() -> None:
     engine = Engine(answer(complete(PLAIN, b"{}")))
-    found = await client_of({"demo": engine}).send("/generate", {"prompts": ["x"]}, "anna")
+    found = await client_of({"demo": engine}).send("/generate", {"prompts": ["x"]}, ANNA)
     assert found.status == 200
 
 
@@ -121,11 +125,11 @@ class Dying:
 async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
     engine = Engine(Dying(2))
-    assert (await client_of({"demo": engine}).send(CHAT, BODY, "anna")).status == 200
+    assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
     assert len(engine.requests) == 3
     engine = Engine(Dying(3))
     with pytest.raises(PoisonError):
-        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert len(engine.requests) == 3
 
 
@@ -133,7 +137,7 @@ async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.
     monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
     dying = Dying(10)
     client = client_of({"demo": Engine(dying)})
-    answers = await asyncio.gather(*(client.send(CHAT, BODY, "anna") for _ in range(5)))
+    answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))
     assert [found.status for found in answers] == [200] * 5
     assert dying.most == 1
 
@@ -141,7 +145,7 @@ async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.
 async def test_an_error_of_the_handle_becomes_one_that_is_tried_again() -> None:
     engine = Engine(answer(ValueError("broken")))
     with pytest.raises(RequestError) as raised:
-        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert raised.value.status == 503
 
 

@@ -41,6 +41,15 @@ def test_tenants_share_the_rate() -> None:
     assert late(batches, 2.0, NOW).keys() == set()
 
 
+def test_the_rate_is_shared_by_weight() -> None:
+    batches = [running("large", 100_000, hours=168), running("small", 2500, "ben", weight=3.0)]
+    # It gets three of four rows: 3,333 s.
+    assert late(batches, 1.0, NOW).keys() == set()
+    batches = [running("large", 100_000, hours=168, weight=2.0), running("small", 1500, "ben")]
+    # It gets every third row: 4,500 s.
+    assert late(batches, 1.0, NOW).keys() == {"small"}
+
+
 def test_a_batch_shows_its_warning_until_it_has_ended() -> None:
     batch = running("b", 10)
     assert batch_object(batch, "late")["warnings"] == ["late"]

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic_core import from_json
 
 from serve_app.api.pacing import Auto, Backoff, Fixed
@@ -40,10 +41,10 @@ class Bench:
             **options,
         )
 
-    def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna") -> None:
+    def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna", weight: float | None = None) -> None:
         """Add a batch."""
         put(self.store, self.content, f"in-{id}", text_of(*rows), tenant)
-        self.store.add_batch(batch_of(id, f"in-{id}", tenant), 100)
+        self.store.add_batch(batch_of(id, f"in-{id}", tenant, weight=weight), 100)
         self.runner.notice()
 
     async def ended(self, id: str, *, state: str = "completed") -> Batch:
@@ -159,6 +160,23 @@ async def test_tenants_share_what_may_be_in_flight(tmp_path: Path) -> None:
     # Half of the rows until then are the other tenant's, but for those that were sent while it was alone.
     assert before < 100
     assert engine.most == 4
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+async def test_tenants_share_by_weight(limit: int, tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(limit)) as bench:
+        for name, weight in (("ben", None), ("anna", 3.0)):
+            bench.add(name, *(row(f"{name}{number}") for number in range(120)), tenant=name, weight=weight)
+        await bench.until(lambda: all(one.state == "in_progress" for one in bench.store.open_batches()))
+        engine.go.set()
+        await bench.ended("anna")
+        last = next(place for place, (_, id) in enumerate(engine.sent) if id == "anna119")
+        await bench.ended("ben")
+    # 120 of anna's and a third as many of ben's, but for those that were sent while he was alone.
+    assert 150 <= last <= 170
+    assert engine.weights == {"anna": 3.0, "ben": None}
 
 
 async def test_what_passes_is_tried_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from random import Random
 from serve_app.api.errors import RequestError
 from serve_app.api.pacing import Backoff, Fixed
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches.client import Answer, Load
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
@@ -19,7 +20,7 @@ class Script:
     def __init__(self, *answers: Answer | Exception) -> None:
         self._answers = list(answers)
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Return the next answer."""
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
@@ -64,9 +65,9 @@ async def test_a_final_error_is_not_tried_again() -> None:
 
 async def test_a_try_that_takes_too_long_is_repeated() -> None:
     class Slow(Script):
-        async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+        async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
             """Hang, the first time."""
-            answer = await super().send(endpoint, body, tenant)
+            answer = await super().send(endpoint, body, scheduling)
             if answer.status == 504:
                 await asyncio.Event().wait()
             return answer

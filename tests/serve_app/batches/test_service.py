@@ -6,15 +6,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from pydantic_core import to_json
 
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches.errors import HeldError, StoreError
 from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import BatchesSettings
 from tests.serve_app.batches.engine import Engine
-from tests.serve_app.batches.helpers import batch_of, commits, opened, put, row, text_of
+from tests.serve_app.batches.helpers import CHAT, batch_of, commits, opened, put, row, text_of
 
 LIMIT_S = 20.0
 
@@ -53,6 +55,20 @@ async def test_a_start_goes_on_with_what_is_there(tmp_path: Path) -> None:
             service.check()
     assert engine.final == {"a": 1, "b": 1}
     assert not (tmp_path / "files" / "file-orphan").exists()
+
+
+async def test_the_weight_of_a_relayed_request_reaches_the_engines(tmp_path: Path) -> None:
+    engine = Engine()
+    store, content = opened(tmp_path)
+    put(store, content, "file-in", text_of(row("a")), "anna")
+    store.close()
+    fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": "24h"}
+    request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields), Scheduling(1, "anna", weight=3.0))
+    async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+        head = unpack(await anext(service.relay(request))).head
+        assert head is not None
+        assert head.status == 200
+        await engine.until(lambda: engine.weights == {"anna": 3.0})
 
 
 async def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:

@@ -71,6 +71,29 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
+def test_a_database_of_an_earlier_version_is_brought_to_this_one(store: Store, place: Place) -> None:
+    store.add_batch(batch_of("b", "in"), 1)
+    store._database.change_schema(["ALTER TABLE batches DROP COLUMN weight"], 1)
+    again = reopened(store, place)
+    assert again.batch("b") == batch_of("b", "in")
+    again.add_batch(batch_of("c", "in", weight=2.5), 2)
+    again = reopened(again, place)
+    assert again.batch("c").weight == 2.5
+    again.close()
+
+
+def test_the_latest_weight_holds_for_the_open_batches_of_a_tenant(store: Store) -> None:
+    store.add_file(file_of("other", "ben"))
+    store.add_batch(batch_of("ended", "in", weight=1.0), 9)
+    store.end("ended", "failed", NOW)
+    store.add_batch(batch_of("a", "in", weight=1.0), 9)
+    store.add_batch(batch_of("ben", "other", "ben", weight=1.0), 9)
+    store.add_batch(batch_of("b", "in", weight=4.0), 9)
+    store.add_batch(batch_of("c", "in"), 9)
+    weights = {id: store.batch(id).weight for id in ("ended", "a", "ben", "b", "c")}
+    assert weights == {"ended": 1.0, "a": 4.0, "ben": 1.0, "b": 4.0, "c": None}
+
+
 def test_a_tenant_sees_its_own_only(store: Store) -> None:
     store.add_batch(batch_of("b", "in"), 1)
     for look in (
