@@ -2,6 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 
@@ -22,13 +23,6 @@ class Answer(NamedTuple):
     final: bool = False
 
 
-class Load(NamedTuple):
-    """Records in the batchers of all engines."""
-
-    running: int
-    waiting: int
-
-
 class Client(Protocol):
     """A way to the engines."""
 
@@ -45,5 +39,5 @@ class Client(Protocol):
             Exception: The engine couldn't be reached.
         """
 
-    async def load(self) -> Load | None:
-        """Return the records in the batchers; None where that isn't known."""
+    async def load(self) -> EngineLoad | None:
+        """Return the load of the engines that have rows from here; None where it isn't known."""

@@ -47,7 +47,7 @@ class Runner:
         retries: Failures of a row before it is given up; see `Sender`.
         max_bytes: Most bytes of input lines in flight.
         row_timeout_s: Seconds after which a try has failed.
-        tick_s: Seconds between two looks at deadlines and at the engines' load.
+        tick_s: Seconds between two looks at deadlines.
         clock: Seconds since the epoch.
 
     Attributes:
@@ -91,6 +91,7 @@ class Runner:
         self._bytes = 0
         self._results: list[tuple[OpenBatch, Row, Result]] = []
         self._to_write = asyncio.Event()
+        self._sending = asyncio.Event()
         self._changed = asyncio.Event()
         self._stale = True
         self._stopping = False
@@ -207,6 +208,7 @@ class Runner:
             self._shares.start(one.batch.tenant, _weight(one))
             one.in_flight += 1
             self._in_flight += 1
+            self._sending.set()
             self._bytes += len(row.text)
             self._group.create_task(self._run_row(one, row))
 
@@ -308,19 +310,18 @@ class Runner:
     async def _pace(self) -> None:
         """Adapt the number of rows in flight to the load of the engines."""
         while True:
-            await asyncio.sleep(self._tick_s)
-            if not self._in_flight:
+            await self._sending.wait()
+            await asyncio.sleep(self._concurrency.interval_s)
+            if not self._sender.calls:
+                if not self._in_flight:
+                    self._sending.clear()
                 continue
             try:
                 load = await self._client.load()
             except Exception as error:
                 logger.debug("batches: the load of the engines is not known: %r", error)
                 load = None
-            if load is not None:
-                self._concurrency.observe(load.running, load.waiting)
-            elif self._in_flight >= self._concurrency.limit:
-                # Refusals alone tell then what the engines take.
-                self._concurrency.observe(self._in_flight, 0)
+            self._concurrency.observe(load, self._sender.calls)
             self._changed.set()
 
     async def _tidy(self) -> None:

@@ -26,11 +26,15 @@ class Sender:
         backoff: Waits between the tries of a row.
         retries: Failures that count before the last one is a row's result.
         timeout_s: Seconds after which a try has failed.
+
+    Attributes:
+        calls: Tries that are under way.
     """
 
     def __init__(
         self, client: Client, concurrency: Concurrency, backoff: Backoff, retries: int, timeout_s: float
     ) -> None:
+        self.calls = 0
         self._client = client
         self._concurrency = concurrency
         self._backoff = backoff
@@ -63,6 +67,7 @@ class Sender:
         return None
 
     async def _try(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+        self.calls += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._client.send(endpoint, body, scheduling)
@@ -72,6 +77,8 @@ class Sender:
             failed = RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s")
         except Exception as error:
             failed = RequestError(503, "service_unavailable", f"{type(error).__name__}: {error}")
+        finally:
+            self.calls -= 1
         return Answer(failed.status, failed.body(), failed.retry_after_s, failed.final)
 
 

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.batches.client import Answer, Load
+from serve_app.batches.client import Answer
 
 
 def custom_id_of(body: JSON) -> str:
@@ -30,6 +31,7 @@ class Engine:
         running: Tries under way.
         most: Most tries that were ever under way.
         go: While it is cleared, no try is answered.
+        places: Tries that it says to run at once; None: its load isn't known.
     """
 
     def __init__(self, status: Callable[[str], int] = lambda _: 200, random: Random | None = None) -> None:
@@ -38,6 +40,7 @@ class Engine:
         self.sent: list[tuple[str, str]] = []
         self.bodies: dict[str, JSON] = {}
         self.weights: dict[str, float | None] = {}
+        self.places: int | None = None
         self.running = 0
         self.most = 0
         self.go = asyncio.Event()
@@ -68,9 +71,12 @@ class Engine:
             self.final[custom_id] += 1
         return Answer(status, {"echo": custom_id})
 
-    async def load(self) -> Load | None:
-        """Return nothing: it isn't known."""
-        return None
+    async def load(self) -> EngineLoad | None:
+        """Return the load, if the number of places is set."""
+        if self.places is None:
+            return None
+        running = min(self.running, self.places)
+        return EngineLoad(running, self.running - running, self.places - running)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, which is looked at whenever a try begins."""

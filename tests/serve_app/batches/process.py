@@ -10,11 +10,12 @@ import sys
 from itertools import count
 from pathlib import Path
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.pacing import Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
-from serve_app.batches.client import Answer, Load
+from serve_app.batches.client import Answer
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from tests.serve_app.batches.engine import custom_id_of
@@ -34,7 +35,7 @@ class LoggedEngine:
         await asyncio.sleep(0)
         return Answer(200, {"echo": custom_id})
 
-    async def load(self) -> Load | None:
+    async def load(self) -> EngineLoad | None:
         """Return nothing: it isn't known."""
         return None
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
-from serve_app.batches.client import Answer, Load
+from serve_app.batches.client import Answer
 from serve_app.batches.engines import EngineClient
 from serve_app.ingress import retry
 from serve_app.ingress.health import Health, ModelHealth
@@ -23,6 +24,7 @@ from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, 
 
 __all__ = ["health"]
 
+LIMIT_S = 20.0
 BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
 
 
@@ -149,15 +151,35 @@ async def test_an_error_of_the_handle_becomes_one_that_is_tried_again() -> None:
     assert raised.value.status == 503
 
 
-async def test_the_load_is_that_of_all_engines_that_run(health: dict[str, ModelHealth]) -> None:
-    engines = {name: Engine(answer()) for name in ("demo", "other", "asleep")}
+class Stuck:
+    """An engine that doesn't answer."""
+
+    async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+
+async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelHealth]) -> None:
+    engines = {name: Engine(Stuck()) for name in ("demo", "other", "asleep", "unused")}
     one = {"batcher": {"running": 2, "queue_depth": 3}}
-    engines["demo"].stats = [one, one]
+    engines["demo"].stats = engines["unused"].stats = [one, one]
     engines["other"].stats = TimeoutError()
-    health |= {"demo": ModelHealth(2, False, ""), "other": ModelHealth(1, False, "")}
+    health |= {name: ModelHealth(2, False, "") for name in engines}
     health["asleep"] = ModelHealth(0, True, "")
     client = client_of(engines)
-    assert await client.load() == Load(4, 6)
-    assert engines["asleep"].broadcasts == []
-    health["demo"] = ModelHealth(0, True, "")
+    assert await client.load() is None
+    async with asyncio.TaskGroup() as group:
+        rows = [
+            group.create_task(client.send(CHAT, BODY | {"model": name}, ANNA))
+            for name in ("demo", "other", "asleep")
+        ]
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*(engines[name].asked.wait() for name in ("demo", "other", "asleep")))
+        assert await client.load() == EngineLoad(4, 6)
+        assert engines["asleep"].broadcasts == engines["unused"].broadcasts == []
+        health["demo"] = ModelHealth(0, True, "")
+        assert await client.load() is None
+        for task in rows:
+            task.cancel()
+    health["demo"] = ModelHealth(2, False, "")
     assert await client.load() is None

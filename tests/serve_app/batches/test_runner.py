@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
+from serve_app.api import pacing
 from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
@@ -212,6 +213,22 @@ async def test_refusals_lower_the_number_of_rows_in_flight(tmp_path: Path) -> No
         await bench.ended("b")
     # By half, once for all refusals of the same second.
     assert pace.limit == 4
+
+
+async def test_free_places_of_the_engines_are_filled_before_the_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "GROWING_S", 0.001)
+    engine = Engine()
+    engine.places = 100
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Auto(most=1000)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(300)))
+        await engine.until(lambda: engine.running == 100)
+        engine.go.set()
+        await bench.ended("b")
+    # Rows on their way are not counted, so that some may wait; nothing waits for long.
+    assert engine.most <= 300
 
 
 async def test_a_row_at_which_the_engine_fails_is_given_up(tmp_path: Path) -> None:

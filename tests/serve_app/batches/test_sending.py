@@ -1,11 +1,12 @@
 import asyncio
 from random import Random
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import RequestError
 from serve_app.api.pacing import Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.batches.client import Answer, Load
+from serve_app.batches.client import Answer
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
 from tests.serve_app.batches.helpers import batch_of, row, text_of
@@ -27,7 +28,7 @@ class Script:
             raise answer
         return answer
 
-    async def load(self) -> Load | None:
+    async def load(self) -> EngineLoad | None:
         """Return nothing."""
         return None
 
