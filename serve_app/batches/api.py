@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -18,11 +18,13 @@ from serve_app.api.errors import RequestError, error_response
 from serve_app.api.pacing import Clock
 from serve_app.api.protocol import JSON, parse_body
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
+from serve_app.api.small_body import small_body
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import DatabaseError, InUseError, NotFoundError, StateError, TooManyError
 from serve_app.batches.limits import DAY_S, Limits
 from serve_app.batches.objects import batch_object, file_object, list_object
-from serve_app.batches.store import Batch, File, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch, File
 from serve_app.batches.upload import Upload, receive
 from serve_app.batches.validate import ENDPOINTS
 
@@ -33,8 +35,6 @@ Handler = Callable[[Request], Awaitable[Response]]
 BODY_BYTES = 1 << 16
 """Most bytes of the body that creates a batch."""
 
-BODY_S = 60.0
-"""Seconds until such a body has to be here."""
 
 MAX_FILES_PAGE = 10_000
 MAX_BATCHES_PAGE = 100
@@ -225,7 +225,7 @@ class BatchAPI:
 
     async def _create_batch(self, request: Request) -> Response:
         scheduling = self._scheduling(request)
-        body = parse_body(BatchRequest, await _small_body(request))
+        body = parse_body(BatchRequest, await small_body(request, BODY_BYTES))
         if body.endpoint not in ENDPOINTS:
             raise _bad(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
         window_s = self._window_s(body.completion_window)
@@ -338,23 +338,6 @@ def _answering(handler: Handler) -> Handler:
         return error_response(failed, request.url.path)
 
     return answer
-
-
-async def _small_body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > BODY_BYTES:
-                    message = f"The body is larger than the limit of {BODY_BYTES} bytes"
-                    raise RequestError(413, "request_too_large", message)
-    except TimeoutError:
-        message = f"The body was not here after {BODY_S:g} s"
-        raise RequestError(408, "timeout_error", message) from None
-    except ClientDisconnect:
-        raise _bad("The body ended early") from None
-    return bytes(body)
 
 
 def _limit(request: Request, usual: int, most: int) -> int:

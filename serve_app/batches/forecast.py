@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serve_app.batches.store import Batch
+from serve_app.batches.stored import Batch
 
 MARGIN = 1.1
 """A batch is late if it takes so much more than its window allows: the rate is a measurement."""

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.states import ENDED
-from serve_app.batches.store import Batch, File, Page
+from serve_app.batches.stored import Batch, File, Page
 
 ItemT = TypeVar("ItemT", File, Batch)
 

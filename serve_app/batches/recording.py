@@ -7,7 +7,8 @@ from serve_app.batches.limits import Limits
 from serve_app.batches.lines import SLICE_LINES, Position, read_slice
 from serve_app.batches.rows import CANCELLED, EXPIRED, Result, Row, unrun
 from serve_app.batches.states import State
-from serve_app.batches.store import Batch, Counts, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch, Counts
 
 CLOSING_LINES = 2000
 """Rows that get their result in one commit when a batch ends without them."""

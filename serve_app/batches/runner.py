@@ -18,7 +18,8 @@ from serve_app.batches.retention import remove_expired
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
 from serve_app.batches.shares import Shares
-from serve_app.batches.store import Batch, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch
 from serve_app.batches.validate import batch_error, validate
 
 logger = logging.getLogger("ray.serve")

@@ -10,7 +10,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.batches.client import Answer, Client
 from serve_app.batches.rows import Result, Row, answered
-from serve_app.batches.store import Batch
+from serve_app.batches.stored import Batch
 
 
 class Sender:

@@ -1,6 +1,6 @@
 from serve_app.batches.forecast import late, remaining
 from serve_app.batches.objects import batch_object
-from serve_app.batches.store import Batch
+from serve_app.batches.stored import Batch
 from tests.serve_app.batches.helpers import NOW, batch_of
 
 

@@ -21,7 +21,8 @@ from serve_app.batches.errors import StateError
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
-from serve_app.batches.store import Batch, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch
 from tests.serve_app.batches.crash import Crash, KilledError, inline
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, put, row, text_of

@@ -15,7 +15,8 @@ from serve_app.batches import failpoints
 from serve_app.batches.content import Content
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
-from serve_app.batches.store import Batch, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, opened, put, row, text_of
 

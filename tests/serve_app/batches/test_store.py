@@ -1,11 +1,8 @@
 import dataclasses
-import sqlite3
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from serve_app.batches.database import Database
 from serve_app.batches.errors import (
     DatabaseError,
     InUseError,
@@ -14,25 +11,10 @@ from serve_app.batches.errors import (
     StoreError,
     TooManyError,
 )
-from serve_app.batches.store import Counts, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Counts
+from tests.serve_app.batches.conftest import Place
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of
-
-Place = Callable[[], Path | Database]
-
-
-@pytest.fixture(params=["SQLite", "PostgreSQL"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Opens the place of a store."""
-    if request.param == "SQLite":
-        return lambda: tmp_path
-    url = request.getfixturevalue("postgres").database()
-
-    def connect() -> Database:
-        from serve_app.batches.postgres import Postgres
-
-        return Postgres(url)
-
-    return connect
 
 
 @pytest.fixture
@@ -60,26 +42,6 @@ def test_files_and_batches_are_there_after_a_restart(store: Store, place: Place)
 def test_one_process_has_a_store_open(store: Store, place: Place) -> None:
     with pytest.raises(StoreError, match="another process"):
         Store(place())
-
-
-def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    db = sqlite3.connect(tmp_path / "batches.db")
-    db.execute("PRAGMA user_version = 99")
-    db.close()
-    with pytest.raises(StoreError, match="99"):
-        Store(tmp_path)
-
-
-def test_a_database_of_an_earlier_version_is_brought_to_this_one(store: Store, place: Place) -> None:
-    store.add_batch(batch_of("b", "in"), 1)
-    store._database.change_schema(["ALTER TABLE batches DROP COLUMN weight"], 1)
-    again = reopened(store, place)
-    assert again.batch("b") == batch_of("b", "in")
-    again.add_batch(batch_of("c", "in", weight=2.5), 2)
-    again = reopened(again, place)
-    assert again.batch("c").weight == 2.5
-    again.close()
 
 
 def test_the_latest_weight_holds_for_the_open_batches_of_a_tenant(store: Store) -> None:
