@@ -5,8 +5,10 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, ParamSpec, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,6 +33,11 @@ from serve_app.batches.validate import ENDPOINTS
 logger = logging.getLogger("ray.serve")
 
 Handler = Callable[[Request], Awaitable[Response]]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS = 4
+"""Calls of the store and of the contents at once."""
 
 BODY_BYTES = 1 << 16
 """Most bytes of the body that creates a batch."""
@@ -113,6 +120,8 @@ class BatchAPI:
         self._scheduling = scheduling
         self._warnings = warnings
         self._clock = clock
+        # Threads of their own: those of the loop may be busy with the input and the end of large batches.
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -134,7 +143,7 @@ class BatchAPI:
         upload = await receive(request, self._content, self._limits.max_file_bytes)
         try:
             file = self._checked(upload, tenant)
-            await asyncio.to_thread(self._keep, upload, file)
+            await self._run(self._keep, upload, file)
         except BaseException:
             upload.discard()
             raise
@@ -184,7 +193,7 @@ class BatchAPI:
             raise _bad('order: must be "asc" or "desc"', "order")
         after = query.get("after")
         try:
-            page = await asyncio.to_thread(
+            page = await self._run(
                 self._store.files,
                 self._tenant(request),
                 after=after,
@@ -202,7 +211,7 @@ class BatchAPI:
     async def _file_content(self, request: Request) -> Response:
         file = await self._find_file(request)
         path = self._content.path(file.id)
-        if await asyncio.to_thread(self._content.size, file.id) != file.bytes:
+        if await self._run(self._content.size, file.id) != file.bytes:
             message = f"The content of the file {file.id!r} got lost on the server's disk"
             raise RequestError(500, "internal_error", message)
         kind = "application/octet-stream"
@@ -214,13 +223,13 @@ class BatchAPI:
     async def _delete_file(self, request: Request) -> Response:
         id = request.path_params["id"]
         try:
-            await asyncio.to_thread(self._store.remove_file, self._tenant(request), id)
+            await self._run(self._store.remove_file, self._tenant(request), id)
         except NotFoundError:
             raise _no_file(id) from None
         except InUseError:
             message = f"The file {id!r} is the input of a batch that has not ended; cancel that first"
             raise _conflict(message) from None
-        await asyncio.to_thread(self._content.remove, id)
+        await self._run(self._content.remove, id)
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
     async def _create_batch(self, request: Request) -> Response:
@@ -248,11 +257,11 @@ class BatchAPI:
             expires_at=now + window_s,
         )
         try:
-            file = await asyncio.to_thread(self._store.file, batch.tenant, batch.input_file)
+            file = await self._run(self._store.file, batch.tenant, batch.input_file)
             if file.purpose != "batch":
                 message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
                 raise _bad(message, "input_file_id")
-            await asyncio.to_thread(self._store.add_batch, batch, self._limits.max_open_batches)
+            await self._run(self._store.add_batch, batch, self._limits.max_open_batches)
         except NotFoundError:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
             raise _bad(message, "input_file_id") from None
@@ -266,9 +275,7 @@ class BatchAPI:
         after = request.query_params.get("after")
         limit = _limit(request, 20, MAX_BATCHES_PAGE)
         try:
-            page = await asyncio.to_thread(
-                self._store.batches, self._tenant(request), after=after, limit=limit
-            )
+            page = await self._run(self._store.batches, self._tenant(request), after=after, limit=limit)
         except NotFoundError:
             raise _bad(f"after: there is no batch {after!r}", "after") from None
         return JSONResponse(list_object(page, self._as_json))
@@ -281,13 +288,18 @@ class BatchAPI:
         if batch.state != "cancelling":
             now = int(self._clock())
             try:
-                batch = await asyncio.to_thread(self._store.move, batch.id, "cancelling", now)
+                batch = await self._run(self._store.move, batch.id, "cancelling", now)
             except StateError:
                 state = (await self._find_batch(request)).state
                 message = f"A batch that is {state} can't be cancelled"
                 raise _conflict(message) from None
             self._notice()
         return JSONResponse(self._as_json(batch))
+
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in one of the threads of the routes."""
+        call = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def _tenant(self, request: Request) -> str:
         return self._scheduling(request).tenant
@@ -298,14 +310,14 @@ class BatchAPI:
     async def _find_file(self, request: Request) -> File:
         id = request.path_params["id"]
         try:
-            return await asyncio.to_thread(self._store.file, self._tenant(request), id)
+            return await self._run(self._store.file, self._tenant(request), id)
         except NotFoundError:
             raise _no_file(id) from None
 
     async def _find_batch(self, request: Request) -> Batch:
         id = request.path_params["id"]
         try:
-            return await asyncio.to_thread(self._store.batch, id, self._tenant(request))
+            return await self._run(self._store.batch, id, self._tenant(request))
         except NotFoundError:
             message = f"There is no batch {id!r}"
             raise RequestError(404, "not_found_error", message, param="id") from None

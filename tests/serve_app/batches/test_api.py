@@ -1,6 +1,7 @@
 """The routes, called by OpenAI's client."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -357,6 +358,21 @@ async def test_a_content_that_got_lost_is_told(site: Site, client: openai.AsyncO
     site.content.path(file.id).unlink()
     with pytest.raises(openai.InternalServerError, match="got lost"):
         await client.files.content(file.id)
+
+
+async def test_requests_are_answered_while_the_threads_of_the_loop_are_busy(
+    site: Site, client: openai.AsyncOpenAI
+) -> None:
+    file = await upload(client, row("a"))
+    free = threading.Event()
+    busy = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(40)]
+    try:
+        async with asyncio.timeout(20):
+            assert (await client.files.retrieve(file.id)).id == file.id
+            assert [found async for found in client.batches.list()] == []
+    finally:
+        free.set()
+        await asyncio.gather(*busy)
 
 
 async def test_a_database_that_fails_is_told(site: Site, client: openai.AsyncOpenAI) -> None:
