@@ -25,6 +25,8 @@ from serve_app.batches.content import Contents
 from serve_app.batches.errors import DatabaseError, InUseError, NotFoundError, StateError, TooManyError
 from serve_app.batches.limits import DAY_S, Limits
 from serve_app.batches.objects import batch_object, file_object, list_object
+from serve_app.batches.result_stream import result_stream, written
+from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch, File
 from serve_app.batches.upload import Upload, receive
@@ -51,6 +53,7 @@ MAX_EXPIRY_S = 30 * DAY_S
 
 WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 NUMBER = re.compile(r"[0-9]{1,9}")
+OFFSET = re.compile(r"[0-9]{1,15}")
 
 
 class ExpiresAfter(BaseModel):
@@ -134,6 +137,8 @@ class BatchAPI:
             ("POST", "/v1/batches", self._create_batch),
             ("GET", "/v1/batches", self._list_batches),
             ("GET", "/v1/batches/{id}", self._batch),
+            ("GET", "/v1/batches/{id}/output", partial(self._results, errors=False)),
+            ("GET", "/v1/batches/{id}/errors", partial(self._results, errors=True)),
             ("POST", "/v1/batches/{id}/cancel", self._cancel_batch),
         ]
         return [Route(path, _answering(handler), methods=[method]) for method, path, handler in table]
@@ -282,6 +287,19 @@ class BatchAPI:
 
     async def _batch(self, request: Request) -> Response:
         return JSONResponse(self._as_json(await self._find_batch(request)))
+
+    async def _results(self, request: Request, errors: bool) -> Response:
+        batch = await self._find_batch(request)
+        id, size = written(batch, errors)
+        offset = request.query_params.get("offset", "0")
+        if not OFFSET.fullmatch(offset) or int(offset) > size:
+            raise _bad(f"offset: must be a number from 0 to the {size} bytes that there are", "offset")
+        if batch.state in ENDED and size and await self._run(self._content.size, id) != size:
+            raise _no_file(id)
+        pieces = result_stream(
+            self._content, batch, partial(self._run, self._store.batch, batch.id), errors, int(offset)
+        )
+        return StreamingResponse(pieces, media_type="application/jsonl")
 
     async def _cancel_batch(self, request: Request) -> Response:
         batch = await self._find_batch(request)

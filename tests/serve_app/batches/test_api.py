@@ -353,6 +353,29 @@ async def test_a_part_of_a_content_can_be_asked_for(site: Site, client: openai.A
     assert (answer.status_code, answer.content) == (206, b"345")
 
 
+async def test_results_can_be_read_while_they_are_written(site: Site, client: openai.AsyncOpenAI) -> None:
+    batch = await create(client, await upload(client, *map(row, ("a", "bad", "b"))))
+    path = f"/v1/batches/{batch.id}"
+    async with site.http() as http:
+        http.headers["authorization"] = "Bearer anna"
+        # It ends with the batch.
+        output = await http.get(f"{path}/output")
+        errors = await http.get(f"{path}/errors")
+        assert (await site.ended(client, batch.id)).status == "completed"
+        assert {from_json(line)["custom_id"] for line in output.content.splitlines()} == {"a", "b"}
+        assert [from_json(line)["custom_id"] for line in errors.content.splitlines()] == ["bad"]
+        size = len(output.content)
+        again = await http.get(f"{path}/output", params={"offset": size - 5})
+        assert again.content == output.content[-5:]
+        for offset in (str(size + 1), "-1", "x"):
+            wrong = await http.get(f"{path}/output", params={"offset": offset})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "offset")
+        other = await http.get(f"{path}/output", headers={"authorization": "Bearer ben"})
+        assert other.status_code == 404
+        await client.files.delete(site.store.batch(batch.id).output_file)
+        assert (await http.get(f"{path}/output")).status_code == 404
+
+
 async def test_a_content_that_got_lost_is_told(site: Site, client: openai.AsyncOpenAI) -> None:
     file = await upload(client, row("a"))
     site.content.path(file.id).unlink()

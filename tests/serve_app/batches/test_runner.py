@@ -348,6 +348,17 @@ async def test_an_input_that_is_gone_fails_the_batch_and_keeps_its_results(tmp_p
         assert len(bench.lines(batch)[0]) == batch.completed > 0
 
 
+async def test_an_output_that_is_gone_fails_the_batch(tmp_path: Path) -> None:
+    engine = Engine()
+    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(300)))
+        await bench.until(lambda: bench.store.batch("b").completed > 0)
+        bench.content.path(bench.store.batch("b").output_file).unlink()
+        batch = await bench.ended("b", state="failed")
+        assert batch.errors[0]["code"] == "content_lost"
+    assert len(engine.sent) < 300
+
+
 async def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
     engine = Engine()
     rows = [row(f"{number}" + "x" * 500) for number in range(9)]
