@@ -40,4 +40,4 @@ class Client(Protocol):
         """
 
     async def load(self) -> EngineLoad | None:
-        """Return the load of the engines that have rows from here; None where it isn't known."""
+        """Return the load of the engines that had rows since the last call; None: it isn't known."""

@@ -52,6 +52,7 @@ class EngineClient:
         self._engines = dict(engines)
         self._health = health
         self._asked: Counter[str] = Counter()
+        self._used: set[str] = set()
         self._suspects = asyncio.Lock()
         self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
 
@@ -67,6 +68,7 @@ class EngineClient:
         text = to_json(body)
         model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling))
         self._asked[model] += 1
+        self._used.add(model)
         try:
             return await self._send(model, request)
         finally:
@@ -92,8 +94,10 @@ class EngineClient:
                 await back_off(lost)
 
     async def load(self) -> EngineLoad | None:
-        """Return the load of the engines that have rows from here; None where it isn't known."""
-        found = await asyncio.gather(*map(self._replicas, +self._asked))
+        """Return the load of the engines that had rows since the last call; None: it isn't known."""
+        models = self._used | {model for model, rows in self._asked.items() if rows}
+        self._used.clear()
+        found = await asyncio.gather(*map(self._replicas, models))
         replicas = [replica for one in found for replica in one]
         return engine_load(replicas) if replicas else None
 

@@ -91,6 +91,7 @@ class Runner:
         self._in_flight = 0
         self._bytes = 0
         self._results: list[tuple[OpenBatch, Row, Result]] = []
+        self._unwritten = False
         self._to_write = asyncio.Event()
         self._sending = asyncio.Event()
         self._changed = asyncio.Event()
@@ -255,9 +256,11 @@ class Runner:
                 return str(error)
             except (OSError, DatabaseError) as error:
                 # Nothing is lost: the results stay in flight, so that few rows are sent meanwhile.
+                self._unwritten = True
                 logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
                 await asyncio.sleep(self._tick_s)
             else:
+                self._unwritten = False
                 return ""
 
     def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
@@ -313,17 +316,18 @@ class Runner:
         while True:
             await self._sending.wait()
             await asyncio.sleep(self._concurrency.interval_s)
-            if not self._sender.calls:
-                if not self._in_flight:
-                    self._sending.clear()
+            if not self._in_flight:
+                self._sending.clear()
                 continue
             try:
                 load = await self._client.load()
             except Exception as error:
                 logger.debug("batches: the load of the engines is not known: %r", error)
                 load = None
-            self._concurrency.observe(load, self._sender.calls)
-            self._changed.set()
+            if not self._unwritten:
+                # Results count until they are recorded: a slow disk takes more of them at once.
+                self._concurrency.observe(load, self._in_flight - self._sender.waiting)
+                self._changed.set()
 
     async def _tidy(self) -> None:
         while True:

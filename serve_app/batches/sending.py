@@ -28,13 +28,13 @@ class Sender:
         timeout_s: Seconds after which a try has failed.
 
     Attributes:
-        calls: Tries that are under way.
+        waiting: Rows that wait for their next try.
     """
 
     def __init__(
         self, client: Client, concurrency: Concurrency, backoff: Backoff, retries: int, timeout_s: float
     ) -> None:
-        self.calls = 0
+        self.waiting = 0
         self._client = client
         self._concurrency = concurrency
         self._backoff = backoff
@@ -63,11 +63,10 @@ class Sender:
                 if failures > self._retries:
                     return answered(batch.id, row, answer.status, answer.body)
             seen = self._answered[model]
-            await _wait(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
+            await self._wait(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
         return None
 
     async def _try(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
-        self.calls += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._client.send(endpoint, body, scheduling)
@@ -77,12 +76,13 @@ class Sender:
             failed = RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s")
         except Exception as error:
             failed = RequestError(503, "service_unavailable", f"{type(error).__name__}: {error}")
-        finally:
-            self.calls -= 1
         return Answer(failed.status, failed.body(), failed.retry_after_s, failed.final)
 
-
-async def _wait(stopping: asyncio.Event, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await stopping.wait()
+    async def _wait(self, stopping: asyncio.Event, seconds: float) -> None:
+        self.waiting += 1
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await stopping.wait()
+        finally:
+            self.waiting -= 1

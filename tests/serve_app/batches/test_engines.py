@@ -183,3 +183,8 @@ async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, 
             task.cancel()
     health["demo"] = ModelHealth(2, False, "")
     assert await client.load() is None
+    engines["demo"].answering = answer(complete(PLAIN, b"{}"))
+    await client.send(CHAT, BODY, ANNA)
+    # Rows that were answered meanwhile count: they may take less time than there is between two looks.
+    assert await client.load() == EngineLoad(4, 6)
+    assert await client.load() is None

@@ -80,6 +80,18 @@ async def test_a_try_that_takes_too_long_is_repeated() -> None:
     assert not result.is_error
 
 
+async def test_rows_that_wait_for_a_try_are_counted() -> None:
+    stopping = asyncio.Event()
+    sender = Sender(Script(Answer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0, 5.0)
+    sending = asyncio.create_task(sender.send(BATCH, ROW, stopping))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sender.waiting == 1
+    stopping.set()
+    assert await sending is None
+    assert sender.waiting == 0
+
+
 async def test_a_row_has_no_result_once_it_is_stopped() -> None:
     stopping = asyncio.Event()
     stopping.set()
