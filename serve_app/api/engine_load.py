@@ -43,12 +43,11 @@ def _free(batcher: JSON) -> int | None:
         return None
     running: int = batcher["running"]
     free: int = places - running
-    if running:
+    if tokens := batcher["running_cost"]:
         # Records reserve tokens too: as many as those that run have on average.
-        tokens: int = batcher["running_cost"]
         free = min(free, (batcher["capacity"] - tokens) * running // tokens)
-    if batcher["background_window"] is not None:
+    if (window := batcher.get("background_window")) is not None:
         # A goal for live traffic leaves fewer places to the tier of batch work.
-        free = min(free, batcher["background_window"] - batcher["background_running"])
+        free = min(free, window - batcher["background_running"])
     waiting: int = batcher["queue_depth"]
     return max(0, free - waiting)
