@@ -6,7 +6,15 @@ from serve_app.batches.failpoints import reach
 
 VERSION = 2
 
-UPGRADES: dict[int, tuple[str, ...]] = {1: ("ALTER TABLE batches ADD COLUMN weight DOUBLE PRECISION",)}
+UPGRADES: dict[int, tuple[str, ...]] = {
+    1: (
+        "ALTER TABLE batches ADD COLUMN weight DOUBLE PRECISION",
+        "ALTER TABLE batches ADD COLUMN input_tokens BIGINT NOT NULL DEFAULT 0",
+        "ALTER TABLE batches ADD COLUMN cached_tokens BIGINT NOT NULL DEFAULT 0",
+        "ALTER TABLE batches ADD COLUMN output_tokens BIGINT NOT NULL DEFAULT 0",
+        "ALTER TABLE batches ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
+    )
+}
 """Changes that bring a database of an earlier version to the next one."""
 
 SCHEMA = """
@@ -52,7 +60,11 @@ CREATE TABLE batches (
     expired_at {int},
     cancelling_at {int},
     cancelled_at {int},
-    weight DOUBLE PRECISION
+    weight DOUBLE PRECISION,
+    input_tokens {int} NOT NULL,
+    cached_tokens {int} NOT NULL,
+    output_tokens {int} NOT NULL,
+    reasoning_tokens {int} NOT NULL
 );
 CREATE INDEX batches_of_tenant ON batches (tenant, number);
 CREATE INDEX batches_by_state ON batches (state);

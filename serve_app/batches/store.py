@@ -276,8 +276,7 @@ class Store:
         with self._transaction() as db:
             db.change_many("INSERT INTO finished VALUES (?, ?)", [(batch.id, line) for line in lines])
             changed = db.change(
-                "UPDATE batches SET completed = completed + ?, failed = failed + ?, unrun = unrun + ?, "
-                "output_bytes = output_bytes + ?, error_bytes = error_bytes + ? "
+                f"UPDATE batches SET {', '.join(f'{name} = {name} + ?' for name in Counts._fields)} "
                 "WHERE id = ? AND output_bytes = ? AND error_bytes = ?",
                 *counts,
                 batch.id,

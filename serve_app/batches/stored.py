@@ -38,6 +38,7 @@ class Batch:
         completed: Rows in the output.
         failed: Rows in the error file.
         unrun: Those of the failed rows that were never run: the batch expired or was cancelled before.
+        input_tokens: Tokens that the answers report, as the three below; see `Tokens`.
         output_bytes: Valid length of the output; what the file has beyond it was written by a process that
             ended before its commit.
         error_bytes: The same of the error file.
@@ -73,16 +74,24 @@ class Batch:
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     weight: float | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Counts(NamedTuple):
-    """The addition of a group of finished rows to its batch."""
+    """The addition of a group of finished rows to its batch, by column."""
 
     completed: int
     failed: int
     unrun: int
     output_bytes: int
     error_bytes: int
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class Summary(NamedTuple):

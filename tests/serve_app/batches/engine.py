@@ -10,6 +10,9 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches.client import Answer
 
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+"""The usage of each answer."""
+
 
 def custom_id_of(body: JSON) -> str:
     """Return the `custom_id` of a row that `helpers.row` made."""
@@ -69,7 +72,7 @@ class Engine:
             self.running -= 1
         if status in (200, 400):
             self.final[custom_id] += 1
-        return Answer(status, {"echo": custom_id})
+        return Answer(status, {"echo": custom_id} | ({"usage": USAGE} if status == 200 else {}))
 
     async def load(self) -> EngineLoad | None:
         """Return the load, if the number of places is set."""

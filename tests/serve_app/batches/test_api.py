@@ -119,6 +119,14 @@ async def test_upload_create_poll_download(site: Site, client: openai.AsyncOpenA
     assert batch.request_counts is not None
     assert batch.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
     assert batch.metadata == {"night": "1"}
+    assert batch.usage is not None
+    assert batch.usage.model_dump() == {
+        "input_tokens": 6,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 10,
+    }
     assert batch.in_progress_at == batch.finalizing_at == batch.completed_at == NOW
     assert batch.output_file_id
     assert batch.error_file_id

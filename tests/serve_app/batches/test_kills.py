@@ -224,13 +224,15 @@ class Schedule:
         errors = _lines(store, content, batch, batch.error_file, batch.failed)
         assert sorted([*output, *errors]) == sorted(wanted)
         assert batch.total == batch.completed + batch.failed == len(wanted)
+        # Each answer of the double reports 3 and 2.
+        assert (batch.input_tokens, batch.output_tokens) == (3 * len(output), 2 * len(output))
         codes = Counter(line["error"]["code"] for line in errors.values() if line["error"])
         assert codes.total() == batch.unrun
         assert set(codes) <= {"batch_cancelled" if batch.state == "cancelled" else "batch_expired"}
         assert (batch.state == "expired") == (batch.state != "cancelled" and batch.unrun > 0)
         for custom_id, line in output.items():
             assert line["response"]["status_code"] == 200
-            assert line["response"]["body"] == {"echo": custom_id}
+            assert line["response"]["body"]["echo"] == custom_id
             assert self.engine.final[custom_id]
 
 

@@ -17,7 +17,7 @@ from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
-from tests.serve_app.batches.engine import Engine
+from tests.serve_app.batches.engine import USAGE, Engine
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, opened, put, row, text_of
 
 
@@ -106,7 +106,11 @@ async def test_rows_are_sent_as_flex_and_their_answers_written(tmp_path: Path) -
     assert output["y"] == {
         "id": "batch_req_b_3",
         "custom_id": "y",
-        "response": {"status_code": 200, "request_id": "batch_req_b_3", "body": {"echo": "y"}},
+        "response": {
+            "status_code": 200,
+            "request_id": "batch_req_b_3",
+            "body": {"echo": "y", "usage": USAGE},
+        },
         "error": None,
     }
     assert errors == {}
