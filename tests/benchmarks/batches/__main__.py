@@ -18,7 +18,7 @@ from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import BatchesSettings
-from serve_app.system.garbage_collection import freeze_heap
+from serve_app.system.garbage_collection import quiet_collection
 from tests.benchmarks import report
 from tests.benchmarks.batches.engines import MODEL, Handle, client_of
 from tests.benchmarks.measuring import Row, Table, progress
@@ -151,7 +151,7 @@ async def measure(options: argparse.Namespace, folder: Path, turns: Turns) -> Ta
     handle = Handle(options.places, options.row_s, options.answer_bytes)
     opened = await BatchService.open(settings, client_of(handle), {MODEL})
     service = Service(opened)
-    freeze_heap()
+    quiet_collection()
     baseline = psutil.Process().memory_info().rss / 2**20
     tenants = [f"tenant-{number}" for number in range(options.batches)]
     uploads, files = [], []
