@@ -262,6 +262,7 @@ class Runner:
             try:
                 await asyncio.to_thread(record, self._store, self._content, id, results)
             except ContentLostError as error:
+                self._unwritten = False
                 return str(error)
             except (OSError, DatabaseError) as error:
                 # Nothing is lost: the results stay in flight, so that few rows are sent meanwhile.
