@@ -150,7 +150,7 @@ class Schedule:
                 clock=lambda: self.now,
                 tick_s=TICK_S,
             )
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await self._work(store, content, runner)
         finally:
             if runner is not None:
