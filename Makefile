@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve test test-all pytest service-tests library-tests lint format bench-batcher bench-serve bench-goals bench-driver bench-gpu soak clean
+.PHONY: help install serve test test-all pytest service-tests library-tests lint format bench-batcher bench-serve bench-goals bench-batches bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ bench-serve: install .venv/bench ## Measure the service beside others; ARGS="--q
 
 bench-goals: install .venv/bench ## Measure live traffic beside batch work; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.goals $(ARGS)
+
+bench-batches: install ## Measure the batch API under its largest files; ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.batches $(ARGS)
 
 bench-driver: install ## Measure the driver; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.driver $(ARGS)

@@ -5,10 +5,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from serve_app.api.engine_load import EngineLoad
+
 Clock = Callable[[], float]
 
 RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 """Statuses after which another try may succeed."""
+
+GROWING_S, STEADY_S = 0.25, 1.0
+"""Seconds between two looks at the load of the engines, while a limit grows and otherwise."""
+
+CAREFUL_S = 30.0
+"""Seconds after a refusal in which free places say nothing."""
+
+GROWTH = 4
+"""Times by which a limit grows at once, at most."""
+
+BINDING = 0.75
+"""Share of a limit that is in use if the limit is what holds calls back; some have just ended."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,6 +63,7 @@ class Fixed:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
+        self.interval_s = STEADY_S
 
     def answered(self) -> None:
         """Note a call that was answered."""
@@ -56,36 +71,45 @@ class Fixed:
     def refused(self, retry_after_s: float | None) -> None:
         """Note a call that was answered 429."""
 
-    def observe(self, running: int, waiting: int) -> None:
-        """Note the numbers of records in the batchers."""
+    def observe(self, load: EngineLoad | None, calls: int) -> None:
+        """Note the load of the engines, and the calls that they have."""
 
 
 class Auto:
     """A limit on concurrent calls that adapts, so that the batchers stay busy with a short queue.
 
     The aim is about as many waiting records as running ones, so that a record is at hand whenever one ends.
-    With fewer waiting the limit grows by a quarter, with more than three times as many it shrinks by one. A
-    429 halves it, at most once within the service's `Retry-After`.
+    With fewer waiting the limit grows by a quarter; if the engines have more free places than that, by as
+    many calls as fill these, but at most fourfold, so that each step is seen before the next. What fills a
+    free place runs at once: it stands in no queue, and takes no place that a goal keeps for live traffic.
+    With more than three times as many waiting the limit shrinks by one. A 429 halves it, at most once within
+    the service's `Retry-After`, and growth is by a quarter for a while: there is a bound that isn't known.
 
     Args:
         first: Limit at the start.
         most: Highest limit.
+        records: Records of a call.
         clock: Monotonic clock, in seconds.
 
     Attributes:
         limit: Most calls at once.
+        interval_s: Seconds until the next look at the engines is of use.
     """
 
-    def __init__(self, first: int = 4, most: int = 256, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, first: int = 4, most: int = 256, *, records: int = 1, clock: Clock = time.monotonic
+    ) -> None:
         self.limit = first
+        self.interval_s = GROWING_S
         self._most = most
+        self._records = records
         self._clock = clock
-        self._answered = 0
-        self._quiet_until = float("-inf")
+        self._answered = False
+        self._quiet_until = self._careful_until = float("-inf")
 
     def answered(self) -> None:
         """Note a call that was answered."""
-        self._answered += 1
+        self._answered = True
 
     def refused(self, retry_after_s: float | None) -> None:
         """Note a call that was answered 429."""
@@ -93,16 +117,34 @@ class Auto:
         if now >= self._quiet_until:
             self.limit = max(1, self.limit // 2)
             self._quiet_until = now + max(1.0, retry_after_s or 0.0)
+            self._careful_until = self._quiet_until + CAREFUL_S
 
-    def observe(self, running: int, waiting: int) -> None:
-        """Note the numbers of records in the batchers."""
-        # Before the first answer nothing is known about the service's capacity.
-        if self._clock() < self._quiet_until or not self._answered:
+    def observe(self, load: EngineLoad | None, calls: int) -> None:
+        """Note the load of the engines.
+
+        Args:
+            load: The load; None: it isn't known, so that refusals alone tell what the engines take.
+            calls: Calls that they have from here.
+        """
+        self.interval_s = STEADY_S
+        running, waiting, free = load or (calls * self._records, 0, None)
+        now = self._clock()
+        if now < self._quiet_until:
             return
-        if waiting < max(running, 1):
-            self.limit = min(self._most, self.limit + max(1, self.limit // 4))
-        elif waiting > 3 * max(running, 1):
+        fills = now >= self._careful_until and (running > 0 or self._answered)
+        if waiting > 3 * max(running, 1):
             self.limit = max(1, self.limit - 1)
+        elif waiting < max(running, 1) and calls >= BINDING * self.limit:
+            before = self.limit
+            self.limit = min(self._most, before + self._step(free or 0 if fills else 0))
+            if load is not None and fills and self.limit > before:
+                self.interval_s = GROWING_S
+
+    def _step(self, free: int) -> int:
+        """Return by how much the limit grows, with so many free places."""
+        # Before the first answer nothing is known about the capacity, but for free places beside what runs.
+        step = max(1, self.limit // 4) if self._answered else 0
+        return max(step, min((GROWTH - 1) * self.limit, -(-free // self._records)))
 
 
 Concurrency = Fixed | Auto

@@ -5,36 +5,45 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, ParamSpec, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serve_app.api.errors import RequestError, error_response
 from serve_app.api.pacing import Clock
 from serve_app.api.protocol import JSON, parse_body
-from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
+from serve_app.api.small_body import small_body
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import DatabaseError, InUseError, NotFoundError, StateError, TooManyError
 from serve_app.batches.limits import DAY_S, Limits
 from serve_app.batches.objects import batch_object, file_object, list_object
-from serve_app.batches.store import Batch, File, Store
+from serve_app.batches.result_stream import result_stream, written
+from serve_app.batches.states import ENDED
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch, File
 from serve_app.batches.upload import Upload, receive
 from serve_app.batches.validate import ENDPOINTS
 
 logger = logging.getLogger("ray.serve")
 
 Handler = Callable[[Request], Awaitable[Response]]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THREADS = 4
+"""Calls of the store and of the contents at once."""
 
 BODY_BYTES = 1 << 16
 """Most bytes of the body that creates a batch."""
 
-BODY_S = 60.0
-"""Seconds until such a body has to be here."""
 
 MAX_FILES_PAGE = 10_000
 MAX_BATCHES_PAGE = 100
@@ -44,6 +53,7 @@ MAX_EXPIRY_S = 30 * DAY_S
 
 WINDOW = re.compile(r"([1-9][0-9]{0,3})([hd])")
 NUMBER = re.compile(r"[0-9]{1,9}")
+OFFSET = re.compile(r"[0-9]{1,15}")
 
 
 class ExpiresAfter(BaseModel):
@@ -73,12 +83,13 @@ class BatchRequest(BaseModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-def tenant_of(request: Request) -> str:
-    """Return the tenant of a request, as for every other route."""
+def request_scheduling(request: Request) -> Scheduling:
+    """Return the scheduling of a request, as for every other route."""
     headers = request.scope["headers"]
     if (caller := request.scope.get("caller")) is not None:
-        return str(caller.scheduling(headers, SchedulingFields()).tenant)
-    return scheduling_of(headers, SchedulingFields()).tenant
+        scheduling: Scheduling = caller.scheduling(headers, SchedulingFields())
+        return scheduling
+    return scheduling_of(headers, SchedulingFields())
 
 
 class BatchAPI:
@@ -89,7 +100,7 @@ class BatchAPI:
         content: The contents.
         notice: Called when a batch was added or cancelled.
         limits: Limits on files and batches.
-        tenant: Returns the tenant of a request, who sees its own files and batches only.
+        scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
         warnings: Returns messages about batches, by id.
         clock: Seconds since the epoch.
     """
@@ -101,7 +112,7 @@ class BatchAPI:
         notice: Callable[[], None],
         *,
         limits: Limits | None = None,
-        tenant: Callable[[Request], str] = tenant_of,
+        scheduling: Callable[[Request], Scheduling] = request_scheduling,
         warnings: Callable[[], Mapping[str, str]] = dict,
         clock: Clock = time.time,
     ) -> None:
@@ -109,9 +120,11 @@ class BatchAPI:
         self._content = content
         self._notice = notice
         self._limits = limits or Limits()
-        self._tenant = tenant
+        self._scheduling = scheduling
         self._warnings = warnings
         self._clock = clock
+        # Threads of their own: those of the loop may be busy with the input and the end of large batches.
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -124,6 +137,8 @@ class BatchAPI:
             ("POST", "/v1/batches", self._create_batch),
             ("GET", "/v1/batches", self._list_batches),
             ("GET", "/v1/batches/{id}", self._batch),
+            ("GET", "/v1/batches/{id}/output", partial(self._results, errors=False)),
+            ("GET", "/v1/batches/{id}/errors", partial(self._results, errors=True)),
             ("POST", "/v1/batches/{id}/cancel", self._cancel_batch),
         ]
         return [Route(path, _answering(handler), methods=[method]) for method, path, handler in table]
@@ -133,7 +148,7 @@ class BatchAPI:
         upload = await receive(request, self._content, self._limits.max_file_bytes)
         try:
             file = self._checked(upload, tenant)
-            await asyncio.to_thread(self._keep, upload, file)
+            await self._run(self._keep, upload, file)
         except BaseException:
             upload.discard()
             raise
@@ -183,7 +198,7 @@ class BatchAPI:
             raise _bad('order: must be "asc" or "desc"', "order")
         after = query.get("after")
         try:
-            page = await asyncio.to_thread(
+            page = await self._run(
                 self._store.files,
                 self._tenant(request),
                 after=after,
@@ -201,7 +216,7 @@ class BatchAPI:
     async def _file_content(self, request: Request) -> Response:
         file = await self._find_file(request)
         path = self._content.path(file.id)
-        if await asyncio.to_thread(self._content.size, file.id) != file.bytes:
+        if await self._run(self._content.size, file.id) != file.bytes:
             message = f"The content of the file {file.id!r} got lost on the server's disk"
             raise RequestError(500, "internal_error", message)
         kind = "application/octet-stream"
@@ -213,18 +228,18 @@ class BatchAPI:
     async def _delete_file(self, request: Request) -> Response:
         id = request.path_params["id"]
         try:
-            await asyncio.to_thread(self._store.remove_file, self._tenant(request), id)
+            await self._run(self._store.remove_file, self._tenant(request), id)
         except NotFoundError:
             raise _no_file(id) from None
         except InUseError:
             message = f"The file {id!r} is the input of a batch that has not ended; cancel that first"
             raise _conflict(message) from None
-        await asyncio.to_thread(self._content.remove, id)
+        await self._run(self._content.remove, id)
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
     async def _create_batch(self, request: Request) -> Response:
-        tenant = self._tenant(request)
-        body = parse_body(BatchRequest, await _small_body(request))
+        scheduling = self._scheduling(request)
+        body = parse_body(BatchRequest, await small_body(request, BODY_BYTES))
         if body.endpoint not in ENDPOINTS:
             raise _bad(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
         window_s = self._window_s(body.completion_window)
@@ -234,7 +249,8 @@ class BatchAPI:
             retention_s = body.output_expires_after.seconds
         batch = Batch(
             id=f"batch_{uuid4().hex}",
-            tenant=tenant,
+            tenant=scheduling.tenant,
+            weight=scheduling.weight,
             endpoint=body.endpoint,
             input_file=body.input_file_id,
             output_file=_file_id(),
@@ -246,11 +262,11 @@ class BatchAPI:
             expires_at=now + window_s,
         )
         try:
-            file = await asyncio.to_thread(self._store.file, tenant, batch.input_file)
+            file = await self._run(self._store.file, batch.tenant, batch.input_file)
             if file.purpose != "batch":
                 message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
                 raise _bad(message, "input_file_id")
-            await asyncio.to_thread(self._store.add_batch, batch, self._limits.max_open_batches)
+            await self._run(self._store.add_batch, batch, self._limits.max_open_batches)
         except NotFoundError:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
             raise _bad(message, "input_file_id") from None
@@ -264,9 +280,7 @@ class BatchAPI:
         after = request.query_params.get("after")
         limit = _limit(request, 20, MAX_BATCHES_PAGE)
         try:
-            page = await asyncio.to_thread(
-                self._store.batches, self._tenant(request), after=after, limit=limit
-            )
+            page = await self._run(self._store.batches, self._tenant(request), after=after, limit=limit)
         except NotFoundError:
             raise _bad(f"after: there is no batch {after!r}", "after") from None
         return JSONResponse(list_object(page, self._as_json))
@@ -274,12 +288,25 @@ class BatchAPI:
     async def _batch(self, request: Request) -> Response:
         return JSONResponse(self._as_json(await self._find_batch(request)))
 
+    async def _results(self, request: Request, errors: bool) -> Response:
+        batch = await self._find_batch(request)
+        id, size = written(batch, errors)
+        offset = request.query_params.get("offset", "0")
+        if not OFFSET.fullmatch(offset) or int(offset) > size:
+            raise _bad(f"offset: must be a number from 0 to the {size} bytes that there are", "offset")
+        if batch.state in ENDED and size and await self._run(self._content.size, id) != size:
+            raise _no_file(id)
+        pieces = result_stream(
+            self._content, batch, partial(self._run, self._store.batch, batch.id), errors, int(offset)
+        )
+        return StreamingResponse(pieces, media_type="application/jsonl")
+
     async def _cancel_batch(self, request: Request) -> Response:
         batch = await self._find_batch(request)
         if batch.state != "cancelling":
             now = int(self._clock())
             try:
-                batch = await asyncio.to_thread(self._store.move, batch.id, "cancelling", now)
+                batch = await self._run(self._store.move, batch.id, "cancelling", now)
             except StateError:
                 state = (await self._find_batch(request)).state
                 message = f"A batch that is {state} can't be cancelled"
@@ -287,20 +314,28 @@ class BatchAPI:
             self._notice()
         return JSONResponse(self._as_json(batch))
 
+    async def _run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function in one of the threads of the routes."""
+        call = partial(function, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _tenant(self, request: Request) -> str:
+        return self._scheduling(request).tenant
+
     def _as_json(self, batch: Batch) -> JSON:
         return batch_object(batch, self._warnings().get(batch.id))
 
     async def _find_file(self, request: Request) -> File:
         id = request.path_params["id"]
         try:
-            return await asyncio.to_thread(self._store.file, self._tenant(request), id)
+            return await self._run(self._store.file, self._tenant(request), id)
         except NotFoundError:
             raise _no_file(id) from None
 
     async def _find_batch(self, request: Request) -> Batch:
         id = request.path_params["id"]
         try:
-            return await asyncio.to_thread(self._store.batch, id, self._tenant(request))
+            return await self._run(self._store.batch, id, self._tenant(request))
         except NotFoundError:
             message = f"There is no batch {id!r}"
             raise RequestError(404, "not_found_error", message, param="id") from None
@@ -333,23 +368,6 @@ def _answering(handler: Handler) -> Handler:
         return error_response(failed, request.url.path)
 
     return answer
-
-
-async def _small_body(request: Request) -> bytes:
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > BODY_BYTES:
-                    message = f"The body is larger than the limit of {BODY_BYTES} bytes"
-                    raise RequestError(413, "request_too_large", message)
-    except TimeoutError:
-        message = f"The body was not here after {BODY_S:g} s"
-        raise RequestError(408, "timeout_error", message) from None
-    except ClientDisconnect:
-        raise _bad("The body ended early") from None
-    return bytes(body)
 
 
 def _limit(request: Request, usual: int, most: int) -> int:

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple, Protocol
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 
 
 class Answer(NamedTuple):
@@ -21,28 +23,21 @@ class Answer(NamedTuple):
     final: bool = False
 
 
-class Load(NamedTuple):
-    """Records in the batchers of all engines."""
-
-    running: int
-    waiting: int
-
-
 class Client(Protocol):
     """A way to the engines."""
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Send a row and return its answer.
 
         Args:
             endpoint: The route, such as `/v1/chat/completions`.
             body: The body of the request.
-            tenant: The tenant that it is for.
+            scheduling: Its tier, its tenant, and the tenant's weight.
 
         Raises:
             RequestError: The same as an answer with its status.
             Exception: The engine couldn't be reached.
         """
 
-    async def load(self) -> Load | None:
-        """Return the records in the batchers; None where that isn't known."""
+    async def load(self) -> EngineLoad | None:
+        """Return the load of the engines that had rows since the last call; None: it isn't known."""

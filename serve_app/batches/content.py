@@ -76,7 +76,7 @@ class Contents(Protocol):
 
     def seal(self, id: str, size: int) -> None: ...
 
-    def pieces(self, id: str, size: int) -> Iterator[bytes]: ...
+    def pieces(self, id: str, size: int, start: int = 0) -> Iterator[bytes]: ...
 
     def remove(self, id: str) -> None: ...
 
@@ -166,8 +166,8 @@ class Content:
             return
         self.append(id, size, b"")
 
-    def pieces(self, id: str, size: int) -> Iterator[bytes]:
-        """Yield the first `size` bytes of a content.
+    def pieces(self, id: str, size: int, start: int = 0) -> Iterator[bytes]:
+        """Yield the first `size` bytes of a content, without the first `start` ones.
 
         Raises:
             ContentLostError: The content is missing, or shorter.
@@ -177,11 +177,12 @@ class Content:
         except FileNotFoundError:
             raise ContentLostError(f"the content of {id} is gone") from None
         with file:
-            while size:
-                piece = file.read(min(PIECE_BYTES, size))
+            file.seek(start)
+            while start < size:
+                piece = file.read(min(PIECE_BYTES, size - start))
                 if not piece:
                     raise ContentLostError(f"the content of {id} is shorter than it was")
-                size -= len(piece)
+                start += len(piece)
                 yield piece
 
     def remove(self, id: str) -> None:

@@ -50,8 +50,8 @@ class Database(Protocol):
     def version(self) -> int:
         """Return the version of the schema; 0: there is none."""
 
-    def create(self, statements: Sequence[str], version: int) -> None:
-        """Make the tables, all or none."""
+    def change_schema(self, statements: Sequence[str], version: int) -> None:
+        """Make or change tables, and note the version that they have then: all or nothing."""
 
     def close(self) -> None:
         """Close it."""
@@ -120,8 +120,8 @@ class SQLite:
         """Return the version of the schema; 0: there is none."""
         return int(self.rows("PRAGMA user_version")[0]["user_version"])
 
-    def create(self, statements: Sequence[str], version: int) -> None:
-        """Make the tables, all or none."""
+    def change_schema(self, statements: Sequence[str], version: int) -> None:
+        """Make or change tables, and note the version that they have then: all or nothing."""
         script = ";\n".join(statements)
         with self._lock, _translated():
             self._db.executescript(f"BEGIN; {script}; PRAGMA user_version = {version}; COMMIT")

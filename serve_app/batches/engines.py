@@ -2,34 +2,35 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
+from serve_app.api.engine_load import EngineLoad, engine_load
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
-from serve_app.batches.client import Answer, Load
+from serve_app.api.scheduling import Scheduling
+from serve_app.batches.client import Answer
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import Health
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.poison import MAX_LOST, PoisonError
 from serve_app.ingress.proxy import unavailable
+from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.retry import back_off, ran_there
 from serve_app.ingress.routing import GENERATE, Routing
 from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
-from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")
-
-STATS_TIMEOUT_S = 5.0
 
 HEADERS = [(b"content-type", b"application/json")]
 
@@ -50,10 +51,12 @@ class EngineClient:
         self._routing = Routing(settings.models)
         self._engines = dict(engines)
         self._health = health
+        self._asked: Counter[str] = Counter()
+        self._used: set[str] = set()
         self._suspects = asyncio.Lock()
         self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Send a row and return its answer.
 
         A row that loses an Engine is sent to another one. One that loses the second too may be what they die
@@ -63,7 +66,15 @@ class EngineClient:
             RequestError: The row is wrong, or no Engine could answer it.
         """
         text = to_json(body)
-        model, request = await look(len(text), lambda: self._request(endpoint, text, tenant))
+        model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling))
+        self._asked[model] += 1
+        self._used.add(model)
+        try:
+            return await self._send(model, request)
+        finally:
+            self._asked[model] -= 1
+
+    async def _send(self, model: str, request: RelayRequest) -> Answer:
         lost = 0
         while True:
             try:
@@ -82,30 +93,21 @@ class EngineClient:
                     raise PoisonError("it is not tried again") from error
                 await back_off(lost)
 
-    async def load(self) -> Load | None:
-        """Return the records in the batchers; None where that isn't known."""
-        found = await asyncio.gather(*map(self._load, self._engines))
-        known = [load for load in found if load is not None]
-        if not known:
-            return None
-        return Load(sum(load.running for load in known), sum(load.waiting for load in known))
+    async def load(self) -> EngineLoad | None:
+        """Return the load of the engines that had rows since the last call; None: it isn't known."""
+        models = self._used | {model for model, rows in self._asked.items() if rows}
+        self._used.clear()
+        found = await asyncio.gather(*map(self._replicas, models))
+        replicas = [replica for one in found for replica in one]
+        return engine_load(replicas) if replicas else None
 
-    async def _load(self, model: str) -> Load | None:
+    async def _replicas(self, model: str) -> list[JSON]:
         try:
-            # A broadcast to a model without replicas would wait for one.
-            if not (await self._health.read()).replicas(model):
-                return None
-            broadcast = self._engines[model].options(_by_reference=True).broadcast("stats")
-            batchers = [one["batcher"] for one in await broadcast.results_async(timeout_s=STATS_TIMEOUT_S)]
-        except asyncio.CancelledError:
-            if cancellation.is_own():
-                raise
-            return None
+            return await replica_stats(self._engines[model], partial(self._health.running, model))
         except Exception:
-            return None
-        return Load(sum(one["running"] for one in batchers), sum(one["queue_depth"] for one in batchers))
+            return []
 
-    def _request(self, endpoint: str, text: bytes, tenant: str) -> tuple[str, RelayRequest]:
+    def _request(self, endpoint: str, text: bytes, scheduling: Scheduling) -> tuple[str, RelayRequest]:
         content = read_json(text, self._limits)
         name: str | None
         key: RoutingKey
@@ -121,7 +123,7 @@ class EngineClient:
             b"",
             HEADERS,
             text,
-            Scheduling(TIER_PRIORITY["flex"], tenant),
+            scheduling,
             max_tokens=self._limits.max_tokens,
             prefix=key.prefix,
             tokens=key.tokens,
@@ -132,7 +134,7 @@ class EngineClient:
         """Send a request to one Engine and return its answer."""
 
         async def served() -> bool:
-            return (await self._health.read()).replicas(model) > 0
+            return await self._health.running(model) > 0
 
         messages = self._relays[model].remote(request)
         assert isinstance(messages, DeploymentResponseGenerator)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serve_app.batches.store import Batch
+from serve_app.batches.stored import Batch
 
 MARGIN = 1.1
 """A batch is late if it takes so much more than its window allows: the rate is a measurement."""
@@ -16,8 +16,9 @@ def remaining(batch: Batch) -> int:
 def late(batches: Sequence[Batch], rate: float, now: float) -> dict[str, str]:
     """Return a message for each batch that won't end within its window at this rate, by id.
 
-    A tenant's batches go one after the other, and tenants get like shares; so a batch waits for the earlier
-    ones of its tenant, and for as many rows of each other tenant, as far as these have so many.
+    A tenant's batches go one after the other, and tenants have shares by weight; so a batch waits for the
+    earlier ones of its tenant, and meanwhile for rows of each other tenant as their shares are, as far as it
+    has so many.
 
     Args:
         batches: The open batches, the earliest first.
@@ -28,13 +29,18 @@ def late(batches: Sequence[Batch], rate: float, now: float) -> dict[str, str]:
         return {}
     running = [batch for batch in batches if batch.state == "in_progress"]
     rows: dict[str, int] = {}
+    weights = {batch.tenant: batch.weight or 1.0 for batch in running}
     for batch in running:
         rows[batch.tenant] = rows.get(batch.tenant, 0) + remaining(batch)
     found = {}
     ahead: dict[str, int] = {}
     for batch in running:
         own = ahead[batch.tenant] = ahead.get(batch.tenant, 0) + remaining(batch)
-        others = sum(min(own, count) for tenant, count in rows.items() if tenant != batch.tenant)
+        others = sum(
+            min(own * weights[tenant] / weights[batch.tenant], count)
+            for tenant, count in rows.items()
+            if tenant != batch.tenant
+        )
         needed_s = (own + others) / rate
         left_s = max(0.0, batch.expires_at - now)
         if needed_s > left_s * MARGIN:

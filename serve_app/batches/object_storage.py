@@ -122,17 +122,17 @@ class ObjectContent:
                 draft.discard()
         self._remove_parts(id)
 
-    def pieces(self, id: str, size: int) -> Iterator[bytes]:
-        """Yield the first `size` bytes of a content.
+    def pieces(self, id: str, size: int, start: int = 0) -> Iterator[bytes]:
+        """Yield the first `size` bytes of a content, without the first `start` ones.
 
         Raises:
             ContentLostError: The content is missing, or shorter.
         """
         if self.size(id) is None:
-            yield from self._joined(id, size)
+            yield from self._joined(id, size, start)
             return
         with self.path(id).open("rb") as file:
-            yield from _read(id, file, size)
+            yield from _read(id, file, size, start)
 
     def remove(self, id: str) -> None:
         """Delete a content, if it is there."""
@@ -146,13 +146,16 @@ class ObjectContent:
         """Return the ids of all contents."""
         return {name for folder in (self._files, self._parts) for name in self._names(folder)}
 
-    def _joined(self, id: str, size: int) -> Iterator[bytes]:
+    def _joined(self, id: str, size: int, start: int = 0) -> Iterator[bytes]:
         parts = self._sizes(id)
-        for start in _chain(id, parts, size):
+        for at in _chain(id, parts, size):
+            length = min(parts[at], size - at)
+            if at + length <= start:
+                continue
             with _translated():
-                file = self._fs.open(self._part(id, start), "rb")
+                file = self._fs.open(self._part(id, at), "rb")
             with file:
-                yield from _read(id, file, min(parts[start], size - start))
+                yield from _read(id, file, length, max(0, start - at))
 
     def _remove_parts(self, id: str) -> None:
         with _translated():
@@ -199,13 +202,16 @@ def _chain(id: str, parts: dict[int, int], size: int) -> list[int]:
     return chain
 
 
-def _read(id: str, file: IO[bytes], size: int) -> Iterator[bytes]:
-    while size:
+def _read(id: str, file: IO[bytes], size: int, start: int) -> Iterator[bytes]:
+    if start:
         with _translated():
-            piece = file.read(min(PIECE_BYTES, size))
+            file.seek(start)
+    while start < size:
+        with _translated():
+            piece = file.read(min(PIECE_BYTES, size - start))
         if not piece:
             raise ContentLostError(f"the content of {id} is shorter than it was")
-        size -= len(piece)
+        start += len(piece)
         yield piece
 
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.states import ENDED
-from serve_app.batches.store import Batch, File, Page
+from serve_app.batches.stored import Batch, File, Page
 
 ItemT = TypeVar("ItemT", File, Batch)
 
@@ -59,6 +59,13 @@ def batch_object(batch: Batch, warning: str | None = None) -> JSON:
         "error_file_id": batch.error_file if ended and batch.error_bytes else None,
         **{name: getattr(batch, name) for name in TIMES},
         "request_counts": {"total": batch.total, "completed": batch.completed, "failed": batch.failed},
+        "usage": {
+            "input_tokens": batch.input_tokens,
+            "input_tokens_details": {"cached_tokens": batch.cached_tokens},
+            "output_tokens": batch.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": batch.reasoning_tokens},
+            "total_tokens": batch.input_tokens + batch.output_tokens,
+        },
         "metadata": batch.metadata or None,
         **({"warnings": [warning]} if warning and not ended else {}),
     }

@@ -5,7 +5,7 @@ from collections import deque
 
 from serve_app.batches.lines import Position
 from serve_app.batches.rows import Row
-from serve_app.batches.store import Batch
+from serve_app.batches.stored import Batch
 
 
 class OpenBatch:

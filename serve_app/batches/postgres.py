@@ -83,12 +83,13 @@ class Postgres:
             return 0
         return int(self.rows("SELECT version FROM saturate_version")[0]["version"])
 
-    def create(self, statements: Sequence[str], version: int) -> None:
-        """Make the tables, all or none."""
+    def change_schema(self, statements: Sequence[str], version: int) -> None:
+        """Make or change tables, and note the version that they have then: all or nothing."""
         with self.transaction() as transaction:
             for statement in statements:
                 transaction.change(statement)
-            transaction.change("CREATE TABLE saturate_version (version BIGINT NOT NULL)")
+            transaction.change("CREATE TABLE IF NOT EXISTS saturate_version (version BIGINT NOT NULL)")
+            transaction.change("DELETE FROM saturate_version")
             transaction.change("INSERT INTO saturate_version VALUES (?)", version)
 
     def close(self) -> None:

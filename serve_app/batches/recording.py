@@ -7,7 +7,9 @@ from serve_app.batches.limits import Limits
 from serve_app.batches.lines import SLICE_LINES, Position, read_slice
 from serve_app.batches.rows import CANCELLED, EXPIRED, Result, Row, unrun
 from serve_app.batches.states import State
-from serve_app.batches.store import Batch, Counts, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch, Counts
+from serve_app.batches.tokens import together
 
 CLOSING_LINES = 2000
 """Rows that get their result in one commit when a batch ends without them."""
@@ -45,7 +47,8 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
         content.append(batch.error_file, batch.error_bytes, errors)
     failed = sum(result.is_error for result in new)
     never_run = sum(result.is_unrun for result in new)
-    counts = Counts(len(new) - failed, failed, never_run, len(output), len(errors))
+    tokens = together(result.tokens for result in new)
+    counts = Counts(len(new) - failed, failed, never_run, len(output), len(errors), *tokens)
     store.finish(batch, [result.line for result in new], counts)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
+from serve_app.batches.tokens import NO_TOKENS, Tokens, tokens_of
 
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window ended.")
 CANCELLED = ("batch_cancelled", "The batch was cancelled before this request was executed.")
@@ -35,19 +36,22 @@ class Result(NamedTuple):
         text: Line of the output or the error file.
         is_error: Whether it belongs into the error file.
         is_unrun: Whether the row was never run.
+        tokens: Tokens that the answer reports.
     """
 
     line: int
     text: bytes
     is_error: bool
     is_unrun: bool = False
+    tokens: Tokens = NO_TOKENS
 
 
 def answered(batch: str, row: Row, status: int, body: JSON) -> Result:
     """Return the result of a row that the engine answered, or refused."""
     id = _id(batch, row)
     response = {"status_code": status, "request_id": id, "body": body}
-    return Result(row.line, _line(id, row, response, None), not 200 <= status < 300)
+    text = _line(id, row, response, None)
+    return Result(row.line, text, not 200 <= status < 300, tokens=tokens_of(body))
 
 
 def unrun(batch: str, row: Row, reason: tuple[str, str]) -> Result:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 
 from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
@@ -18,13 +17,18 @@ from serve_app.batches.recording import close, record, unfinished
 from serve_app.batches.retention import remove_expired
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
-from serve_app.batches.store import Batch, Store
+from serve_app.batches.shares import Shares
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch
 from serve_app.batches.validate import batch_error, validate
 
 logger = logging.getLogger("ray.serve")
 
 LOW_ROWS = 64
 """Rows in memory below which more are read."""
+
+FILL_ROWS = 32
+"""Rows that are sent at once: each takes a fraction of a millisecond, in which nothing else is answered."""
 
 TIDY_S = 600.0
 """Seconds between two deletions of files whose time is over."""
@@ -34,7 +38,7 @@ class Runner:
     """Runs all open batches of a store.
 
     Batches of a tenant go in the order of their arrival; the next one begins when all rows of the one before
-    are taken. Between tenants, the one with the fewest rows in flight is next.
+    are taken. Between tenants, the one with the fewest rows in flight by its weight is next.
 
     Args:
         store: The state.
@@ -47,7 +51,7 @@ class Runner:
         retries: Failures of a row before it is given up; see `Sender`.
         max_bytes: Most bytes of input lines in flight.
         row_timeout_s: Seconds after which a try has failed.
-        tick_s: Seconds between two looks at deadlines and at the engines' load.
+        tick_s: Seconds between two looks at deadlines.
         clock: Seconds since the epoch.
 
     Attributes:
@@ -86,13 +90,13 @@ class Runner:
         self._tick_s = tick_s
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
-        self._tenants: Counter[str] = Counter()
-        self._served: dict[str, int] = {}
-        self._starts = 0
+        self._shares = Shares()
         self._in_flight = 0
         self._bytes = 0
         self._results: list[tuple[OpenBatch, Row, Result]] = []
+        self._unwritten = False
         self._to_write = asyncio.Event()
+        self._sending = asyncio.Event()
         self._changed = asyncio.Event()
         self._stale = True
         self._stopping = False
@@ -138,6 +142,8 @@ class Runner:
                 task.cancel()
 
     async def _wait(self) -> None:
+        # What was begun comes first.
+        await asyncio.sleep(0)
         try:
             # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
             async with asyncio.timeout(self._tick_s):
@@ -160,6 +166,7 @@ class Runner:
             if batch.id not in busy:
                 one.batch = batch
         self._open = found
+        self._shares.keep({batch.tenant for batch in batches})
         self._warn(batches)
 
     def _warn(self, batches: list[Batch]) -> None:
@@ -194,9 +201,13 @@ class Runner:
         self._fill([one for one in heads.values() if one.rows])
 
     def _fill(self, heads: list[OpenBatch]) -> None:
-        """Send rows, as many as may be in flight."""
+        """Send rows, as many as may be in flight, but few at once."""
+        sent = 0
         while heads and self._in_flight < self._concurrency.limit:
-            one = min(heads, key=self._turn)
+            if (sent := sent + 1) > FILL_ROWS:
+                self._changed.set()
+                return
+            one = min(heads, key=lambda head: self._shares.turn(head.batch.tenant, _weight(head)))
             row = one.rows[0]
             if self._bytes and self._bytes + len(row.text) > self._max_bytes:
                 return
@@ -205,31 +216,24 @@ class Runner:
                 heads.remove(one)
                 # More may be read, or the next batch of the tenant begin.
                 self._changed.set()
-            self._starts += 1
-            self._served[one.batch.tenant] = self._starts
-            self._count(one, row, 1)
+            self._shares.start(one.batch.tenant, _weight(one))
+            one.in_flight += 1
+            self._in_flight += 1
+            self._sending.set()
+            self._bytes += len(row.text)
             self._group.create_task(self._run_row(one, row))
 
-    def _turn(self, one: OpenBatch) -> tuple[int, int]:
-        tenant = one.batch.tenant
-        return self._tenants[tenant], self._served.get(tenant, 0)
-
-    def _count(self, one: OpenBatch, row: Row, change: int) -> None:
-        tenant = one.batch.tenant
-        one.in_flight += change
-        self._in_flight += change
-        self._bytes += change * len(row.text)
-        self._tenants[tenant] += change
-        if not self._tenants[tenant]:
-            del self._tenants[tenant]
-        if not self._tenants:
-            self._served.clear()
+    def _row_ends(self, one: OpenBatch, row: Row) -> None:
+        self._shares.end(one.batch.tenant)
+        one.in_flight -= 1
+        self._in_flight -= 1
+        self._bytes -= len(row.text)
 
     async def _run_row(self, one: OpenBatch, row: Row) -> None:
         result = await self._sender.send(one.batch, row, one.stopping)
         if result is None:
             # It is left to the end of the batch, or to the next process.
-            self._count(one, row, -1)
+            self._row_ends(one, row)
             self._changed.set()
         else:
             self._results.append((one, row, result))
@@ -248,7 +252,7 @@ class Runner:
             for one, row, result in taken:
                 one.lost = one.lost or lost[one.batch.id]
                 self.failed += result.is_error
-                self._count(one, row, -1)
+                self._row_ends(one, row)
             self.rate.add(len(taken))
             self._changed.set()
 
@@ -258,12 +262,15 @@ class Runner:
             try:
                 await asyncio.to_thread(record, self._store, self._content, id, results)
             except ContentLostError as error:
+                self._unwritten = False
                 return str(error)
             except (OSError, DatabaseError) as error:
                 # Nothing is lost: the results stay in flight, so that few rows are sent meanwhile.
+                self._unwritten = True
                 logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
                 await asyncio.sleep(self._tick_s)
             else:
+                self._unwritten = False
                 return ""
 
     def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
@@ -317,20 +324,20 @@ class Runner:
     async def _pace(self) -> None:
         """Adapt the number of rows in flight to the load of the engines."""
         while True:
-            await asyncio.sleep(self._tick_s)
+            await self._sending.wait()
+            await asyncio.sleep(self._concurrency.interval_s)
             if not self._in_flight:
+                self._sending.clear()
                 continue
             try:
                 load = await self._client.load()
             except Exception as error:
                 logger.debug("batches: the load of the engines is not known: %r", error)
                 load = None
-            if load is not None:
-                self._concurrency.observe(load.running, load.waiting)
-            elif self._in_flight >= self._concurrency.limit:
-                # Refusals alone tell then what the engines take.
-                self._concurrency.observe(self._in_flight, 0)
-            self._changed.set()
+            if not self._unwritten:
+                # Results count until they are recorded: a slow disk takes more of them at once.
+                self._concurrency.observe(load, self._in_flight - self._sender.waiting)
+                self._changed.set()
 
     async def _tidy(self) -> None:
         while True:
@@ -343,3 +350,7 @@ class Runner:
 
     def _now(self) -> int:
         return int(self._clock())
+
+
+def _weight(one: OpenBatch) -> float:
+    return one.batch.weight or 1.0

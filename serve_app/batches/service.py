@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.api.pacing import Auto
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.client import Client
 from serve_app.batches.content import Content, Contents
@@ -39,8 +40,8 @@ HELD_S = 60.0
 
 POLL_S = 0.2
 
-TENANT = "tenant"
-"""Key of the ASGI scope under which a relayed request has its tenant."""
+SCHEDULING = "scheduling"
+"""Key of the ASGI scope under which a relayed request has its scheduling."""
 
 
 class BatchService:
@@ -78,7 +79,7 @@ class BatchService:
             content,
             self._runner.notice,
             limits=limits,
-            tenant=_tenant,
+            scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
         )
         self._app = Starlette(routes=api.routes())
@@ -117,7 +118,7 @@ class BatchService:
         upload = await self.uploads.open(request.upload) if request.upload else None
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            scope[TENANT] = request.scheduling.tenant
+            scope[SCHEDULING] = request.scheduling
             await self._app(scope, receive, send)
 
         try:
@@ -217,5 +218,6 @@ def _folder(settings: BatchesSettings) -> Path:
     return Path(settings.folder).expanduser()
 
 
-def _tenant(request: Request) -> str:
-    return str(request.scope[TENANT])
+def _scheduling(request: Request) -> Scheduling:
+    scheduling: Scheduling = request.scope[SCHEDULING]
+    return scheduling

@@ -1,184 +1,23 @@
-"""Durable state of files and batches. All SQL is here."""
+"""Durable state of files and batches. All queries are here."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.database import Database, Row, SQLite, Transaction
-from serve_app.batches.errors import (
-    InUseError,
-    NotFoundError,
-    StateError,
-    StoreError,
-    TooManyError,
-)
-from serve_app.batches.failpoints import reach
+from serve_app.batches.errors import InUseError, NotFoundError, StateError, TooManyError
+from serve_app.batches.schema import prepare
 from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
+from serve_app.batches.stored import Batch, Counts, File, Page, Summary
 
 T = TypeVar("T")
 
-VERSION = 1
-
-SCHEMA = """
-CREATE TABLE files (
-    number {number},
-    id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
-    filename TEXT NOT NULL,
-    purpose TEXT NOT NULL,
-    bytes {int} NOT NULL,
-    created_at {int} NOT NULL,
-    expires_at {int},
-    status TEXT NOT NULL
-);
-CREATE INDEX files_of_tenant ON files (tenant, number);
-CREATE INDEX files_by_expiry ON files (expires_at);
-CREATE TABLE batches (
-    number {number},
-    id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
-    endpoint TEXT NOT NULL,
-    input_file TEXT NOT NULL,
-    output_file TEXT NOT NULL,
-    error_file TEXT NOT NULL,
-    completion_window TEXT NOT NULL,
-    metadata TEXT NOT NULL,
-    retention_s {int} NOT NULL,
-    state TEXT NOT NULL,
-    model TEXT,
-    errors TEXT NOT NULL,
-    total {int} NOT NULL,
-    completed {int} NOT NULL,
-    failed {int} NOT NULL,
-    unrun {int} NOT NULL,
-    output_bytes {int} NOT NULL,
-    error_bytes {int} NOT NULL,
-    created_at {int} NOT NULL,
-    expires_at {int} NOT NULL,
-    in_progress_at {int},
-    finalizing_at {int},
-    completed_at {int},
-    failed_at {int},
-    expired_at {int},
-    cancelling_at {int},
-    cancelled_at {int}
-);
-CREATE INDEX batches_of_tenant ON batches (tenant, number);
-CREATE INDEX batches_by_state ON batches (state);
-CREATE INDEX batches_by_input ON batches (input_file);
-CREATE TABLE finished (
-    batch TEXT NOT NULL,
-    line {int} NOT NULL,
-    PRIMARY KEY (batch, line)
-) {clustered};
-"""
-"""`finished` holds the input lines of open batches whose results are in the output or error file."""
-
 OPEN_STATES = ", ".join(f"'{state}'" for state in STATES if state not in ENDED)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class File:
-    """A stored file. Times are in seconds since the epoch."""
-
-    id: str
-    tenant: str
-    filename: str
-    purpose: str
-    bytes: int
-    created_at: int
-    expires_at: int | None
-    status: str = "processed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A batch.
-
-    Attributes:
-        output_file: Id of the output; there is a file of this id once the batch has ended, if it has rows.
-        error_file: The same for the rows that failed.
-        retention_s: Seconds after which the output and the error file are deleted.
-        model: The model of all rows; None: they have several.
-        errors: Errors of the batch as a whole.
-        total: Number of rows; 0 until they are validated.
-        completed: Rows in the output.
-        failed: Rows in the error file.
-        unrun: Those of the failed rows that were never run: the batch expired or was cancelled before.
-        output_bytes: Valid length of the output; what the file has beyond it was written by a process that
-            ended before its commit.
-        error_bytes: The same of the error file.
-        created_at: Times, in seconds since the epoch.
-        expires_at: The deadline: no row is started after it.
-    """
-
-    id: str
-    tenant: str
-    endpoint: str
-    input_file: str
-    output_file: str
-    error_file: str
-    completion_window: str
-    metadata: JSON
-    retention_s: int
-    created_at: int
-    expires_at: int
-    state: State = "validating"
-    model: str | None = None
-    errors: tuple[JSON, ...] = ()
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    unrun: int = 0
-    output_bytes: int = 0
-    error_bytes: int = 0
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-
-
-class Counts(NamedTuple):
-    """The addition of a group of finished rows to its batch."""
-
-    completed: int
-    failed: int
-    unrun: int
-    output_bytes: int
-    error_bytes: int
-
-
-class Summary(NamedTuple):
-    """Totals of the open batches and of the stored files.
-
-    Attributes:
-        batches: Open batches by state.
-        rows: Their rows without a result.
-        oldest: When the oldest of them was created; None: there is none.
-        files: Stored files.
-        bytes: Their bytes.
-    """
-
-    batches: dict[str, int]
-    rows: int
-    oldest: int | None
-    files: int
-    bytes: int
-
-
-class Page(NamedTuple, Generic[T]):
-    """A part of a list, and whether more follows."""
-
-    items: list[T]
-    has_more: bool
 
 
 class Store:
@@ -196,7 +35,7 @@ class Store:
     def __init__(self, where: Path | Database) -> None:
         self._database = SQLite(where) if isinstance(where, Path) else where
         try:
-            self._prepare()
+            prepare(self._database)
         except BaseException:
             self.close()
             raise
@@ -288,7 +127,7 @@ class Store:
         return {row["id"] for row in self._rows(query)}
 
     def add_batch(self, batch: Batch, max_open: int) -> None:
-        """Add a batch.
+        """Add a batch. The weight that it states holds for the tenant's open batches from now on.
 
         Raises:
             NotFoundError: The tenant has no such input file.
@@ -302,6 +141,9 @@ class Store:
             if db.rows(count, batch.tenant)[0]["open"] >= max_open:
                 raise TooManyError(f"{max_open} batches of this tenant are open, which is the limit")
             _insert(db, "batches", _columns(batch))
+            if batch.weight is not None:
+                change = f"UPDATE batches SET weight = ? WHERE tenant = ? AND state IN ({OPEN_STATES})"
+                db.change(change, batch.weight, batch.tenant)
 
     def batch(self, id: str, tenant: str | None = None) -> Batch:
         """Return a batch; raise a NotFoundError if there is none of this id, or another tenant's."""
@@ -434,8 +276,7 @@ class Store:
         with self._transaction() as db:
             db.change_many("INSERT INTO finished VALUES (?, ?)", [(batch.id, line) for line in lines])
             changed = db.change(
-                "UPDATE batches SET completed = completed + ?, failed = failed + ?, unrun = unrun + ?, "
-                "output_bytes = output_bytes + ?, error_bytes = error_bytes + ? "
+                f"UPDATE batches SET {', '.join(f'{name} = {name} + ?' for name in Counts._fields)} "
                 "WHERE id = ? AND output_bytes = ? AND error_bytes = ?",
                 *counts,
                 batch.id,
@@ -450,21 +291,6 @@ class Store:
         """Return which of the input lines from `first` to `last` are finished."""
         query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
         return {row["line"] for row in self._rows(query, id, first, last)}
-
-    def _prepare(self) -> None:
-        database = self._database
-        version = database.version()
-        if version not in (0, VERSION):
-            raise StoreError(
-                f"{database.place}: written by another version ({version}, this one is {VERSION})"
-            )
-        if not version:
-            schema = SCHEMA
-            for name, word in database.dialect.items():
-                schema = schema.replace(name, word)
-            reach("store.create")
-            database.create([part for part in schema.split(";") if part.strip()], VERSION)
-            reach("store.created")
 
     def _transaction(self) -> AbstractContextManager[Transaction]:
         return self._database.transaction()

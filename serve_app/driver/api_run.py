@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +15,8 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.pacing import RETRYABLE, Backoff
 from serve_app.api.protocol import JSON
+from serve_app.driver.api_progress import ENDED, Display
 from serve_app.driver.errors import CommandError, DriverError, output_error
-from serve_app.driver.progress import LINE_S
-
-ENDED = {"completed", "failed", "expired", "cancelled"}
 
 FIRST_POLL_S, MOST_POLL_S = 0.25, 5.0
 """Seconds between two looks at a batch: more and more, up to the second."""
@@ -304,63 +301,6 @@ class APIRun:
                 file.write(to_json(note))
         except OSError as error:
             raise output_error(self._note_path, error) from None
-
-
-class Display:
-    """Progress of a batch: one line that changes on a terminal, a line every ten seconds elsewhere.
-
-    Args:
-        quiet: Show nothing.
-        clock: Monotonic clock, in seconds.
-    """
-
-    def __init__(self, quiet: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._quiet = quiet
-        self._clock = clock
-        self._live = not quiet and sys.stderr.isatty()
-        self._began: tuple[float, int] | None = None
-        self._next = clock() + LINE_S
-        self._said = ""
-
-    def say(self, text: str) -> None:
-        """Print a line, unless it is the one before."""
-        if not self._quiet and text != self._said:
-            self.close()
-            print(text, file=sys.stderr, flush=True)
-        self._said = text
-
-    def update(self, batch: JSON) -> None:
-        """Show a batch."""
-        line = self._line(batch)
-        if self._live:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-        elif not self._quiet and (self._clock() >= self._next or batch["status"] in ENDED):
-            self._next = self._clock() + LINE_S
-            print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Remove the line that changes."""
-        if self._live:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def _line(self, batch: JSON) -> str:
-        counts = batch["request_counts"]
-        total, done = counts["total"], counts["completed"] + counts["failed"]
-        parts = [batch["status"]]
-        if total:
-            parts.append(f"{done:,}/{total:,} rows")
-        if counts["failed"]:
-            parts.append(f"{counts['failed']:,} failed")
-        now = self._clock()
-        if self._began is None:
-            self._began = now, done
-        since, before = self._began
-        if done > before and now > since:
-            rate = (done - before) / (now - since)
-            parts.append(f"{rate:,.1f} rows/s")
-            minutes, seconds = divmod(round((total - done) / rate), 60)
-            parts.append(f"ETA {minutes}:{seconds:02}")
-        return ", ".join(parts)
 
 
 @contextmanager

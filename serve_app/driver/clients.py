@@ -253,17 +253,10 @@ class HandleClient:
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""
+        from serve_app.ingress.replica_stats import replica_stats
+
         try:
-            if not await asyncio.to_thread(self._running):
-                # A broadcast to a model without replicas would wait for one.
-                return []
-            broadcast = self._handle.options(_by_reference=True).broadcast("stats")
-            found: list[JSON] = await broadcast.results_async(timeout_s=STATS_TIMEOUT_S)
-            return found
-        except asyncio.CancelledError:
-            if cancellation.is_own():
-                raise
-            return None
+            return await replica_stats(self._handle, self._running, STATS_TIMEOUT_S)
         except Exception:
             # Statistics are optional: a run goes on without them.
             return None
@@ -271,11 +264,11 @@ class HandleClient:
     async def close(self) -> None:
         """Do nothing: the handle belongs to the process."""
 
-    def _running(self) -> int:
+    async def _running(self) -> int:
         from ray import serve
 
-        application = serve.status().applications[self._app]
-        states = application.deployments[self._name].replica_states
+        status = await asyncio.to_thread(serve.status)
+        states = status.applications[self._app].deployments[self._name].replica_states
         return sum(count for state, count in states.items() if state == "RUNNING")
 
 

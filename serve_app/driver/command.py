@@ -176,9 +176,13 @@ class Session:
 
     async def _drive(self) -> None:
         options = self._options
-        pace = Auto() if options.max_concurrency == "auto" else Fixed(options.max_concurrency)
+        automatic = options.max_concurrency == "auto"
         run = Run(
-            self._client, self._body, chat=self._prompter.chat, concurrency=pace, retries=options.retries
+            self._client,
+            self._body,
+            chat=self._prompter.chat,
+            concurrency=Auto(records=options.chunk_size) if automatic else Fixed(options.max_concurrency),
+            retries=options.retries,
         )
         self._run, self._stats = run, run.stats
         self._catch_signals(run)

@@ -7,7 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from batcher.stats import percentiles
+from serve_app.api.engine_load import EngineLoad, engine_load
 from serve_app.api.protocol import JSON
+
+IDLE = EngineLoad(0, 0)
 
 SAMPLE = 10_000
 """Most latencies that are kept for percentiles, drawn uniformly from all calls."""
@@ -54,13 +57,11 @@ class Utilization:
     """Utilization of the model's batchers during a run, from the statistics of each replica.
 
     Attributes:
-        running: Records that run, over all replicas, at the last update.
-        waiting: Records that wait, likewise.
+        load: Load of all replicas at the last update.
         replicas: Number of replicas, likewise.
     """
 
-    running: int = 0
-    waiting: int = 0
+    load: EngineLoad = IDLE
     replicas: int = 0
     _first: dict[str, tuple[float, float]] = field(default_factory=dict)
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -68,8 +69,7 @@ class Utilization:
     def update(self, replicas: list[JSON]) -> None:
         """Add the statistics of all replicas at one time."""
         self.replicas = len(replicas)
-        self.running = sum(replica["batcher"].get("running", 0) for replica in replicas)
-        self.waiting = sum(replica["batcher"].get("queue_depth", 0) for replica in replicas)
+        self.load = engine_load(replicas)
         for replica in replicas:
             times = (replica["batcher"]["busy_time_s"], replica["batcher"]["idle_time_s"])
             self._first.setdefault(replica["replica"], times)

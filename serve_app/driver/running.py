@@ -18,9 +18,6 @@ from serve_app.driver.run_stats import RunStats
 from serve_app.driver.sending import Sender, StoppedError
 from serve_app.driver.sources import open_source
 
-POLL_S = 1.0
-"""Seconds between two reads of the service's statistics."""
-
 
 class Run:
     """One pass over a dataset.
@@ -109,7 +106,8 @@ class Run:
                 elif not sending:
                     break
                 # The timeout is for a limit that grows while no call ends.
-                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED, timeout=POLL_S)
+                interval_s = self.concurrency.interval_s
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED, timeout=interval_s)
                 for sent in [task for task in sending if task.done()]:
                     sending.remove(sent)
                     try:
@@ -148,16 +146,15 @@ class Run:
 
     async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self.concurrency.interval_s)
             await self._read_stats()
 
     async def _read_stats(self) -> None:
         replicas = await self._client.replicas()
-        if replicas is None:
-            return
-        self.asleep = not replicas
-        self.stats.utilization.update(replicas)
-        self.concurrency.observe(self.stats.utilization.running, self.stats.utilization.waiting)
+        if replicas is not None:
+            self.asleep = not replicas
+            self.stats.utilization.update(replicas)
+        self.concurrency.observe(self.stats.utilization.load if replicas else None, self.stats.in_flight)
 
 
 async def run(
@@ -197,7 +194,7 @@ async def run(
     """
     prompter = prompts or Prompter()
     rows = numbered(open_source(dataset).values() if isinstance(dataset, str) else map(_columns, dataset))
-    concurrency = Auto() if max_concurrency == "auto" else Fixed(max_concurrency)
+    concurrency = Auto(records=chunk_size) if max_concurrency == "auto" else Fixed(max_concurrency)
     body = call_body(sampling or {}, model, service_tier)
     dataset_run = Run(client, body, chat=prompter.chat, concurrency=concurrency, retries=retries)
     chunks = chunked(rows, prompter, chunk_size, id_column=id_column, limit=limit)

@@ -3,18 +3,18 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.api.small_body import small_body
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
@@ -37,7 +37,6 @@ PIECE_S = 5.0
 BODY_BYTES = 1 << 17
 """Most bytes of the other bodies; the deployment has its own limit, below this."""
 
-BODY_S = 60.0
 STATS_TIMEOUT_S = 5.0
 
 
@@ -83,7 +82,7 @@ class Forward:
         fields = SchedulingFields(service_tier="flex" if creates else None)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""
-        body = b"" if upload else await _small_body(request)
+        body = b"" if upload else await small_body(request, BODY_BYTES)
         query = request.scope["query_string"]
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
         # A request that changes something is not repeated: it may be done already.
@@ -154,19 +153,3 @@ class _UploadResponse(ProxyResponse):
         except Exception:
             # The client has left, or the deployment is lost: the answer tells, or nobody reads it.
             self._cancel()
-
-
-async def _small_body(request: Request) -> bytes:
-    body = bytearray()
-    with suppress(ClientDisconnect):
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for piece in request.stream():
-                    body += piece
-                    if len(body) > BODY_BYTES:
-                        message = f"The body is larger than the limit of {BODY_BYTES} bytes"
-                        raise RequestError(413, "request_too_large", message)
-        except TimeoutError:
-            message = f"The body was not here after {BODY_S:g} s"
-            raise RequestError(408, "timeout_error", message) from None
-    return bytes(body)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -34,18 +35,17 @@ from serve_app.ingress.limits import CallFields, OpenAIFields, read_call, read_j
 from serve_app.ingress.pages import STATS_PAGE, page, wants_page
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
+from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, Settings
-from serve_app.system import cancellation
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry
 
 logger = logging.getLogger("ray.serve")
 
-STATS_TIMEOUT_S = 5.0
 HOP_BY_HOP = {b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"host"}
 SECRET = {b"authorization", b"x-api-key", b"cookie"}
 """Headers that stay in the Ingress."""
@@ -162,15 +162,8 @@ class Ingress:
 
     async def _replica_stats(self, model: str) -> JSON:
         try:
-            # A broadcast to a model without replicas waits for one to start.
-            if not (await self._health.read()).replicas(model):
-                return {"replicas": []}
-            response = self._engines[model].options(_by_reference=True).broadcast("stats")
-            return {"replicas": await response.results_async(timeout_s=STATS_TIMEOUT_S)}
-        except asyncio.CancelledError:
-            if cancellation.is_own():
-                raise
-            return {"replicas": [], "error": "a replica stopped while it was asked"}
+            running = partial(self._health.running, model)
+            return {"replicas": await replica_stats(self._engines[model], running)}
         except Exception as error:
             return {"replicas": [], "error": str(error) or type(error).__name__}
 
@@ -266,7 +259,7 @@ class Ingress:
         query = request.scope["query_string"]
 
         async def served() -> bool:
-            return (await self._health.read()).replicas(chosen) > 0
+            return await self._health.running(chosen) > 0
 
         def ask(request: RelayRequest) -> EngineCall:
             messages = relay.remote(request)

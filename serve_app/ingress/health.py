@@ -117,6 +117,10 @@ class Health:
                 self._read_at = time.monotonic()
             return self._report
 
+    async def running(self, model: str) -> int:
+        """Return how many replicas of a model can serve, by such a report."""
+        return (await self.read()).replicas(model)
+
     def _judge(self, app: ApplicationStatusOverview | None) -> Report:
         models = {}
         for model in self._models:

@@ -33,6 +33,11 @@ def test_there_are_configs() -> None:
     assert FOLDER / "local.yaml" in CONFIGS
 
 
+def test_the_local_config_has_batches() -> None:
+    (app,) = ServeDeploySchema.model_validate(load(FOLDER / "local.yaml")).applications
+    assert parse(app.args).batches is not None
+
+
 @every_config
 def test_the_config_is_valid(path: Path) -> None:
     config = ServeDeploySchema.model_validate(load(path))

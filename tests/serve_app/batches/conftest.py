@@ -1,8 +1,12 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from serve_app.batches.database import Database
 from tests.serve_app.batches.server import Server, start
+
+Place = Callable[[], Path | Database]
 
 
 @pytest.fixture(scope="session")
@@ -11,3 +15,18 @@ def postgres() -> Iterator[Server]:
     server = start()
     yield server
     server.stop()
+
+
+@pytest.fixture(params=["SQLite", "PostgreSQL"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Opens the place of a store."""
+    if request.param == "SQLite":
+        return lambda: tmp_path
+    url = request.getfixturevalue("postgres").database()
+
+    def connect() -> Database:
+        from serve_app.batches.postgres import Postgres
+
+        return Postgres(url)
+
+    return connect

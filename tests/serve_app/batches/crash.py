@@ -1,7 +1,10 @@
 """Crashes at failpoints: the disk as a killed process, or a loss of power, leaves it."""
 
+import errno
 import os
 import shutil
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -9,6 +12,19 @@ from typing import Any
 import pytest
 
 from serve_app.batches import failpoints
+from serve_app.batches.errors import DatabaseError
+
+FAULTS: dict[str, Callable[[], Exception]] = {
+    "content.append": lambda: OSError(errno.EIO, "Input/output error"),
+    "content.appended": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "content.synced": lambda: OSError(errno.EIO, "Input/output error"),
+    "store.commit": lambda: DatabaseError("the connection broke before the commit"),
+    "store.committed": lambda: DatabaseError("the connection broke after the commit"),
+}
+"""Errors of writes, by the failpoint; the one after a commit doesn't tell that it took place."""
+
+FAULT_SHARE = 0.05
+"""Share of the writes that fail."""
 
 
 class KilledError(BaseException):
@@ -25,10 +41,12 @@ class Crash:
         at: Number of the failpoint; None: it isn't killed.
         after: Folder that takes the state of the disk at that time.
         random: For what a loss of power leaves of bytes that weren't synced; None: the process alone ends.
+        faults: For errors of the disk and the database at writes; None: there are none.
         monkeypatch: Undoes the changes.
 
     Attributes:
         point: The failpoint at which it ended.
+        failed: The failpoints at which writes failed.
     """
 
     def __init__(
@@ -37,13 +55,16 @@ class Crash:
         at: int | None,
         after: Path,
         random: Random | None,
+        faults: Random | None,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         self.point: str | None = None
+        self.failed: Counter[str] = Counter()
         self._folder = folder
         self._left = at
         self._after = after
         self._random = random
+        self._faults = faults
         self._lengths: dict[int, int] = {}
         self._names: set[int] = set()
         for path in folder.rglob("*"):
@@ -60,6 +81,9 @@ class Crash:
                 self._copy()
         if self.point is not None:
             raise KilledError(self.point)
+        if self._faults is not None and point in FAULTS and self._faults.random() < FAULT_SHARE:
+            self.failed[point] += 1
+            raise FAULTS[point]()
 
     def _fsync(self, handle: int) -> None:
         found = os.fstat(handle)

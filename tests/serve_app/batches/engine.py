@@ -5,8 +5,13 @@ from collections import Counter
 from collections.abc import Callable
 from random import Random
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
-from serve_app.batches.client import Answer, Load
+from serve_app.api.scheduling import Scheduling
+from serve_app.batches.client import Answer
+
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+"""The usage of each answer."""
 
 
 def custom_id_of(body: JSON) -> str:
@@ -25,9 +30,11 @@ class Engine:
         tries: All tries, by row.
         sent: Rows in the order of their first tries, with their tenants.
         bodies: The last body of each row.
+        weights: The last weight of each tenant.
         running: Tries under way.
         most: Most tries that were ever under way.
         go: While it is cleared, no try is answered.
+        places: Tries that it says to run at once; None: its load isn't known.
     """
 
     def __init__(self, status: Callable[[str], int] = lambda _: 200, random: Random | None = None) -> None:
@@ -35,6 +42,8 @@ class Engine:
         self.tries: Counter[str] = Counter()
         self.sent: list[tuple[str, str]] = []
         self.bodies: dict[str, JSON] = {}
+        self.weights: dict[str, float | None] = {}
+        self.places: int | None = None
         self.running = 0
         self.most = 0
         self.go = asyncio.Event()
@@ -43,13 +52,14 @@ class Engine:
         self._status = status
         self._random = random or Random(0)
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         if not self.tries[custom_id]:
-            self.sent.append((tenant, custom_id))
+            self.sent.append((scheduling.tenant, custom_id))
         self.tries[custom_id] += 1
         self.bodies[custom_id] = body
+        self.weights[scheduling.tenant] = scheduling.weight
         self.running += 1
         self.most = max(self.most, self.running)
         self.changed.set()
@@ -62,11 +72,14 @@ class Engine:
             self.running -= 1
         if status in (200, 400):
             self.final[custom_id] += 1
-        return Answer(status, {"echo": custom_id})
+        return Answer(status, {"echo": custom_id} | ({"usage": USAGE} if status == 200 else {}))
 
-    async def load(self) -> Load | None:
-        """Return nothing: it isn't known."""
-        return None
+    async def load(self) -> EngineLoad | None:
+        """Return the load, if the number of places is set."""
+        if self.places is None:
+            return None
+        running = min(self.running, self.places)
+        return EngineLoad(running, self.running - running, self.places - running)
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, which is looked at whenever a try begins."""

@@ -11,7 +11,8 @@ from pydantic_core import to_json
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content, Contents
-from serve_app.batches.store import Batch, File, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch, File
 
 CHAT = "/v1/chat/completions"
 NOW = 1_800_000_000

@@ -10,10 +10,12 @@ import sys
 from itertools import count
 from pathlib import Path
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.pacing import Fixed
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
-from serve_app.batches.client import Answer, Load
+from serve_app.batches.client import Answer
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from tests.serve_app.batches.engine import custom_id_of
@@ -26,14 +28,14 @@ class LoggedEngine:
     def __init__(self, calls: Path) -> None:
         self._handle = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         os.write(self._handle, f"{custom_id}\n".encode())
         await asyncio.sleep(0)
         return Answer(200, {"echo": custom_id})
 
-    async def load(self) -> Load | None:
+    async def load(self) -> EngineLoad | None:
         """Return nothing: it isn't known."""
         return None
 

@@ -1,6 +1,7 @@
 """The routes, called by OpenAI's client."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,14 @@ async def test_upload_create_poll_download(site: Site, client: openai.AsyncOpenA
     assert batch.request_counts is not None
     assert batch.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
     assert batch.metadata == {"night": "1"}
+    assert batch.usage is not None
+    assert batch.usage.model_dump() == {
+        "input_tokens": 6,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": 4,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 10,
+    }
     assert batch.in_progress_at == batch.finalizing_at == batch.completed_at == NOW
     assert batch.output_file_id
     assert batch.error_file_id
@@ -215,8 +224,9 @@ async def test_a_tenant_sees_its_own_only(site: Site, client: openai.AsyncOpenAI
         await create(other, file)
 
 
-async def test_a_key_has_its_tenant(site: Site, client: openai.AsyncOpenAI) -> None:
-    caller = Caller(Key(name="k", sha256=hash_key(b"secret"), tenant="team"), RateLimit(lambda: 0.0))
+async def test_a_key_has_its_tenant_and_weight(site: Site, client: openai.AsyncOpenAI) -> None:
+    key = Key(name="k", sha256=hash_key(b"secret"), tenant="team", weight=3.0)
+    caller = Caller(key, RateLimit(lambda: 0.0))
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await site.app(scope | {"caller": caller}, receive, send)
@@ -227,7 +237,10 @@ async def test_a_key_has_its_tenant(site: Site, client: openai.AsyncOpenAI) -> N
         answer = await http.post("/v1/files", data=form, files={"file": ("in", text_of(row("a")))})
         assert answer.status_code == 200
         assert (await http.get("/v1/files", headers={"x-tenant": "other"})).status_code == 403
+        fields = {"input_file_id": answer.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+        batch = (await http.post("/v1/batches", json=fields)).json()
     assert [file.id for file in site.store.files("team").items] == [answer.json()["id"]]
+    assert site.store.batch(batch["id"], "team").weight == 3.0
 
 
 @pytest.mark.parametrize(
@@ -348,11 +361,49 @@ async def test_a_part_of_a_content_can_be_asked_for(site: Site, client: openai.A
     assert (answer.status_code, answer.content) == (206, b"345")
 
 
+async def test_results_can_be_read_while_they_are_written(site: Site, client: openai.AsyncOpenAI) -> None:
+    batch = await create(client, await upload(client, *map(row, ("a", "bad", "b"))))
+    path = f"/v1/batches/{batch.id}"
+    async with site.http() as http:
+        http.headers["authorization"] = "Bearer anna"
+        # It ends with the batch.
+        output = await http.get(f"{path}/output")
+        errors = await http.get(f"{path}/errors")
+        assert (await site.ended(client, batch.id)).status == "completed"
+        assert {from_json(line)["custom_id"] for line in output.content.splitlines()} == {"a", "b"}
+        assert [from_json(line)["custom_id"] for line in errors.content.splitlines()] == ["bad"]
+        size = len(output.content)
+        again = await http.get(f"{path}/output", params={"offset": size - 5})
+        assert again.content == output.content[-5:]
+        for offset in (str(size + 1), "-1", "x"):
+            wrong = await http.get(f"{path}/output", params={"offset": offset})
+            assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "offset")
+        other = await http.get(f"{path}/output", headers={"authorization": "Bearer ben"})
+        assert other.status_code == 404
+        await client.files.delete(site.store.batch(batch.id).output_file)
+        assert (await http.get(f"{path}/output")).status_code == 404
+
+
 async def test_a_content_that_got_lost_is_told(site: Site, client: openai.AsyncOpenAI) -> None:
     file = await upload(client, row("a"))
     site.content.path(file.id).unlink()
     with pytest.raises(openai.InternalServerError, match="got lost"):
         await client.files.content(file.id)
+
+
+async def test_requests_are_answered_while_the_threads_of_the_loop_are_busy(
+    site: Site, client: openai.AsyncOpenAI
+) -> None:
+    file = await upload(client, row("a"))
+    free = threading.Event()
+    busy = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(40)]
+    try:
+        async with asyncio.timeout(20):
+            assert (await client.files.retrieve(file.id)).id == file.id
+            assert [found async for found in client.batches.list()] == []
+    finally:
+        free.set()
+        await asyncio.gather(*busy)
 
 
 async def test_a_database_that_fails_is_told(site: Site, client: openai.AsyncOpenAI) -> None:

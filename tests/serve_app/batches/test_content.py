@@ -49,6 +49,12 @@ def test_an_append_cuts_off_what_was_not_committed(content: Content) -> None:
     assert content.ids() == set()
 
 
+def test_a_part_of_a_content_can_be_read(content: Content) -> None:
+    content.append("a", 0, b"0123456789")
+    assert b"".join(content.pieces("a", 7, 3)) == b"3456"
+    assert b"".join(content.pieces("a", 7, 7)) == b""
+
+
 def test_a_content_that_got_lost_is_told(content: Content) -> None:
     with pytest.raises(ContentLostError, match="gone"):
         content.append("a", 4, b"two\n")

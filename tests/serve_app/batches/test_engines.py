@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
-from serve_app.batches.client import Answer, Load
+from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.batches.client import Answer
 from serve_app.batches.engines import EngineClient
 from serve_app.ingress import retry
 from serve_app.ingress.health import Health, ModelHealth
@@ -22,7 +24,11 @@ from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, 
 
 __all__ = ["health"]
 
+LIMIT_S = 20.0
 BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
+
+
+ANNA = Scheduling(TIER_PRIORITY["flex"], "anna", weight=3.0)
 
 
 def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
@@ -36,13 +42,13 @@ def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
     return EngineClient(parse({"models": models, "ingress": ingress}), handles, Health("llm", list(engines)))
 
 
-async def test_a_row_goes_to_its_model_as_flex_of_its_tenant() -> None:
+async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None:
     engines = {"other": Engine(answer()), "demo": Engine(answer(complete(PLAIN, b'{"ok": 1}')))}
     client = client_of(engines, max_tokens=9)
-    assert await client.send(CHAT, BODY, "anna") == Answer(200, {"ok": 1})
+    assert await client.send(CHAT, BODY, ANNA) == Answer(200, {"ok": 1})
     (request,) = engines["demo"].requests
     assert (request.method, request.path, from_json(request.body)) == ("POST", CHAT, BODY)
-    assert request.scheduling[:2] == (1, "anna")
+    assert request.scheduling == ANNA
     assert request.max_tokens == 9
     assert request.tokens > 0
     assert engines["demo"].answers[0].stopped.is_set()
@@ -50,30 +56,30 @@ async def test_a_row_goes_to_its_model_as_flex_of_its_tenant() -> None:
 
 async def test_an_answer_in_pieces_is_joined() -> None:
     engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
-    assert await client_of({"demo": engine}).send(CHAT, BODY, "anna") == Answer(200, {"a": "b"})
+    assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == Answer(200, {"a": "b"})
 
 
 async def test_a_refusal_says_when_to_come_back() -> None:
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
     wrong = RequestError(500, "internal_error", "never", final=True)
     engine = Engine(answer(pack_error(full)))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.retry_after_s, found.final) == (429, 7.0, False)
     engine = Engine(answer(pack_error(wrong)))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.final) == (500, True)
 
 
 async def test_an_answer_that_is_no_json_is_an_error_with_its_text() -> None:
     engine = Engine(answer(complete(Head(500, []), b"Internal Server Error")))
-    found = await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+    found = await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert (found.status, found.body["error"]["message"]) == (500, "Internal Server Error")
 
 
 async def test_an_answer_that_breaks_off_is_tried_again() -> None:
     engine = Engine(answer(pack(head=PLAIN, body=b'{"ok": 1}')))
     with pytest.raises(RequestError) as raised:
-        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert raised.value.status == 503
 
 
@@ -90,13 +96,13 @@ async def test_an_answer_that_breaks_off_is_tried_again() -> None:
 async def test_a_row_is_held_to_the_limits_of_requests(endpoint: str, body: JSON, status: int) -> None:
     client = client_of({"demo": Engine(answer()), "embed": Engine(answer())}, max_tokens=9)
     with pytest.raises(RequestError) as raised:
-        await client.send(endpoint, body, "anna")
+        await client.send(endpoint, body, ANNA)
     assert raised.value.status == status
 
 
 async def test_generate_needs_no_model_where_one_is_served() -> None:
     engine = Engine(answer(complete(PLAIN, b"{}")))
-    found = await client_of({"demo": engine}).send("/generate", {"prompts": ["x"]}, "anna")
+    found = await client_of({"demo": engine}).send("/generate", {"prompts": ["x"]}, ANNA)
     assert found.status == 200
 
 
@@ -121,11 +127,11 @@ class Dying:
 async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
     engine = Engine(Dying(2))
-    assert (await client_of({"demo": engine}).send(CHAT, BODY, "anna")).status == 200
+    assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
     assert len(engine.requests) == 3
     engine = Engine(Dying(3))
     with pytest.raises(PoisonError):
-        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert len(engine.requests) == 3
 
 
@@ -133,7 +139,7 @@ async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.
     monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
     dying = Dying(10)
     client = client_of({"demo": Engine(dying)})
-    answers = await asyncio.gather(*(client.send(CHAT, BODY, "anna") for _ in range(5)))
+    answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))
     assert [found.status for found in answers] == [200] * 5
     assert dying.most == 1
 
@@ -141,19 +147,44 @@ async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.
 async def test_an_error_of_the_handle_becomes_one_that_is_tried_again() -> None:
     engine = Engine(answer(ValueError("broken")))
     with pytest.raises(RequestError) as raised:
-        await client_of({"demo": engine}).send(CHAT, BODY, "anna")
+        await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
     assert raised.value.status == 503
 
 
-async def test_the_load_is_that_of_all_engines_that_run(health: dict[str, ModelHealth]) -> None:
-    engines = {name: Engine(answer()) for name in ("demo", "other", "asleep")}
+class Stuck:
+    """An engine that doesn't answer."""
+
+    async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        await asyncio.Event().wait()
+        yield b""
+
+
+async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelHealth]) -> None:
+    engines = {name: Engine(Stuck()) for name in ("demo", "other", "asleep", "unused")}
     one = {"batcher": {"running": 2, "queue_depth": 3}}
-    engines["demo"].stats = [one, one]
+    engines["demo"].stats = engines["unused"].stats = [one, one]
     engines["other"].stats = TimeoutError()
-    health |= {"demo": ModelHealth(2, False, ""), "other": ModelHealth(1, False, "")}
+    health |= {name: ModelHealth(2, False, "") for name in engines}
     health["asleep"] = ModelHealth(0, True, "")
     client = client_of(engines)
-    assert await client.load() == Load(4, 6)
-    assert engines["asleep"].broadcasts == []
-    health["demo"] = ModelHealth(0, True, "")
+    assert await client.load() is None
+    async with asyncio.TaskGroup() as group:
+        rows = [
+            group.create_task(client.send(CHAT, BODY | {"model": name}, ANNA))
+            for name in ("demo", "other", "asleep")
+        ]
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*(engines[name].asked.wait() for name in ("demo", "other", "asleep")))
+        assert await client.load() == EngineLoad(4, 6)
+        assert engines["asleep"].broadcasts == engines["unused"].broadcasts == []
+        health["demo"] = ModelHealth(0, True, "")
+        assert await client.load() is None
+        for task in rows:
+            task.cancel()
+    health["demo"] = ModelHealth(2, False, "")
+    assert await client.load() is None
+    engines["demo"].answering = answer(complete(PLAIN, b"{}"))
+    await client.send(CHAT, BODY, ANNA)
+    # Rows that were answered meanwhile count: they may take less time than there is between two looks.
+    assert await client.load() == EngineLoad(4, 6)
     assert await client.load() is None

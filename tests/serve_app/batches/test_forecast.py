@@ -1,6 +1,6 @@
 from serve_app.batches.forecast import late, remaining
 from serve_app.batches.objects import batch_object
-from serve_app.batches.store import Batch
+from serve_app.batches.stored import Batch
 from tests.serve_app.batches.helpers import NOW, batch_of
 
 
@@ -39,6 +39,15 @@ def test_tenants_share_the_rate() -> None:
     # It gets every second row.
     assert late(batches, 1.0, NOW).keys() == {"small"}
     assert late(batches, 2.0, NOW).keys() == set()
+
+
+def test_the_rate_is_shared_by_weight() -> None:
+    batches = [running("large", 100_000, hours=168), running("small", 2500, "ben", weight=3.0)]
+    # It gets three of four rows: 3,333 s.
+    assert late(batches, 1.0, NOW).keys() == set()
+    batches = [running("large", 100_000, hours=168, weight=2.0), running("small", 1500, "ben")]
+    # It gets every third row: 4,500 s.
+    assert late(batches, 1.0, NOW).keys() == {"small"}
 
 
 def test_a_batch_shows_its_warning_until_it_has_ended() -> None:

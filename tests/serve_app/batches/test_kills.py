@@ -4,9 +4,10 @@ import asyncio
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -17,17 +18,23 @@ from pydantic_core import from_json
 from serve_app.api.pacing import Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.batches.content import Content
-from serve_app.batches.errors import StateError
+from serve_app.batches.database import Database
+from serve_app.batches.errors import DatabaseError, HeldError, StateError
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
-from serve_app.batches.store import Batch, Store
-from tests.serve_app.batches.crash import Crash, KilledError, inline
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch
+from tests.serve_app.batches.crash import FAULTS, Crash, KilledError, inline
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, put, row, text_of
+from tests.serve_app.batches.server import Server
 
 LIVES = 8
 """Most processes of a schedule; the last one isn't killed."""
+
+TICK_S = 0.001
+"""Seconds until a write that failed is tried again."""
 
 
 @dataclass
@@ -74,28 +81,47 @@ class Schedule:
 
     Attributes:
         points: The failpoints at which they were killed.
+        failed: The failpoints at which writes failed.
         again: Most rows that may be done again.
+
+    Args:
+        seed: Source of all that happens.
+        folder: Folder of the processes' folders.
+        monkeypatch: Undoes the changes.
+        faulty: Whether writes fail too.
+        database: Opens the database; None: SQLite in the folder, which is copied as the kill leaves it.
     """
 
-    def __init__(self, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        seed: int,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        faulty: bool = False,
+        database: Callable[[], Database] | None = None,
+    ) -> None:
         self.random = Random(seed)
         self.plan = Plan(self.random)
         self.points: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
         self.again = 0
         self.limit = self.random.randint(1, 8)
         self.now = float(NOW)
         self.folder = folder / "life0"
         self._patch = monkeypatch
+        self._faults = Random(seed) if faulty else None
+        self._database = database
         self.engine = Engine(self.plan.status, self.random)
 
     async def run(self) -> None:
         """Run processes until one comes to the end."""
+        self.folder.mkdir(parents=True)
         for life in range(1, LIVES + 1):
             after = self.folder.parent / f"life{life}"
             at = None if life == LIVES else self.random.randint(1, 60)
             power = self.random if self.random.random() < 0.5 else None
             with self._patch.context() as patch:
-                crash = Crash(self.folder, at, after, power, patch)
+                crash = Crash(self.folder, at, after, power, self._faults, patch)
                 patch.setattr(asyncio, "to_thread", inline)
                 try:
                     await self._live()
@@ -103,6 +129,7 @@ class Schedule:
                     # What else goes wrong in a process that is dead already says nothing.
                     if crash.point is None:
                         raise
+            self.failed += crash.failed
             if crash.point is None:
                 return
             self.points[crash.point] += 1
@@ -111,7 +138,7 @@ class Schedule:
     async def _live(self) -> None:
         store = runner = None
         try:
-            store, content = Store(self.folder), Content(self.folder)
+            store, content = self._open(), Content(self.folder)
             remove_orphans(store, content)
             runner = Runner(
                 store,
@@ -121,8 +148,9 @@ class Schedule:
                 concurrency=Fixed(self.limit),
                 backoff=Backoff(0.0, 0.0),
                 clock=lambda: self.now,
+                tick_s=TICK_S,
             )
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await self._work(store, content, runner)
         finally:
             if runner is not None:
@@ -130,11 +158,21 @@ class Schedule:
             if store is not None:
                 store.close()
 
+    def _open(self) -> Store:
+        while True:
+            # As the service does when it starts.
+            with suppress(DatabaseError):
+                return Store(self.folder if self._database is None else self._database())
+
     async def _work(self, store: Store, content: Content, runner: Runner) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run())
             for name in self.plan.texts:
-                self._ask_for(store, content, name)
+                while True:
+                    # As a client does that has got a 503.
+                    with suppress(OSError, DatabaseError):
+                        self._ask_for(store, content, name)
+                        break
                 runner.notice()
             while store.open_batches():
                 self._happen(store, runner)
@@ -155,7 +193,7 @@ class Schedule:
     def _happen(self, store: Store, runner: Runner) -> None:
         answers = sum(self.engine.final.values())
         if self.plan.cancel and answers >= self.plan.cancel[1]:
-            with suppress(StateError):
+            with suppress(StateError, DatabaseError):
                 store.move(self.plan.cancel[0], "cancelling", NOW)
                 runner.notice()
         if self.plan.expire is not None and answers >= self.plan.expire and self.now == NOW:
@@ -164,7 +202,7 @@ class Schedule:
 
     def check(self) -> None:
         """Check the invariants on the disk."""
-        store, content = Store(self.folder), Content(self.folder)
+        store, content = self._open(), Content(self.folder)
         try:
             for name, text in self.plan.texts.items():
                 self._check_batch(store, content, store.batch(name), text)
@@ -186,13 +224,15 @@ class Schedule:
         errors = _lines(store, content, batch, batch.error_file, batch.failed)
         assert sorted([*output, *errors]) == sorted(wanted)
         assert batch.total == batch.completed + batch.failed == len(wanted)
+        # Each answer of the double reports 3 and 2.
+        assert (batch.input_tokens, batch.output_tokens) == (3 * len(output), 2 * len(output))
         codes = Counter(line["error"]["code"] for line in errors.values() if line["error"])
         assert codes.total() == batch.unrun
         assert set(codes) <= {"batch_cancelled" if batch.state == "cancelled" else "batch_expired"}
         assert (batch.state == "expired") == (batch.state != "cancelled" and batch.unrun > 0)
         for custom_id, line in output.items():
             assert line["response"]["status_code"] == 200
-            assert line["response"]["body"] == {"echo": custom_id}
+            assert line["response"]["body"]["echo"] == custom_id
             assert self.engine.final[custom_id]
 
 
@@ -209,20 +249,40 @@ def _lines(store: Store, content: Content, batch: Batch, id: str, count: int) ->
     return found
 
 
-async def run_schedules(seeds: range, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Run schedules; return the failpoints of all kills."""
+async def run_schedules(
+    seeds: range,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    faulty: bool = False,
+    server: Server | None = None,
+) -> tuple[Counter[str], Counter[str]]:
+    """Run schedules; return the failpoints of all kills, and those of all writes that failed."""
     points: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
     for seed in seeds:
-        schedule = Schedule(seed, folder / str(seed), monkeypatch)
+        database = None if server is None else partial(connect, server.database())
+        schedule = Schedule(seed, folder / str(seed), monkeypatch, faulty, database)
         try:
             await schedule.run()
             schedule.check()
         except BaseException as error:
-            error.add_note(f"seed {seed}, kills at {dict(schedule.points)}")
+            error.add_note(f"seed {seed}, kills at {dict(schedule.points)}, faults {dict(schedule.failed)}")
             raise
         points += schedule.points
+        failed += schedule.failed
         shutil.rmtree(folder / str(seed))
-    return points
+    print(f"{points.total()} kills: {dict(points)}")
+    print(f"{failed.total()} faults: {dict(failed)}")
+    return points, failed
+
+
+def connect(url: str) -> Database:
+    """Open a PostgreSQL database as soon as the server has noticed that the process before is gone."""
+    from serve_app.batches.postgres import Postgres
+
+    while True:
+        with suppress(HeldError):
+            return Postgres(url)
 
 
 @pytest.fixture
@@ -238,7 +298,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("block", range(4))
 async def test_kills_at_writes(block: int, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = await run_schedules(range(25 * block, 25 * (block + 1)), disk, monkeypatch)
+    points, _ = await run_schedules(range(25 * block, 25 * (block + 1)), disk, monkeypatch)
     assert points.total() > 25
     assert set(points) >= {"store.commit", "store.committed", "content.appended", "content.synced"}
 
@@ -247,6 +307,23 @@ async def test_kills_at_writes(block: int, disk: Path, monkeypatch: pytest.Monke
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("block", range(10))
 async def test_a_thousand_schedules(block: int, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = await run_schedules(range(100 * block, 100 * (block + 1)), disk, monkeypatch)
-    print(f"{points.total()} kills: {dict(points)}")
+    points, _ = await run_schedules(range(100 * block, 100 * (block + 1)), disk, monkeypatch)
     assert points.total() > 100
+
+
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(1000), marks=pytest.mark.long)], ids=len)
+@pytest.mark.timeout(1800)
+async def test_kills_while_writes_fail(seeds: range, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points, failed = await run_schedules(seeds, disk, monkeypatch, faulty=True)
+    assert points.total() > len(seeds)
+    assert failed.keys() == FAULTS.keys()
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(200), marks=pytest.mark.long)], ids=len)
+@pytest.mark.timeout(1800)
+async def test_kills_with_postgresql(
+    seeds: range, disk: Path, monkeypatch: pytest.MonkeyPatch, postgres: Server
+) -> None:
+    points, failed = await run_schedules(seeds, disk, monkeypatch, faulty=True, server=postgres)
+    assert points.total() > len(seeds)
+    assert failed.total() > 0

@@ -63,11 +63,14 @@ def test_results_are_parts_until_they_are_sealed(content: ObjectContent) -> None
     content.append("a", 8, b"three\n")
     assert content.ids() == {"a"}
     assert whole(content, "a", 14) == b"one\ntwo\nthree\n"
+    assert b"".join(content.pieces("a", 14, 2)) == b"e\ntwo\nthree\n"
+    assert b"".join(content.pieces("a", 10, 4)) == b"two\nth"
     content.append("a", 14, b"not committed\n")
     for _ in range(2):
         content.seal("a", 14)
         assert content.size("a") == 14
         assert whole(content, "a", 14) == b"one\ntwo\nthree\n"
+        assert b"".join(content.pieces("a", 14, 5)) == b"wo\nthree\n"
     content.remove("a")
     assert content.ids() == set()
 

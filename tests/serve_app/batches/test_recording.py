@@ -20,7 +20,8 @@ def test_results_are_written_once_whatever_the_commit_said(
     put(store, content, "in", b"".join(row.text for row in ROWS))
     store.add_batch(batch_of("b", "in"), 1)
     store.move("b", "in_progress", NOW, total=3)
-    results = [answered("b", ROWS[0], 200, {}), answered("b", ROWS[1], 404, {})]
+    usage = {"prompt_tokens": 5, "completion_tokens": 2}
+    results = [answered("b", ROWS[0], 200, {"usage": usage}), answered("b", ROWS[1], 404, {})]
 
     def fail(point: str) -> None:
         if point in failing:
@@ -36,6 +37,7 @@ def test_results_are_written_once_whatever_the_commit_said(
     record(store, content, "b", results)
     batch = store.batch("b")
     assert (batch.completed, batch.failed, batch.unrun) == (1, 1, 0)
+    assert (batch.input_tokens, batch.output_tokens) == (5, 2)
     assert content.path(batch.output_file).read_bytes() == results[0].text
     assert content.path(batch.error_file).read_bytes() == results[1].text
     assert unfinished(store, content, batch, Position(), Limits())[0] == [

@@ -5,16 +5,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic_core import from_json
 
+from serve_app.api import pacing
 from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
-from serve_app.batches.store import Batch, Store
-from tests.serve_app.batches.engine import Engine
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Batch
+from tests.serve_app.batches.engine import USAGE, Engine
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, opened, put, row, text_of
 
 
@@ -40,10 +43,10 @@ class Bench:
             **options,
         )
 
-    def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna") -> None:
+    def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna", weight: float | None = None) -> None:
         """Add a batch."""
         put(self.store, self.content, f"in-{id}", text_of(*rows), tenant)
-        self.store.add_batch(batch_of(id, f"in-{id}", tenant), 100)
+        self.store.add_batch(batch_of(id, f"in-{id}", tenant, weight=weight), 100)
         self.runner.notice()
 
     async def ended(self, id: str, *, state: str = "completed") -> Batch:
@@ -103,7 +106,11 @@ async def test_rows_are_sent_as_flex_and_their_answers_written(tmp_path: Path) -
     assert output["y"] == {
         "id": "batch_req_b_3",
         "custom_id": "y",
-        "response": {"status_code": 200, "request_id": "batch_req_b_3", "body": {"echo": "y"}},
+        "response": {
+            "status_code": 200,
+            "request_id": "batch_req_b_3",
+            "body": {"echo": "y", "usage": USAGE},
+        },
         "error": None,
     }
     assert errors == {}
@@ -161,6 +168,23 @@ async def test_tenants_share_what_may_be_in_flight(tmp_path: Path) -> None:
     assert engine.most == 4
 
 
+@pytest.mark.parametrize("limit", [1, 8])
+async def test_tenants_share_by_weight(limit: int, tmp_path: Path) -> None:
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Fixed(limit)) as bench:
+        for name, weight in (("ben", None), ("anna", 3.0)):
+            bench.add(name, *(row(f"{name}{number}") for number in range(120)), tenant=name, weight=weight)
+        await bench.until(lambda: all(one.state == "in_progress" for one in bench.store.open_batches()))
+        engine.go.set()
+        await bench.ended("anna")
+        last = next(place for place, (_, id) in enumerate(engine.sent) if id == "anna119")
+        await bench.ended("ben")
+    # 120 of anna's and a third as many of ben's, but for those that were sent while he was alone.
+    assert 150 <= last <= 170
+    assert engine.weights == {"anna": 3.0, "ben": None}
+
+
 async def test_what_passes_is_tried_again(tmp_path: Path) -> None:
     left = {"busy": 3, "broken": 2, "gone": 1}
 
@@ -196,6 +220,22 @@ async def test_refusals_lower_the_number_of_rows_in_flight(tmp_path: Path) -> No
     assert pace.limit == 4
 
 
+async def test_free_places_of_the_engines_are_filled_before_the_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "GROWING_S", 0.001)
+    engine = Engine()
+    engine.places = 100
+    engine.go.clear()
+    async with running(tmp_path, engine, concurrency=Auto(most=1000)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(300)))
+        await engine.until(lambda: engine.running == 100)
+        engine.go.set()
+        await bench.ended("b")
+    # Rows on their way are not counted, so that some may wait; nothing waits for long.
+    assert engine.most <= 300
+
+
 async def test_a_row_at_which_the_engine_fails_is_given_up(tmp_path: Path) -> None:
     engine = Engine(lambda id: 500 if id == "bad" else 200)
     async with running(tmp_path, engine, retries=2) as bench:
@@ -217,9 +257,9 @@ async def test_an_outage_costs_no_row(tmp_path: Path) -> None:
 async def test_a_row_that_fails_beside_others_is_given_up(tmp_path: Path) -> None:
     engine = Engine(lambda id: 503 if id == "bad" else 200)
     async with running(tmp_path, engine, retries=2, concurrency=Fixed(2)) as bench:
-        bench.add("b", row("bad"), *(row(str(number)) for number in range(300)))
+        bench.add("b", row("bad"), *(row(str(number)) for number in range(60)))
         batch = await bench.ended("b")
-    assert (batch.completed, batch.failed) == (300, 1)
+    assert (batch.completed, batch.failed) == (60, 1)
 
 
 async def test_rows_that_have_not_begun_at_the_deadline_are_told(tmp_path: Path) -> None:
@@ -299,6 +339,31 @@ async def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
     assert set(engine.final.values()) == {1}
 
 
+async def test_no_more_rows_are_sent_while_results_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "GROWING_S", 0.001)
+    monkeypatch.setattr(pacing, "STEADY_S", 0.001)
+    engine = Engine()
+    engine.places = 1000
+    tries = [0]
+
+    def full(point: str) -> None:
+        if point == "content.appended" and engine.final and tries[0] < 30:
+            tries[0] += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with running(tmp_path, engine, concurrency=Auto(most=1000)) as bench:
+        bench.at = full
+        bench.add("b", *(row(str(number)) for number in range(100)))
+        await bench.until(lambda: bench.store.batch("b").completed > 0)
+        sent = len(engine.sent)
+        await bench.ended("b")
+    assert tries == [30]
+    # The first rows, and as many as were let in before the first error.
+    assert sent <= 20
+
+
 async def test_an_input_that_is_gone_fails_the_batch_and_keeps_its_results(tmp_path: Path) -> None:
     engine = Engine()
     engine.go.clear()
@@ -310,6 +375,17 @@ async def test_an_input_that_is_gone_fails_the_batch_and_keeps_its_results(tmp_p
         batch = await bench.ended("b", state="failed")
         assert "in-b is gone" in batch.errors[0]["message"]
         assert len(bench.lines(batch)[0]) == batch.completed > 0
+
+
+async def test_an_output_that_is_gone_fails_the_batch(tmp_path: Path) -> None:
+    engine = Engine()
+    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(300)))
+        await bench.until(lambda: bench.store.batch("b").completed > 0)
+        bench.content.path(bench.store.batch("b").output_file).unlink()
+        batch = await bench.ended("b", state="failed")
+        assert batch.errors[0]["code"] == "content_lost"
+    assert len(engine.sent) < 300
 
 
 async def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 import asyncio
 from random import Random
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import RequestError
 from serve_app.api.pacing import Backoff, Fixed
 from serve_app.api.protocol import JSON
-from serve_app.batches.client import Answer, Load
+from serve_app.api.scheduling import Scheduling
+from serve_app.batches.client import Answer
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
 from tests.serve_app.batches.helpers import batch_of, row, text_of
@@ -19,14 +21,14 @@ class Script:
     def __init__(self, *answers: Answer | Exception) -> None:
         self._answers = list(answers)
 
-    async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Return the next answer."""
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    async def load(self) -> Load | None:
+    async def load(self) -> EngineLoad | None:
         """Return nothing."""
         return None
 
@@ -64,9 +66,9 @@ async def test_a_final_error_is_not_tried_again() -> None:
 
 async def test_a_try_that_takes_too_long_is_repeated() -> None:
     class Slow(Script):
-        async def send(self, endpoint: str, body: JSON, tenant: str) -> Answer:
+        async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
             """Hang, the first time."""
-            answer = await super().send(endpoint, body, tenant)
+            answer = await super().send(endpoint, body, scheduling)
             if answer.status == 504:
                 await asyncio.Event().wait()
             return answer
@@ -76,6 +78,18 @@ async def test_a_try_that_takes_too_long_is_repeated() -> None:
     result = await sender.send(BATCH, ROW, asyncio.Event())
     assert result is not None
     assert not result.is_error
+
+
+async def test_rows_that_wait_for_a_try_are_counted() -> None:
+    stopping = asyncio.Event()
+    sender = Sender(Script(Answer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0, 5.0)
+    sending = asyncio.create_task(sender.send(BATCH, ROW, stopping))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sender.waiting == 1
+    stopping.set()
+    assert await sending is None
+    assert sender.waiting == 0
 
 
 async def test_a_row_has_no_result_once_it_is_stopped() -> None:

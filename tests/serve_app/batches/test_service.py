@@ -6,15 +6,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches.errors import HeldError, StoreError
+from serve_app.batches.rate import Rate
 from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import BatchesSettings
 from tests.serve_app.batches.engine import Engine
-from tests.serve_app.batches.helpers import batch_of, commits, opened, put, row, text_of
+from tests.serve_app.batches.helpers import CHAT, batch_of, commits, opened, put, row, text_of
 
 LIMIT_S = 20.0
 
@@ -53,6 +56,20 @@ async def test_a_start_goes_on_with_what_is_there(tmp_path: Path) -> None:
             service.check()
     assert engine.final == {"a": 1, "b": 1}
     assert not (tmp_path / "files" / "file-orphan").exists()
+
+
+async def test_the_weight_of_a_relayed_request_reaches_the_engines(tmp_path: Path) -> None:
+    engine = Engine()
+    store, content = opened(tmp_path)
+    put(store, content, "file-in", text_of(row("a")), "anna")
+    store.close()
+    fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": "24h"}
+    request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields), Scheduling(1, "anna", weight=3.0))
+    async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+        head = unpack(await anext(service.relay(request))).head
+        assert head is not None
+        assert head.status == 200
+        await engine.until(lambda: engine.weights == {"anna": 3.0})
 
 
 async def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
@@ -109,6 +126,27 @@ async def test_statistics_follow_the_rows(tmp_path: Path) -> None:
                 committed.clear()
             assert stats["rows"] == {"waiting": 0, "in_flight": 0, "completed": 2, "failed": 1}
             assert (stats["oldest_s"], stats["rows_per_s"]) == (0, 0)
+
+
+async def test_a_batch_that_will_be_late_says_so_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Rate, "per_s", 1e-12)
+    fill(tmp_path, row("a"), row("b"))
+    engine = Engine()
+    engine.go.clear()
+    async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
+        await engine.until(lambda: engine.running == 2)
+        batch: JSON = {}
+        while "warnings" not in batch:
+            batch = from_json(await get(service, "/v1/batches/batch_1"))
+        assert "about 2 of its 2 rows would not be run" in batch["warnings"][0]
+        assert (batch["status"], batch["errors"]) == ("in_progress", None)
+        listed = from_json(await get(service, "/v1/batches"))["data"]
+        assert listed[0]["warnings"] == batch["warnings"]
+        assert (await service.stats())["late"] == 1
+        engine.go.set()
+    assert "batch_1: At the measured rate" in caplog.text
 
 
 async def test_a_missing_variable_with_the_database_is_told(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 import dataclasses
-import sqlite3
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from serve_app.batches.database import Database
 from serve_app.batches.errors import (
     DatabaseError,
     InUseError,
@@ -14,25 +11,10 @@ from serve_app.batches.errors import (
     StoreError,
     TooManyError,
 )
-from serve_app.batches.store import Counts, Store
+from serve_app.batches.store import Store
+from serve_app.batches.stored import Counts
+from tests.serve_app.batches.conftest import Place
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of
-
-Place = Callable[[], Path | Database]
-
-
-@pytest.fixture(params=["SQLite", "PostgreSQL"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Opens the place of a store."""
-    if request.param == "SQLite":
-        return lambda: tmp_path
-    url = request.getfixturevalue("postgres").database()
-
-    def connect() -> Database:
-        from serve_app.batches.postgres import Postgres
-
-        return Postgres(url)
-
-    return connect
 
 
 @pytest.fixture
@@ -62,13 +44,16 @@ def test_one_process_has_a_store_open(store: Store, place: Place) -> None:
         Store(place())
 
 
-def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path).close()
-    db = sqlite3.connect(tmp_path / "batches.db")
-    db.execute("PRAGMA user_version = 99")
-    db.close()
-    with pytest.raises(StoreError, match="99"):
-        Store(tmp_path)
+def test_the_latest_weight_holds_for_the_open_batches_of_a_tenant(store: Store) -> None:
+    store.add_file(file_of("other", "ben"))
+    store.add_batch(batch_of("ended", "in", weight=1.0), 9)
+    store.end("ended", "failed", NOW)
+    store.add_batch(batch_of("a", "in", weight=1.0), 9)
+    store.add_batch(batch_of("ben", "other", "ben", weight=1.0), 9)
+    store.add_batch(batch_of("b", "in", weight=4.0), 9)
+    store.add_batch(batch_of("c", "in"), 9)
+    weights = {id: store.batch(id).weight for id in ("ended", "a", "ben", "b", "c")}
+    assert weights == {"ended": 1.0, "a": 4.0, "ben": 1.0, "b": 4.0, "c": None}
 
 
 def test_a_tenant_sees_its_own_only(store: Store) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.driver.api_run import RUN, APIRun, Display
+from serve_app.driver.api_run import RUN, APIRun
 from serve_app.driver.command import main
 from serve_app.driver.errors import CommandError, DriverError
 from tests.serve_app.batches.helpers import row, text_of
@@ -188,14 +188,3 @@ def test_a_download_that_breaks_off_leaves_no_half_file(url: str, requests: Path
     with pytest.raises(DriverError, match="gave up after 2 tries of the download"):
         run.run()
     assert not run.output.exists()
-
-
-def test_the_progress_has_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
-    display = Display(False, clock=lambda: now)
-    counts = {"total": 100, "completed": 0, "failed": 0}
-    display.update({"status": "in_progress", "request_counts": counts})
-    now = 10.0
-    display.update({"status": "in_progress", "request_counts": counts | {"completed": 20, "failed": 5}})
-    printed = capsys.readouterr().err
-    assert printed == "in_progress, 25/100 rows, 5 failed, 2.5 rows/s, ETA 0:30\n"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
 from serve_app.driver.run_stats import SAMPLE, Latencies, RunStats, Totals, Utilization
 
@@ -33,7 +34,7 @@ def test_utilization_is_that_of_the_run_over_all_replicas() -> None:
     # A replica that comes later counts from its first statistics on.
     utilization.update([replica("a", 109, 901, 4, 2), replica("b", 2, 8, 1), replica("c", 50, 50)])
     assert utilization.share == pytest.approx(11 / 20)
-    assert (utilization.running, utilization.waiting, utilization.replicas) == (5, 2, 3)
+    assert (utilization.load, utilization.replicas) == (EngineLoad(5, 2), 3)
 
 
 def test_percentiles_of_latencies() -> None:

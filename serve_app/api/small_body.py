@@ -1,0 +1,37 @@
+"""Bodies of requests that are small by their nature."""
+
+import asyncio
+
+from starlette.requests import ClientDisconnect, Request
+
+from serve_app.api.errors import RequestError
+
+BODY_S = 60.0
+"""Seconds until such a body has to be here."""
+
+
+async def small_body(request: Request, most: int) -> bytes:
+    """Return the body of a request.
+
+    Args:
+        request: The request.
+        most: Most bytes that it may have.
+
+    Raises:
+        RequestError: 413, it has more; 408, it comes too slowly; 400, it ends early.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most:
+                    message = f"The body is larger than the limit of {most} bytes"
+                    raise RequestError(413, "request_too_large", message)
+    except TimeoutError:
+        message = f"The body was not here after {BODY_S:g} s"
+        raise RequestError(408, "timeout_error", message) from None
+    except ClientDisconnect:
+        # The client is gone; the error ends the request.
+        raise RequestError(400, "invalid_request_error", "The body ended early") from None
+    return bytes(body)

@@ -1,0 +1,119 @@
+"""Files and batches as they are stored."""
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from serve_app.api.protocol import JSON
+from serve_app.batches.states import State
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A stored file. Times are in seconds since the epoch."""
+
+    id: str
+    tenant: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    status: str = "processed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A batch.
+
+    Attributes:
+        weight: The tenant's share in relation to the others; None: none is stated.
+        output_file: Id of the output; there is a file of this id once the batch has ended, if it has rows.
+        error_file: The same for the rows that failed.
+        retention_s: Seconds after which the output and the error file are deleted.
+        model: The model of all rows; None: they have several.
+        errors: Errors of the batch as a whole.
+        total: Number of rows; 0 until they are validated.
+        completed: Rows in the output.
+        failed: Rows in the error file.
+        unrun: Those of the failed rows that were never run: the batch expired or was cancelled before.
+        input_tokens: Tokens that the answers report, as the three below; see `Tokens`.
+        output_bytes: Valid length of the output; what the file has beyond it was written by a process that
+            ended before its commit.
+        error_bytes: The same of the error file.
+        created_at: Times, in seconds since the epoch.
+        expires_at: The deadline: no row is started after it.
+    """
+
+    id: str
+    tenant: str
+    endpoint: str
+    input_file: str
+    output_file: str
+    error_file: str
+    completion_window: str
+    metadata: JSON
+    retention_s: int
+    created_at: int
+    expires_at: int
+    state: State = "validating"
+    model: str | None = None
+    errors: tuple[JSON, ...] = ()
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    unrun: int = 0
+    output_bytes: int = 0
+    error_bytes: int = 0
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    weight: float | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Counts(NamedTuple):
+    """The addition of a group of finished rows to its batch, by column."""
+
+    completed: int
+    failed: int
+    unrun: int
+    output_bytes: int
+    error_bytes: int
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+
+class Summary(NamedTuple):
+    """Totals of the open batches and of the stored files.
+
+    Attributes:
+        batches: Open batches by state.
+        rows: Their rows without a result.
+        oldest: When the oldest of them was created; None: there is none.
+        files: Stored files.
+        bytes: Their bytes.
+    """
+
+    batches: dict[str, int]
+    rows: int
+    oldest: int | None
+    files: int
+    bytes: int
+
+
+class Page(NamedTuple, Generic[T]):
+    """A part of a list, and whether more follows."""
+
+    items: list[T]
+    has_more: bool

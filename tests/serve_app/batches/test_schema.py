@@ -1,0 +1,38 @@
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from serve_app.batches.database import SQLite
+from serve_app.batches.errors import StoreError
+from serve_app.batches.store import Store
+from tests.serve_app.batches.conftest import Place
+from tests.serve_app.batches.helpers import batch_of, file_of
+
+
+def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    db = sqlite3.connect(tmp_path / "batches.db")
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(StoreError, match="99"):
+        Store(tmp_path)
+
+
+def test_a_database_of_an_earlier_version_is_brought_to_this_one(place: Place) -> None:
+    database = place()
+    if isinstance(database, Path):
+        database = SQLite(database)
+    store = Store(database)
+    store.add_file(file_of("in"))
+    store.add_batch(batch_of("b", "in"), 1)
+    added = ("weight", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+    database.change_schema([f"ALTER TABLE batches DROP COLUMN {name}" for name in added], 1)
+    store.close()
+    store = Store(place())
+    assert store.batch("b") == batch_of("b", "in")
+    store.add_batch(batch_of("c", "in", weight=2.5), 2)
+    store.close()
+    store = Store(place())
+    assert store.batch("c").weight == 2.5
+    store.close()
