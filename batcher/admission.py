@@ -4,7 +4,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any, Generic, Self
 
 from batcher import checks
@@ -23,12 +22,9 @@ LEAST_DELAY_S = 1e-6
 """Seconds of the shortest timer: one that comes too early, by rounding, must not come again at once."""
 
 
-class State(Enum):
-    """State of a batcher."""
-
-    STOPPED = "not running; call start() or use `async with`"
-    RUNNING = "running"
-    STOPPING = "stopping"
+STOPPED = "not running; call start() or use `async with`"
+RUNNING = "running"
+STOPPING = "stopping"
 
 
 class Batcher(ABC, Generic[EntryT]):
@@ -59,7 +55,7 @@ class Batcher(ABC, Generic[EntryT]):
         )
         self._recorder = Recorder()
         self._clock = clock
-        self._state = State.STOPPED
+        self._state = STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deciding = self._again = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -69,7 +65,7 @@ class Batcher(ABC, Generic[EntryT]):
     @property
     def is_running(self) -> bool:
         """True while records are let in."""
-        return self._state is State.RUNNING
+        return self._state == RUNNING
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -79,7 +75,7 @@ class Batcher(ABC, Generic[EntryT]):
             RuntimeError: It has not been started.
         """
         if self._loop is None:
-            raise Closed(f"{type(self).__name__} is {self._state.value}")
+            raise Closed(f"{type(self).__name__} is {self._state}")
         return self._loop
 
     def observe(self, limit: int = 65_536) -> Observations:
@@ -122,10 +118,10 @@ class Batcher(ABC, Generic[EntryT]):
             RuntimeError: It runs already, or is still stopping.
         """
         self._abandon_closed_loop()
-        if self._state is not State.STOPPED:
-            raise RuntimeError(f"{type(self).__name__} is already {self._state.value}")
+        if self._state != STOPPED:
+            raise RuntimeError(f"{type(self).__name__} is already {self._state}")
         self._loop = asyncio.get_running_loop()
-        self._state = State.RUNNING
+        self._state = RUNNING
         self._recorder.open(self._clock())
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
@@ -145,12 +141,12 @@ class Batcher(ABC, Generic[EntryT]):
         if timeout is not None:
             checks.seconds("timeout", timeout)
         self._abandon_closed_loop()
-        if self._state is State.STOPPED:
+        if self._state == STOPPED:
             return
         self._check_loop()
         if self._deciding or self._waits_for(asyncio.current_task()):
             raise RuntimeError("stop() would wait for its own caller; call it from another task")
-        self._state = State.STOPPING
+        self._state = STOPPING
         if self._ended is None:
             self._ended = self.loop.create_future()
         ended = self._ended
@@ -183,11 +179,11 @@ class Batcher(ABC, Generic[EntryT]):
             self._alarm.cancel()
             self._alarm = None
         self._recorder.close(self._clock())
-        self._state = State.STOPPED
+        self._state = STOPPED
 
     def _abandon_closed_loop(self) -> None:
         """Forget what is left of a life whose event loop was closed without a stop."""
-        if self._state is State.STOPPED or not self.loop.is_closed():
+        if self._state == STOPPED or not self.loop.is_closed():
             return
         for entry in self._queue.clear():
             self._recorder.unserved(entry)
@@ -199,9 +195,9 @@ class Batcher(ABC, Generic[EntryT]):
 
     def _check_open(self, records: int = 1) -> None:
         """Raise unless records may be submitted here and now."""
-        if self._state is not State.RUNNING:
+        if self._state != RUNNING:
             self._recorder.rejected += records
-            raise Closed(f"{type(self).__name__} is {self._state.value}")
+            raise Closed(f"{type(self).__name__} is {self._state}")
         self._check_loop()
 
     def _check_loop(self) -> None:

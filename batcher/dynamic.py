@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from batcher import checks
-from batcher.admission import UNKNOWN_WAIT_S, Batcher, State
+from batcher.admission import RUNNING, STOPPED, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.batch_delay import BatchDelay
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Entry
@@ -23,7 +23,8 @@ from batcher.stats import BatchStats
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
-ItemT = TypeVar("ItemT")
+
+TWO_COSTS = "give either cost or estimated_cost: they are two names for one thing"
 
 
 class RecordOptions(TypedDict, total=False):
@@ -205,7 +206,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
         await super().stop(drain, timeout)
-        if self._state is State.STOPPED:
+        if self._state == STOPPED:
             self._call.close()
 
     def submit_nowait(
@@ -291,7 +292,9 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         """
         records = list(records)
         name = "cost" if estimated_cost is None else "estimated_cost"
-        costs: Sequence[int | None] = _either(cost, estimated_cost) or [None] * len(records)
+        if cost is not None and estimated_cost is not None:
+            raise ValueError(TWO_COSTS)
+        costs: Sequence[int | None] = cost or estimated_cost or [None] * len(records)
         if len(costs) != len(records):
             raise ValueError(
                 f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
@@ -398,10 +401,12 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         estimated_cost: int | None,
         wait: bool,
     ) -> Entry[ResultT]:
-        if self._state is not State.RUNNING or _get_running_loop() is not self._loop:
+        if self._state != RUNNING or _get_running_loop() is not self._loop:
             self._check_open()
         if estimated_cost is not None:
-            cost = whole_cost("estimated_cost", _either(cost, estimated_cost))
+            if cost is not None:
+                raise ValueError(TWO_COSTS)
+            cost = whole_cost("estimated_cost", estimated_cost)
         now = self._clock()
         if deadline is not None or timeout is not None:
             deadline = self._deadline(deadline, timeout, now)
@@ -433,7 +438,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         queue, former = self._queue, self._former
         while self._calls < self._concurrency:
             total = queue.total
-            if not total or not (former.full(total, queue.total_cost) or self._state is State.STOPPING):
+            if not total or not (former.full(total, queue.total_cost) or self._state == STOPPING):
                 if total and (not self._delay.holds or total == self._min_batch_size):
                     self._delay.hold(self.loop)
                 least = self._min_batch_size if total < self._min_batch_size else former.max_records
@@ -533,10 +538,3 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _abandon(self) -> None:
         self._recorder.failed += sum(not entry.done() for run in self._give_up() for entry in run.batch)
         self._delay.release()
-
-
-def _either(cost: ItemT | None, estimated_cost: ItemT | None) -> ItemT | None:
-    """Return what was given as a cost, under either name."""
-    if cost is not None and estimated_cost is not None:
-        raise ValueError("give either cost or estimated_cost: they are two names for one thing")
-    return estimated_cost if cost is None else cost

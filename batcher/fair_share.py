@@ -101,7 +101,7 @@ class Tier(Turn):
         total_cost: Cost of the records that wait in it.
         outside: Those of them that wait for space.
         outside_cost: Their cost.
-        top: The highest key of a backlog so far: once nothing waits here, nothing is owed.
+        top: The highest key with which a backlog became empty: once all are, nothing is owed.
         claims: Backlogs with entries that wait for space, in turn.
         idle: Backlogs without entries that are remembered while they owe something.
         joined: How often a tenant has joined.
@@ -138,6 +138,8 @@ class Tier(Turn):
 
     def retire(self, backlog: Backlog) -> None:
         """Remember a backlog that has no entries left while it was served more than the others."""
+        if backlog.key > self.top:
+            self.top = backlog.key
         idle = self.idle
         idle[backlog] = None
         if len(idle) <= SLACK:

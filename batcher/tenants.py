@@ -24,7 +24,7 @@ class Tenant:
     Attributes:
         weight: Its share in relation to the others.
         charge: What a unit of cost adds to its counters.
-        total: Records of it that wait, for space too.
+        backlogs: Tiers in which records of it wait, for space too.
         size: Those that count against the bounds.
         cost: Their cost.
         parked: Backlogs with entries that wait for space, while its share of the queue has none.
@@ -35,7 +35,7 @@ class Tenant:
     name: str
     weight: float = 0.0
     charge: int = UNIT
-    total: int = 0
+    backlogs: int = 0
     size: int = 0
     cost: int = 0
     parked: list[Any] = field(default_factory=list)
@@ -60,17 +60,21 @@ class Tenants:
         return self._tenants.get(name)
 
     def join(self, name: str) -> Tenant:
-        """Return a tenant that is about to have entries."""
+        """Return a tenant that is about to have entries in one more tier."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
             self._weigh_again(tenant)
-        elif not tenant.total:
+        elif not tenant.backlogs:
             self._idle.pop(name, None)
+        tenant.backlogs += 1
         return tenant
 
     def leave(self, tenant: Tenant) -> None:
-        """Take in that a tenant has no entries any more."""
+        """Take in that a tenant has no entries any more in one of its tiers."""
+        tenant.backlogs -= 1
+        if tenant.backlogs:
+            return
         tenant.left_at = self._clock()
         self._idle[tenant.name] = tenant
         if len(self._idle) > MAX_IDLE_TENANTS:
