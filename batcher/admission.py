@@ -9,19 +9,13 @@ from typing import Any, Generic, Self
 from batcher import checks
 from batcher.errors import LATE, BatcherError, Closed, Expired, QueueFull
 from batcher.queue import EntryT, RequestQueue
-from batcher.rates import retry_after
 from batcher.stats import Observations, Recorder
 
-UNKNOWN_WAIT_S = 1.0
-"""The estimate of a wait as long as nothing has finished."""
+UNKNOWN_WAIT_S = 1.0  # the estimate of a wait as long as nothing has finished
+GRACE_S = 1.0  # seconds that a cancelled task has to end before a stop no longer waits for it
+LEAST_DELAY_S = 1e-6  # the shortest timer: one that comes too early, by rounding, must not come again at once
 
-GRACE_S = 1.0
-"""Seconds that a cancelled task has to end before a stop no longer waits for it."""
-
-LEAST_DELAY_S = 1e-6
-"""Seconds of the shortest timer: one that comes too early, by rounding, must not come again at once."""
-
-
+# States of a batcher, in the words of its errors.
 STOPPED = "not running; call start() or use `async with`"
 RUNNING = "running"
 STOPPING = "stopping"
@@ -95,6 +89,17 @@ class Batcher(ABC, Generic[EntryT]):
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
         """Change the tenants' shares, also of those that wait; see `RequestQueue.set_tenant_weights`."""
         self._queue.set_tenant_weights(weights)
+
+    def _common_stats(self, now: float) -> dict[str, Any]:
+        """Return the fields of `Stats`, but for what runs."""
+        queue = self._queue
+        return self._recorder.common(now) | {
+            "total_submitted": queue.entered,
+            "queue_depth": queue.size,
+            "queue_cost": queue.cost,
+            "queue_classes": queue.classes(),
+            "outside": queue.outside,
+        }
 
     @abstractmethod
     def estimate_wait(
@@ -239,7 +244,7 @@ class Batcher(ABC, Generic[EntryT]):
         seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
         if tenant := queue.tenant(entry.tenant):
             own = queue.own(entry.priority, entry.tenant)
-            seconds = retry_after(tenant, entry.priority, seconds, own, self._clock())
+            seconds = tenant.retry_after(entry.priority, seconds, own, self._clock())
         raise QueueFull(bound.name, bound.value, seconds)
 
     async def _wait_for_space(self, entry: EntryT) -> None:

@@ -2,18 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-LARGEST = 2**53
-"""The largest whole number that an argument may be: up to it a float is exact too."""
-
-LONGEST_S = 1e9
-"""The longest time that an argument may name, some 30 years: a timer takes no more."""
-
-LATEST_S = 1e15
-"""The latest deadline, in either direction of zero."""
-
-PRIORITIES = 2**31
-"""Priorities lie between this and its negative."""
-
+LARGEST = 2**53  # the largest whole number that an argument may be: up to it a float is exact too
+LONGEST_S = 1e9  # the longest time, some 30 years: a timer takes no more
+LATEST_S = 1e15  # the latest deadline, in either direction of zero
+PRIORITIES = 2**31  # priorities lie between this and its negative
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 
 

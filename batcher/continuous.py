@@ -18,8 +18,7 @@ from batcher.window import Slot, Window
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
 
-HOPELESS = 2.0
-"""A wait that is estimated as so many times what a deadline leaves is not begun."""
+HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 OversizePolicy = Literal["reject", "alone"]
@@ -115,20 +114,15 @@ class ContinuousBatcher(Batcher[Slot]):
     def stats(self) -> ContinuousStats:
         """A snapshot, true at this moment."""
         now = self._clock()
-        background, queue, window = self._background, self._queue, self._window
+        background, window = self._background, self._window
         return ContinuousStats(
-            **self._recorder.common(now),  # type: ignore[arg-type]
-            total_submitted=queue.entered,
-            queue_depth=queue.size,
-            queue_cost=queue.cost,
-            queue_classes=queue.classes(),
+            **self._common_stats(now),
             running=window.records,
             running_cost=window.cost,
             capacity=window.capacity,
             max_running=None if window.regular == sys.maxsize else window.regular,
             occupancy=self._recorder.occupancy(now),
-            outside=queue.outside,
-            outside_cost=queue.outside_cost,
+            outside_cost=self._queue.outside_cost,
             output_tokens=self._recorder.output_tokens,
             **({} if background is None else background.stats()),  # type: ignore[arg-type]
         )

@@ -97,10 +97,8 @@ class OutputEstimator:
     """
 
     BUCKETS = 32
-    ENOUGH = 32
-    """Requests to see first: the earliest to finish are the shortest, their mean alone is too low."""
-    MEMORY = 1024
-    """Requests after which the past weighs half."""
+    ENOUGH = 32  # requests to see first: the earliest to finish are the shortest, their mean is too low
+    MEMORY = 1024  # requests after which the past weighs half
 
     def __init__(self) -> None:
         self._counts = [0.0] * self.BUCKETS

@@ -177,16 +177,11 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     @property
     def stats(self) -> BatchStats:
         """A snapshot, true at this moment."""
-        recorder, queue = self._recorder, self._queue
+        recorder = self._recorder
         running = [entry for run in self._runs for entry in run.batch if not entry.done()]
         batches = recorder.batches or 1
         return BatchStats(
-            **recorder.common(self._clock()),  # type: ignore[arg-type]
-            total_submitted=queue.entered,
-            queue_depth=queue.size,
-            queue_cost=queue.cost,
-            queue_classes=queue.classes(),
-            outside=queue.outside,
+            **self._common_stats(self._clock()),
             running=len(running),
             running_cost=sum(entry.cost for entry in running),
             total_batches=recorder.batches,

@@ -20,11 +20,8 @@ ResultT = TypeVar("ResultT")
 OnError = Literal["split", "fail", "single"]
 ON_ERROR = ("split", "fail", "single")
 
-OUTAGE = 40
-"""Records that fail alone, with none that succeeds, after which a split takes the rest for failed too."""
-
-ONE_BY_ONE = 0.38
-"""Share of bad records from which on testing each alone takes the fewest calls (Hwang; (3 - √5) / 2)."""
+OUTAGE = 40  # records that fail alone, while none succeeds, after which a split doesn't try the rest
+ONE_BY_ONE = 0.38  # share of bad records from which on testing each alone is best (Hwang; (3 - √5) / 2)
 
 ProcessFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[ResultT]]
 InferenceFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[ResultT]]

@@ -10,26 +10,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from batcher import checks
 from batcher.entries import Entry
 from batcher.errors import QueueFull
-from batcher.fair_share import SLACK, Backlog, Tier, Turns
-from batcher.tenants import Tenant, Tenants
+from batcher.fair_share import SLACK, Backlog, Tenant, Tenants, Tier, Turns
 
-BACKGROUND_SHARE = 0.9
-"""Share of the bounds that the background may fill."""
-
-OPEN_SHARE = 0.8
-"""Share of the bounds that any tenant may fill; beyond it each has its fair share of the whole."""
+BACKGROUND_SHARE = 0.9  # share of the bounds that the background may fill
+OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has its fair share of the whole
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
 
 
 class Bound(NamedTuple):
-    """A bound that keeps an entry out.
-
-    Attributes:
-        name: `max_queue_size` or `max_queue_cost`.
-        value: Its value.
-        of_tenant: It is the tenant's share of the queue that is full, not the whole queue.
-    """
+    """A bound that keeps an entry out: of the whole queue, or of the share of its tenant."""
 
     name: str
     value: int
@@ -214,7 +204,10 @@ class RequestQueue(Generic[EntryT]):
             tenant.cost += cost
             self.entered += records
         else:
-            self._wait(entry, backlog)
+            if backlog.outside is None:
+                backlog.outside = entry
+                tier.claims[backlog] = None
+            self._count_outside(entry, backlog, 1)
         if entry.deadline is not None:
             self._keep_deadline(entry.deadline, entry, backlog)
         return admitted
@@ -284,13 +277,6 @@ class RequestQueue(Generic[EntryT]):
             if cost > self._open_cost and tenant.cost + entry.cost > share * self._max_cost:
                 return Bound("max_queue_cost", int(self._max_cost), True)
         return None
-
-    def _wait(self, entry: EntryT, backlog: Backlog) -> None:
-        """Count an entry that waits outside."""
-        if backlog.outside is None:
-            backlog.outside = entry
-            backlog.tier.claims[backlog] = None
-        self._count_outside(entry, backlog, 1)
 
     def _let(self, entry: EntryT, backlog: Backlog) -> None:
         """Let an entry in that waits outside."""

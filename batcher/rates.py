@@ -1,27 +1,7 @@
 """How fast records are served, and what follows: estimates of waits, and when to come back."""
 
-import random
-from collections.abc import Callable
-
-from batcher.tenants import Tenant
-
-MEMORY = 1 - 1 / 256
-"""Weight that a finished record keeps when the next one finishes."""
-
-ENOUGH = 16
-"""Records to measure first."""
-
-RETURNS_SHARE = 1 / 3
-"""Share of a tenant's service that is set aside for records that come back; the rest is for new ones."""
-
-SPREAD = 0.25
-"""How far a time to come back is moved at random, as a share of it."""
-
-MAX_TIERS = 64
-"""Tiers of a tenant whose times to come back are remembered."""
-
-LATEST_S = 60.0
-"""Seconds after which a refused record may come back at the latest, unless its wait is longer."""
+MEMORY = 1 - 1 / 256  # weight that a finished record keeps when the next one finishes
+ENOUGH = 16  # records to measure first
 
 
 class ServiceRate:
@@ -57,38 +37,3 @@ class ServiceRate:
         if self._cost and cost_inside:
             wait = max(wait, max(0, cost) * self._cost_seconds / self._cost / cost_inside)
         return wait
-
-
-def retry_after(
-    tenant: Tenant,
-    priority: int,
-    wait_s: float,
-    own: int,
-    now: float,
-    draw: Callable[[], float] = random.random,
-) -> float:
-    """Return the seconds after which a record that is refused now should come back.
-
-    The records of one tenant come back one after the other, as fast as the tenant is served, and not
-    before the wait is over, nor before those of the same or a higher tier; the demand of one tenant doesn't
-    delay another. A random part spreads those of several tenants.
-
-    Args:
-        tenant: The tenant of the record.
-        priority: Its tier.
-        wait_s: Seconds that it would wait if it were let in.
-        own: Records of its tenant that wait in its tier.
-        now: The time.
-        draw: Returns the random part, 0 to 1.
-    """
-    returns = tenant.returns
-    if priority not in returns:
-        if len(returns) > MAX_TIERS:
-            returns.clear()
-        returns[priority] = max((at for above, at in returns.items() if above < priority), default=now)
-    at = min(max(now + wait_s, returns[priority]), now + max(wait_s, LATEST_S))
-    returns[priority] = at
-    for tier in returns:
-        if tier >= priority:
-            returns[tier] = max(returns[tier], now) + wait_s / (own + 1) / RETURNS_SHARE
-    return (at - now) * (1 + SPREAD * draw())

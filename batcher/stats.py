@@ -11,9 +11,7 @@ ItemT = TypeVar("ItemT")
 
 Outcome = Literal["completed", "failed", "cancelled"]
 
-RECENT = 512
-"""Records over which percentiles are taken."""
-
+RECENT = 512  # records over which percentiles are taken
 POINTS = (0.5, 0.9, 0.99)
 
 

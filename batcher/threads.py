@@ -12,8 +12,7 @@ from batcher.errors import Closed
 
 ResultT = TypeVar("ResultT")
 
-LOOK_S = 0.5
-"""Seconds between two looks at whether the event loop, on which a thread waits, still runs."""
+LOOK_S = 0.5  # seconds between two looks at whether the event loop, on which a thread waits, still runs
 
 
 class Submits(Protocol[ResultT]):
