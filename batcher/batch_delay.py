@@ -26,10 +26,8 @@ class BatchDelay:
         batch_s: Mean seconds that a batch takes, None before the first.
 
     Args:
-        queue: The records that wait.
         least: Records that wait for more until the timeout in any case, if they are fewer.
         timeout_s: Seconds that a record waits at most.
-        clock: Returns the time in seconds.
         leave: Called when what waits is to leave, or nothing waits any more.
     """
 

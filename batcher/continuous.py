@@ -142,8 +142,6 @@ class ContinuousBatcher(Batcher[Slot]):
     ) -> Slot:
         """Return the place of one record, to be entered with `async with`.
 
-        Entering raises `QueueFull`, `Oversize`, `Expired` or `Closed`.
-
         A slot may stand for several records that start together. It takes as many places in the window and
         in the queue; its cost and its tokens are those of all of them.
 
@@ -162,7 +160,10 @@ class ContinuousBatcher(Batcher[Slot]):
         Raises:
             ValueError: Neither or both ways of giving a cost are used, or a number is out of range.
             TypeError: The tenant is not a string.
-            Expired: The deadline has passed.
+            Expired: The deadline has passed. Entering raises it for a deadline that can't be kept, too.
+            QueueFull: On entering: the queue is full, and `wait` is False.
+            Oversize: On entering: the record can never run.
+            RuntimeError: On entering: the batcher isn't running (`Closed`), or runs on another event loop.
         """
         if prompt_tokens is None and max_tokens is None and cost is not None:
             pass
@@ -189,22 +190,11 @@ class ContinuousBatcher(Batcher[Slot]):
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
         Returns once the record is admitted to the queue. Cancelling the task takes the record out of the
-        queue, or cancels `process_fn` if it runs.
-
-        Args:
-            process_fn: Processes one record.
-            record: What it is given.
-            cost: As for `slot`.
-            wait: Wait for space when the queue is full; False: raise `QueueFull`.
-            options: The other arguments of `slot`.
+        queue, or cancels `process_fn` if it runs. The other arguments and the errors are those of `slot`
+        and of entering it, but that it waits for space unless `wait` is False.
 
         Raises:
-            QueueFull: The queue is full and `wait` is False.
-            Oversize: The record can never run.
-            Expired: The deadline passed before there was space.
-            RuntimeError: The batcher isn't running (`Closed`), or runs on another event loop.
-            ValueError: A number is out of range.
-            TypeError: The tenant is not a string, or `process_fn` is not a function.
+            TypeError: `process_fn` is not a function.
         """
         checks.function("process_fn", process_fn)
         slot = self.slot(cost, wait=wait, **options)
@@ -298,11 +288,10 @@ class ContinuousBatcher(Batcher[Slot]):
     def _check_hope(self, slot: Slot, deadline: float, now: float) -> None:
         """Raise `Expired` for a slot that will hardly start in time."""
         self._deadline(deadline, None, now, slot.records)
-        if self._window.known:
-            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-            if wait > HOPELESS * (deadline - now):
-                self._recorder.rejected += slot.records
-                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
+        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+        if self._window.known and wait > HOPELESS * (deadline - now):
+            self._recorder.rejected += slot.records
+            raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _process(
         self, process_fn: Callable[[RecordT], Awaitable[ResultT]], record: RecordT, slot: Slot

@@ -316,8 +316,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         ordered: bool = ...,
         max_pending: int | None = ...,
         return_exceptions: Literal[False] = ...,
-        priority: int = ...,
-        tenant: str = ...,
+        **options: Unpack[RecordOptions],
     ) -> AsyncGenerator[ResultT, None]: ...
 
     @overload
@@ -328,8 +327,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         ordered: bool = ...,
         max_pending: int | None = ...,
         return_exceptions: bool,
-        priority: int = ...,
-        tenant: str = ...,
+        **options: Unpack[RecordOptions],
     ) -> AsyncGenerator[ResultT | Exception, None]: ...
 
     def map(
@@ -339,8 +337,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         ordered: bool = True,
         max_pending: int | None = None,
         return_exceptions: bool = False,
-        priority: int = 0,
-        tenant: str = "default",
+        **options: Unpack[RecordOptions],
     ) -> AsyncGenerator[Any, None]:
         """Process any number of records in bounded memory; iterate over the results with `async for`.
 
@@ -351,8 +348,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
                 `max_queue_size`.
             return_exceptions: The error of a record takes the place of its result; False: it is raised,
                 and what is still under way is cancelled.
-            priority: The tier of the records; lower goes first.
-            tenant: The name of their tenant.
+            options: The other arguments of `submit`, for each of them.
 
         Raises:
             ValueError: A number is out of range.
@@ -361,7 +357,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             max_pending = self._max_queue_size
         checks.whole("max_pending", max_pending, 1)
         return map_records(
-            functools.partial(self.submit, priority=priority, tenant=tenant),
+            functools.partial(self.submit, **options),
             records,
             ordered=ordered,
             max_pending=max_pending,

@@ -112,30 +112,51 @@ class Search:
     share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
     when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
     With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
-    than 2 n. With `one_by_one` each record is tested alone, whatever is found.
+    than 2 n. With "single" each record is tested alone, whatever is found; with "fail" there is no search.
+
+    Attributes:
+        tests: Groups that were tested; the first is the batch.
     """
 
-    def __init__(self, batch: list[Entry[Any]], one_by_one: bool) -> None:
-        self._pool = deque(batch)
-        # So many at the head of the pool have failed together.
-        self._suspects = len(batch)
-        self._bad = 0
-        self._good = 0
-        self._one_by_one = one_by_one
-        self._draw = random.Random(len(batch))
+    def __init__(self, on_error: OnError) -> None:
+        self.tests = 0
+        self._on_error = on_error
+        # What is still to be tested. So many at its head have failed together.
+        self._pool: deque[Entry[Any]] = deque()
+        self._suspects = 0
+        self._bad = self._good = 0
+
+    def passed(self, part: list[Entry[Any]]) -> None:
+        """Take in that a group has succeeded."""
+        self.tests += 1
+        self._good += len(part)
+        self._suspects = max(0, self._suspects - len(part))
+
+    def failed(self, part: list[Entry[Any]], error: Exception) -> list[Entry[Any]]:
+        """Take in that a group has failed; return the entries that the error is due to, if they are found."""
+        self.tests += 1
+        if len(part) == 1:
+            self._bad += 1
+            self._suspects = 0
+            return part + self._outage()
+        if self.tests == 1 and (self._on_error == "fail" or isinstance(error, BadResults)):
+            return part
+        self._pool.extendleft(reversed(part))
+        self._suspects = len(part)
+        return []
 
     def next(self) -> list[Entry[Any]]:
         """Return the entries to test next; none: all are known."""
         pool = self._pool
-        if self._one_by_one or self._suspects == 1:
+        if self._on_error == "single" or self._suspects == 1:
             size = 1
         elif self._suspects:
             size = self._suspects // 2
         else:
             size = self._group()
-        if self._bad and not self._good:
+        if self._bad and not self._good and pool:
             # A caller's bad records stand together: whether others are good shows elsewhere.
-            pool.rotate(-self._draw.randrange(len(pool) or 1))
+            pool.rotate(-random.Random(len(pool)).randrange(len(pool)))
         part: list[Entry[Any]] = []
         while pool and len(part) < size:
             entry = pool.popleft()
@@ -145,24 +166,9 @@ class Search:
                 part.append(entry)
         return part
 
-    def passed(self, part: list[Entry[Any]]) -> None:
-        """Take in that a group has succeeded."""
-        self._good += len(part)
-        self._suspects = max(0, self._suspects - len(part))
-
-    def failed(self, part: list[Entry[Any]]) -> bool:
-        """Take in that a group has failed; return whether its only record is found."""
-        if len(part) > 1:
-            self._pool.extendleft(reversed(part))
-            self._suspects = len(part)
-            return False
-        self._bad += 1
-        self._suspects = 0
-        return True
-
-    def outage(self) -> list[Entry[Any]]:
+    def _outage(self) -> list[Entry[Any]]:
         """Return the rest of the entries if there is no hope for them."""
-        if self._one_by_one or self._good or self._bad < OUTAGE:
+        if self._on_error == "single" or self._good or self._bad < OUTAGE:
             return []
         rest = list(self._pool)
         self._pool.clear()
@@ -191,7 +197,7 @@ class Processor(Generic[ResultT]):
         clock: Callable[[], float],
     ) -> None:
         self._call = call
-        self._on_error = on_error
+        self._on_error: OnError = on_error
         self._recorder = recorder
         self._clock = clock
 
@@ -204,46 +210,30 @@ class Processor(Generic[ResultT]):
                 batch can start before the callers of this one take the event loop. It is told whether
                 `process_fn` was called just once.
         """
-        search: Search | None = None
+        search = Search(self._on_error)
         try:
             part = self._in_time(batch)
             while part:
-                started = self._clock()
+                ended, started = part, self._clock()
                 results: Sequence[ResultT] = ()
                 failure: Exception | None = None
                 try:
                     results = await self._call([entry.record for entry in part])
+                    search.passed(part)
                 except Exception as error:
                     failure = error
+                    ended = search.failed(part, error)
                 self._count_batch(part)
-                tested, part = part, []
-                if search is not None and failure is None:
-                    search.passed(tested)
-                    part = search.next()
-                elif search is not None and not search.failed(tested):
-                    part = search.next()
-                    continue
-                elif search is not None:
-                    tested += search.outage()
-                    part = search.next()
-                elif self._searches(tested, failure):
-                    search = Search(tested, self._on_error == "single")
-                    part = search.next()
-                    continue
-                if not part:
-                    free(search is None)
+                part = search.next()
+                if ended and not part:
+                    free(search.tests == 1)
                 if failure is None:
-                    self._resolve(tested, results, started)
-                else:
-                    self._fail(tested, failure, started)
+                    self._resolve(ended, results, started)
+                elif ended:
+                    self._fail(ended, failure, started)
         except BaseException as cause:
             self._fail(batch, Aborted(f"the batch was cut short by {cause!r}"))
             raise
-
-    def _searches(self, batch: list[Entry[ResultT]], failure: Exception | None) -> bool:
-        if failure is None or isinstance(failure, BadResults):
-            return False
-        return len(batch) > 1 and self._on_error != "fail"
 
     def _in_time(self, batch: list[Entry[ResultT]]) -> list[Entry[ResultT]]:
         """Return the entries that were not cancelled; end those that come too late."""
