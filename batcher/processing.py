@@ -215,24 +215,24 @@ class Processor(Generic[ResultT]):
             part = self._in_time(batch)
             while part:
                 ended, started = part, self._clock()
-                results: Sequence[ResultT] = ()
-                failure: Exception | None = None
+                results: Sequence[ResultT | BaseException]
                 try:
                     results = await self._call([entry.record for entry in part])
                     search.passed(part)
                 except Exception as error:
-                    failure = error
                     ended = search.failed(part, error)
+                    results = [error] * len(ended)
                 self._count_batch(part)
                 part = search.next()
                 if ended and not part:
                     free(search.tests == 1)
-                if failure is None:
-                    self._resolve(ended, results, started)
-                elif ended:
-                    self._fail(ended, failure, started)
+                if ended:
+                    self._end(ended, results, started)
         except BaseException as cause:
-            self._fail(batch, Aborted(f"the batch was cut short by {cause!r}"))
+            for entry in batch:
+                if not entry.done():
+                    self._recorder.failed += 1
+                    entry.fail(Aborted(f"the batch was cut short by {cause!r}"))
             raise
 
     def _in_time(self, batch: list[Entry[ResultT]]) -> list[Entry[ResultT]]:
@@ -256,42 +256,23 @@ class Processor(Generic[ResultT]):
         if recorder.observations is not None:
             recorder.observations.batches.append(BatchObservation(len(part), cost))
 
-    def _count_records(self, part: list[Entry[ResultT]], started: float, results: Sequence[ResultT]) -> None:
-        """Count records that ran; without results they failed."""
+    def _end(
+        self, part: list[Entry[ResultT]], results: Sequence[ResultT | BaseException], started: float
+    ) -> None:
+        """Count records that ran, and end each with its result, or with an error object of its own."""
         recorder = self._recorder
         waits = [started - entry.submitted_at for entry in part]
         run_s = self._clock() - started
         recorder.ran(len(part), waits, run_s)
-        if recorder.observations is None:
-            return
-        for index, (entry, wait_s) in enumerate(zip(part, waits, strict=True)):
-            outcome: Outcome = "completed"
-            if entry.cancelled():
-                outcome = "cancelled"
-            elif not results or isinstance(results[index], BaseException):
-                outcome = "failed"
-            recorder.observe(entry.tenant, entry.priority, entry.cost, wait_s, run_s, outcome)
-
-    def _fail(self, part: list[Entry[ResultT]], error: Exception, started: float | None = None) -> None:
-        """Fail those entries that have not ended, each with an error object of its own."""
-        if started is not None:
-            self._count_records(part, started, ())
-        for entry in part:
-            if not entry.done():
-                self._recorder.failed += 1
-                entry.fail(error)
-                error = separate(error)
-
-    def _resolve(self, part: list[Entry[ResultT]], results: Sequence[ResultT], started: float) -> None:
-        self._count_records(part, started, results)
-        recorder = self._recorder
         completed = cost = 0
         submitted = 0.0
         seen: set[int] = set()
-        for entry, result in zip(part, results, strict=True):
+        for entry, result, wait_s in zip(part, results, waits, strict=True):
+            outcome: Outcome = "completed"
             if entry.done():
-                continue
-            if isinstance(result, BaseException):
+                outcome = "cancelled"
+            elif isinstance(result, BaseException):
+                outcome = "failed"
                 recorder.failed += 1
                 error = fit(result)
                 entry.fail(separate(error) if error is result and id(result) in seen else error)
@@ -302,6 +283,8 @@ class Processor(Generic[ResultT]):
                 submitted += entry.submitted_at
                 entry.record = None
                 entry.set_result(result)
+            if recorder.observations is not None:
+                recorder.observe(entry.tenant, entry.priority, entry.cost, wait_s, run_s, outcome)
         recorder.completed += completed
         recorder.completed_cost += cost
         recorder.latency_s += completed * self._clock() - submitted
