@@ -11,7 +11,6 @@ from batcher.costs import OutputEstimator
 from batcher.entries import Entry
 from batcher.errors import Oversize
 from batcher.goals import Background
-from batcher.rates import ServiceRate
 from batcher.stats import RECENT, Outcome, Recorder
 
 # Steps between the end of a record and the first step of one that is only then let in: the end is told with
@@ -19,6 +18,10 @@ from batcher.stats import RECENT, Outcome, Recorder
 STEPS = 2
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
+
+# The measured rate of service.
+MEMORY = 1 - 1 / 256  # weight that a finished record keeps when the next one finishes
+ENOUGH = 16  # records to measure first
 
 
 class Slot(Entry[None]):
@@ -129,6 +132,41 @@ class Slot(Entry[None]):
         self.output_tokens = output_tokens
         if self.prompt_tokens is not None and self.running and self.prompt_tokens + output_tokens > self.cost:
             self._window.outgrown(self)
+
+
+class ServiceRate:
+    """The rate at which a window of records serves cost, from the time that finished ones spent in it.
+
+    By Little's law a window that holds `inside` records of which each stays `mean` seconds lets
+    inside / mean of them go per second. The same holds for cost, with the mean taken by cost.
+    """
+
+    def __init__(self) -> None:
+        self._records = 0.0
+        self._seconds = 0.0
+        self._cost = 0.0
+        self._cost_seconds = 0.0
+
+    @property
+    def known(self) -> bool:
+        """True once enough has been measured to refuse a record for it."""
+        return self._records > ENOUGH
+
+    def learn(self, cost: int, seconds: float, records: int = 1) -> None:
+        """Take in records of `cost` together that were inside for `seconds`."""
+        self._records = self._records * MEMORY + records
+        self._seconds = self._seconds * MEMORY + records * seconds
+        self._cost = self._cost * MEMORY + cost
+        self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
+
+    def time_to_serve(self, records: int, cost: int, records_inside: int, cost_inside: int) -> float | None:
+        """Return the seconds until so much has left the window; None: nothing has been measured yet."""
+        if not self._records or not records_inside:
+            return None
+        wait = max(0, records) * self._seconds / self._records / records_inside
+        if self._cost and cost_inside:
+            wait = max(wait, max(0, cost) * self._cost_seconds / self._cost / cost_inside)
+        return wait
 
 
 class Window:
