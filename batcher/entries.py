@@ -10,7 +10,7 @@ from batcher.costs import whole_cost
 
 ResultT = TypeVar("ResultT")
 
-init_future = asyncio.Future.__init__  # faster than by super()
+_init_future = asyncio.Future.__init__  # faster than by super()
 
 
 class Entry(asyncio.Future[ResultT]):
@@ -70,7 +70,7 @@ class Entry(asyncio.Future[ResultT]):
         submitted_at: float = 0.0,
     ) -> None:
         if loop is not None:
-            init_future(self, loop=loop)
+            _init_future(self, loop=loop)
         if type(cost) is not int or not 0 <= cost <= LARGEST:
             cost = whole_cost("cost", cost)
         if type(priority) is not int or not -PRIORITIES <= priority <= PRIORITIES:
