@@ -226,12 +226,8 @@ class Batcher(ABC, Generic[EntryT]):
         return deadline
 
     def _enter(self, entry: EntryT, wait: bool) -> None:
-        """Put an entry into the queue, and start it if it may; without space it waits, or is refused."""
+        """Start an entry that was put into the queue, if it may; without space it waits, or is refused."""
         queue = self._queue
-        if queue.put(entry) and not self._matters(entry):
-            if entry.deadline is not None:
-                self._set_alarm()
-            return
         self._decide()
         if entry.admitted or (wait and entry.waiting):
             return
@@ -332,10 +328,6 @@ class Batcher(ABC, Generic[EntryT]):
             self._decide()
 
     # Steps that each batcher takes in its own way
-
-    @abstractmethod
-    def _matters(self, entry: EntryT) -> bool:
-        """Return whether something may start because of an entry that has come."""
 
     @abstractmethod
     def _start_ready(self) -> None:

@@ -283,7 +283,11 @@ class ContinuousBatcher(Batcher[Slot]):
             window.begin(slot)
         else:
             asyncio.Future.__init__(slot, loop=self._loop)
-            self._enter(slot, slot.wait)
+            # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
+            if not self._queue.put(slot) or window.fits(slot):
+                self._enter(slot, slot.wait)
+            elif slot.deadline is not None:
+                self._set_alarm()
 
     def _check_hope(self, slot: Slot, deadline: float, now: float) -> None:
         """Raise `Expired` for a slot that will hardly start in time."""
@@ -306,10 +310,6 @@ class ContinuousBatcher(Batcher[Slot]):
         return result
 
     # Starting
-
-    def _matters(self, entry: Slot) -> bool:
-        # An entry that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-        return self._window.fits(entry)
 
     def _start_ready(self) -> None:
         """Start the slots whose turn it is, as long as they fit."""

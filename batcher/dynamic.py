@@ -398,31 +398,25 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             if cost is not None:
                 raise ValueError(TWO_COSTS)
             cost = whole_cost("estimated_cost", estimated_cost)
+        elif cost is None:
+            cost = self._cost_of(record)
         now = self._clock()
         if deadline is not None or timeout is not None:
             deadline = self._deadline(deadline, timeout, now)
         entry: Entry[ResultT] = Entry(
-            record,
-            self._cost_of(record) if cost is None else cost,
-            priority,
-            tenant,
-            deadline,
-            1,
-            self._loop,
-            self._told,
-            now,
+            record, cost, priority, tenant, deadline, 1, self._loop, self._told, now
         )
         if entry.cost > self._limit:
             self._recorder.rejected += 1
             raise Oversize(entry.cost, self._limit)
-        self._enter(entry, wait)
+        queue = self._queue
+        if not queue.put(entry) or queue.total >= self._due_size or queue.total_cost >= self._due_cost:
+            self._enter(entry, wait)
+        elif deadline is not None:
+            self._set_alarm()
         return entry
 
     # Batches
-
-    def _matters(self, entry: Entry[ResultT]) -> bool:
-        queue = self._queue
-        return queue.total >= self._due_size or queue.total_cost >= self._due_cost
 
     def _start_ready(self) -> None:
         """Start every batch that can start, and note when there is something to decide again."""

@@ -114,10 +114,7 @@ class ThreadClient(Generic[ResultT]):
             ran = runs
 
     async def _feed(
-        self,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        accepted: "concurrent.futures.Future[None]",
+        self, args: tuple[Any, ...], options: dict[str, Any], accepted: "concurrent.futures.Future[None]"
     ) -> ResultT:
         """Submit a record for a thread, and return its result."""
         future: asyncio.Future[ResultT] | None = None
