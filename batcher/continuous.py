@@ -165,15 +165,13 @@ class ContinuousBatcher(Batcher[Slot]):
             Oversize: On entering: the record can never run.
             RuntimeError: On entering: the batcher isn't running (`Closed`), or runs on another event loop.
         """
-        if prompt_tokens is None and max_tokens is None and cost is not None:
-            pass
-        elif prompt_tokens is None or max_tokens is None or cost is not None:
-            raise ValueError("give either cost, or both prompt_tokens and max_tokens")
-        else:
+        if cost is None and prompt_tokens is not None and max_tokens is not None:
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             checks.whole("records", records, 1)
             cost = prompt_tokens + self._window.reserved(max_tokens, records)
+        elif cost is None or prompt_tokens is not None or max_tokens is not None:
+            raise ValueError("give either cost, or both prompt_tokens and max_tokens")
         if timeout is not None:
             deadline = self._deadline(deadline, timeout, self._clock())
         return Slot(self._window, cost, priority, tenant, deadline, records, wait, prompt_tokens, max_tokens)

@@ -64,15 +64,13 @@ def whole_cost(name: str, value: object) -> int:
     return cost
 
 
+@dataclass(frozen=True, slots=True)
 class CostRule(Generic[RecordT]):
     """How a batcher finds the cost of a record: by `estimator`, then by a method of it, then `default`."""
 
-    def __init__(
-        self, estimator: CostEstimatorFn[RecordT] | None, methods: tuple[str, ...], default: int
-    ) -> None:
-        self.estimator = estimator
-        self.methods = methods
-        self.default = default
+    estimator: CostEstimatorFn[RecordT] | None
+    methods: tuple[str, ...]
+    default: int
 
     def __call__(self, record: RecordT) -> int:
         """Return the cost of `record`, in whole units.

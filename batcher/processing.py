@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from batcher.entries import Entry
@@ -186,20 +187,14 @@ class Search:
         return 1 << max(0, int(math.log2(math.log(2) / share)))
 
 
+@dataclass(slots=True, eq=False)
 class Processor(Generic[ResultT]):
     """Runs batches of entries and ends each entry."""
 
-    def __init__(
-        self,
-        call: ProcessCall[Any, ResultT],
-        on_error: OnError,
-        recorder: Recorder,
-        clock: Callable[[], float],
-    ) -> None:
-        self._call = call
-        self._on_error: OnError = on_error
-        self._recorder = recorder
-        self._clock = clock
+    _call: ProcessCall[Any, ResultT]
+    _on_error: OnError
+    _recorder: Recorder
+    _clock: Callable[[], float]
 
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
         """Process a batch; if it fails, search for the records that it is due to.
