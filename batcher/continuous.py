@@ -127,6 +127,10 @@ class ContinuousBatcher(Batcher[Slot]):
             **({} if background is None else background.stats()),  # type: ignore[arg-type]
         )
 
+    async def start(self) -> None:
+        await super().start()
+        self._window.loop = self.loop
+
     def slot(
         self,
         cost: int | None = None,
@@ -291,7 +295,7 @@ class ContinuousBatcher(Batcher[Slot]):
         """Raise `Expired` for a slot that will hardly start in time."""
         self._deadline(deadline, None, now, slot.records)
         wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-        if self._window.known and wait > HOPELESS * (deadline - now):
+        if self._window.rate.known and wait > HOPELESS * (deadline - now):
             self._recorder.rejected += slot.records
             raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 

@@ -5,9 +5,9 @@ import contextvars
 import functools
 import math
 import time
-from asyncio import _get_running_loop
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from batcher import checks
@@ -392,7 +392,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         estimated_cost: int | None,
         wait: bool,
     ) -> Entry[ResultT]:
-        if self._state != RUNNING or _get_running_loop() is not self._loop:
+        if self._state != RUNNING or get_ident() != self._thread or not self._loop_runs():
             self._check_open()
         if estimated_cost is not None:
             if cost is not None:

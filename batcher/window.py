@@ -94,7 +94,7 @@ class Slot(Entry[None]):
 
     async def started(self) -> None:
         """Wait until it starts; it is held by the calling task."""
-        self.owner = asyncio.current_task()
+        self.owner = asyncio.current_task(self._window.loop)
         if self.running:
             return
         try:
@@ -176,8 +176,10 @@ class Window:
         regular: Records that may run at once, without those that wait in the engine.
         most: The same, with them.
         running: The slots that run; their records and their cost are counted.
+        rate: The rate at which they are served.
         enter: Lets a slot in, or into the queue.
         leave: Takes a slot out, wherever it is.
+        loop: The event loop of the tasks that hold slots: to look for it takes Python 3.11 a system call.
         withdraw: Takes a slot out of the queue that was cancelled.
 
     Args:
@@ -190,6 +192,7 @@ class Window:
     enter: Callable[[Slot], None]
     leave: Callable[[Slot, BaseException | None], None]
     withdraw: Callable[[Slot], None]
+    loop: asyncio.AbstractEventLoop
 
     def __init__(
         self,
@@ -207,7 +210,7 @@ class Window:
         self._recorder = recorder
         self._clock = clock
         self._outputs = OutputEstimator()
-        self._rate = ServiceRate()
+        self.rate = ServiceRate()
         self._background_rate = ServiceRate()
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
@@ -215,11 +218,6 @@ class Window:
         self._max_running = self.regular = self.most = sys.maxsize
         self.running: set[Slot] = set()
         self.records = self.cost = 0
-
-    @property
-    def known(self) -> bool:
-        """True once enough has been measured to refuse a record for an estimated wait."""
-        return self._rate.known
 
     # Bounds
 
@@ -264,7 +262,7 @@ class Window:
         What waits before them is served first, less what free space takes. None: it isn't known.
         """
         places, free = self.most - self.records, self.capacity - self.cost
-        running, running_cost, rate = self.records, self.cost, self._rate
+        running, running_cost, rate = self.records, self.cost, self.rate
         background = self._background
         if background is not None and priority >= background.priority:
             most, most_cost = background.places(self.capacity, self.regular)
@@ -332,7 +330,7 @@ class Window:
     def _learn(self, slot: Slot, now: float, finished: bool) -> None:
         """Take in what the estimates for later records use."""
         records, run_s = slot.records, now - slot.started_at
-        self._rate.learn(slot.cost, run_s, records)
+        self.rate.learn(slot.cost, run_s, records)
         if finished and self._places < sys.maxsize:
             self._ended_records = self._ended_records * OUTPUT_MEMORY + records
             self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, slot.output_tokens)
