@@ -4,31 +4,22 @@ import asyncio
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections.abc import Callable, Mapping
-from enum import Enum
+from threading import get_ident
 from typing import Any, Generic, Self
 
 from batcher import checks
 from batcher.errors import LATE, BatcherError, Closed, Expired, QueueFull
 from batcher.queue import EntryT, RequestQueue
-from batcher.rates import retry_after
 from batcher.stats import Observations, Recorder
 
-UNKNOWN_WAIT_S = 1.0
-"""The estimate of a wait as long as nothing has finished."""
+UNKNOWN_WAIT_S = 1.0  # the estimate of a wait as long as nothing has finished
+GRACE_S = 1.0  # seconds that a cancelled task has to end before a stop no longer waits for it
+LEAST_DELAY_S = 1e-6  # the shortest timer: one that comes too early, by rounding, must not come again at once
 
-GRACE_S = 1.0
-"""Seconds that a cancelled task has to end before a stop no longer waits for it."""
-
-LEAST_DELAY_S = 1e-6
-"""Seconds of the shortest timer: one that comes too early, by rounding, must not come again at once."""
-
-
-class State(Enum):
-    """State of a batcher."""
-
-    STOPPED = "not running; call start() or use `async with`"
-    RUNNING = "running"
-    STOPPING = "stopping"
+# States of a batcher, in the words of its errors.
+STOPPED = "not running; call start() or use `async with`"
+RUNNING = "running"
+STOPPING = "stopping"
 
 
 class Batcher(ABC, Generic[EntryT]):
@@ -59,8 +50,10 @@ class Batcher(ABC, Generic[EntryT]):
         )
         self._recorder = Recorder()
         self._clock = clock
-        self._state = State.STOPPED
+        self._state = STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_runs: Callable[[], bool]
+        self._thread = 0
         self._deciding = self._again = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
@@ -69,7 +62,7 @@ class Batcher(ABC, Generic[EntryT]):
     @property
     def is_running(self) -> bool:
         """True while records are let in."""
-        return self._state is State.RUNNING
+        return self._state == RUNNING
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -79,7 +72,7 @@ class Batcher(ABC, Generic[EntryT]):
             RuntimeError: It has not been started.
         """
         if self._loop is None:
-            raise Closed(f"{type(self).__name__} is {self._state.value}")
+            raise Closed(f"{type(self).__name__} is {self._state}")
         return self._loop
 
     def observe(self, limit: int = 65_536) -> Observations:
@@ -99,6 +92,17 @@ class Batcher(ABC, Generic[EntryT]):
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
         """Change the tenants' shares, also of those that wait; see `RequestQueue.set_tenant_weights`."""
         self._queue.set_tenant_weights(weights)
+
+    def _common_stats(self, now: float) -> dict[str, Any]:
+        """Return the fields of `Stats`, but for what runs."""
+        queue = self._queue
+        return self._recorder.common(now) | {
+            "total_submitted": queue.entered,
+            "queue_depth": queue.size,
+            "queue_cost": queue.cost,
+            "queue_classes": queue.classes(),
+            "outside": queue.outside,
+        }
 
     @abstractmethod
     def estimate_wait(
@@ -122,10 +126,11 @@ class Batcher(ABC, Generic[EntryT]):
             RuntimeError: It runs already, or is still stopping.
         """
         self._abandon_closed_loop()
-        if self._state is not State.STOPPED:
-            raise RuntimeError(f"{type(self).__name__} is already {self._state.value}")
+        if self._state != STOPPED:
+            raise RuntimeError(f"{type(self).__name__} is already {self._state}")
         self._loop = asyncio.get_running_loop()
-        self._state = State.RUNNING
+        self._loop_runs, self._thread = self._loop.is_running, get_ident()
+        self._state = RUNNING
         self._recorder.open(self._clock())
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
@@ -145,12 +150,12 @@ class Batcher(ABC, Generic[EntryT]):
         if timeout is not None:
             checks.seconds("timeout", timeout)
         self._abandon_closed_loop()
-        if self._state is State.STOPPED:
+        if self._state == STOPPED:
             return
         self._check_loop()
         if self._deciding or self._waits_for(asyncio.current_task()):
             raise RuntimeError("stop() would wait for its own caller; call it from another task")
-        self._state = State.STOPPING
+        self._state = STOPPING
         if self._ended is None:
             self._ended = self.loop.create_future()
         ended = self._ended
@@ -183,11 +188,11 @@ class Batcher(ABC, Generic[EntryT]):
             self._alarm.cancel()
             self._alarm = None
         self._recorder.close(self._clock())
-        self._state = State.STOPPED
+        self._state = STOPPED
 
     def _abandon_closed_loop(self) -> None:
         """Forget what is left of a life whose event loop was closed without a stop."""
-        if self._state is State.STOPPED or not self.loop.is_closed():
+        if self._state == STOPPED or not self.loop.is_closed():
             return
         for entry in self._queue.clear():
             self._recorder.unserved(entry)
@@ -199,13 +204,15 @@ class Batcher(ABC, Generic[EntryT]):
 
     def _check_open(self, records: int = 1) -> None:
         """Raise unless records may be submitted here and now."""
-        if self._state is not State.RUNNING:
+        if self._state != RUNNING:
             self._recorder.rejected += records
-            raise Closed(f"{type(self).__name__} is {self._state.value}")
+            raise Closed(f"{type(self).__name__} is {self._state}")
         self._check_loop()
 
     def _check_loop(self) -> None:
-        if _get_running_loop() is not self._loop:
+        # Where the thread answers it is quicker: to ask for the running loop takes Python 3.11 a system call.
+        here = get_ident() == self._thread and self._loop_runs()
+        if not here and _get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"{type(self).__name__} belongs to another event loop; use it there, or a ThreadClient"
             )
@@ -225,12 +232,8 @@ class Batcher(ABC, Generic[EntryT]):
         return deadline
 
     def _enter(self, entry: EntryT, wait: bool) -> None:
-        """Put an entry into the queue, and start it if it may; without space it waits, or is refused."""
+        """Start an entry that was put into the queue, if it may; without space it waits, or is refused."""
         queue = self._queue
-        if queue.put(entry) and not self._matters(entry):
-            if entry.deadline is not None:
-                self._set_alarm()
-            return
         self._decide()
         if entry.admitted or (wait and entry.waiting):
             return
@@ -243,7 +246,7 @@ class Batcher(ABC, Generic[EntryT]):
         seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
         if tenant := queue.tenant(entry.tenant):
             own = queue.own(entry.priority, entry.tenant)
-            seconds = retry_after(tenant, entry.priority, seconds, own, self._clock())
+            seconds = tenant.retry_after(entry.priority, seconds, own, self._clock())
         raise QueueFull(bound.name, bound.value, seconds)
 
     async def _wait_for_space(self, entry: EntryT) -> None:
@@ -331,10 +334,6 @@ class Batcher(ABC, Generic[EntryT]):
             self._decide()
 
     # Steps that each batcher takes in its own way
-
-    @abstractmethod
-    def _matters(self, entry: EntryT) -> bool:
-        """Return whether something may start because of an entry that has come."""
 
     @abstractmethod
     def _start_ready(self) -> None:

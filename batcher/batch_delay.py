@@ -7,17 +7,12 @@ from typing import Any
 from batcher.admission import LEAST_DELAY_S
 from batcher.queue import RequestQueue
 
-WAIT_SHARE = 1 / 4
-"""How long a record waits for others, if at all, as a share of the time that a batch takes."""
+WAIT_SHARE = 1 / 4  # how long a record waits for others, if at all, as a share of a batch's time
+SMOOTHING = 1 / 4  # weight of the newest value in a moving average
 
-SMOOTHING = 1 / 4
-"""Weight of the newest value in a moving average."""
-
+# Passes of the event loop without a new record after which nothing more is arriving just now: what is sent
+# together arrives within a few passes. An idle pass takes some ten microseconds.
 QUIET_PASSES = 3
-"""Passes of the event loop without a new record after which nothing more is arriving just now.
-
-What is sent together arrives within a few passes; an idle pass takes some ten microseconds.
-"""
 
 
 class BatchDelay:
@@ -31,10 +26,8 @@ class BatchDelay:
         batch_s: Mean seconds that a batch takes, None before the first.
 
     Args:
-        queue: The records that wait.
         least: Records that wait for more until the timeout in any case, if they are fewer.
         timeout_s: Seconds that a record waits at most.
-        clock: Returns the time in seconds.
         leave: Called when what waits is to leave, or nothing waits any more.
     """
 

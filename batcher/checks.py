@@ -1,19 +1,12 @@
 """Checks of arguments. Every message names the argument, its value and what is allowed."""
 
+import math
 from collections.abc import Iterable, Mapping
 
-LARGEST = 2**53
-"""The largest whole number that an argument may be: up to it a float is exact too."""
-
-LONGEST_S = 1e9
-"""The longest time that an argument may name, some 30 years: a timer takes no more."""
-
-LATEST_S = 1e15
-"""The latest deadline, in either direction of zero."""
-
-PRIORITIES = 2**31
-"""Priorities lie between this and its negative."""
-
+LARGEST = 2**53  # the largest whole number that an argument may be: up to it a float is exact too
+LONGEST_S = 1e9  # the longest time, some 30 years: a timer takes no more
+LATEST_S = 1e15  # the latest deadline, in either direction of zero
+PRIORITIES = 2**31  # priorities lie between this and its negative
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 
 
@@ -34,35 +27,27 @@ def whole(name: str, value: object, least: int, most: int = LARGEST, *, optional
         raise ValueError(f"{name} must be a whole number <= {most}, not {shown(value)}")
 
 
-def _number(name: str, value: object, allowed: str) -> float:
-    """Return `value`, or raise ValueError unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+def _number(name: str, value: object, allowed: str, least: float, most: float) -> None:
+    """Raise ValueError unless `value` is a finite number from `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e300:
         raise ValueError(f"{name} must be a finite {allowed}, not {shown(value)}")
-    return value
+    if value > most:
+        raise ValueError(f"{name} must be at most {most:.0f}, not {shown(value)}")
 
 
 def seconds(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a time from 0 to `LONGEST_S`."""
-    number = _number(name, value, "number of seconds >= 0")
-    if number < 0:
-        raise ValueError(f"{name} must be a finite number of seconds >= 0, not {shown(value)}")
-    if number > LONGEST_S:
-        raise ValueError(f"{name} must be at most {LONGEST_S:.0f} seconds, not {shown(value)}")
+    _number(name, value, "number of seconds >= 0", 0, LONGEST_S)
 
 
 def instant(name: str, value: object) -> None:
     """Raise ValueError unless `value` is a point in time."""
-    if abs(_number(name, value, "time in seconds")) > LATEST_S:
-        raise ValueError(f"{name} must be a finite time in seconds, not {shown(value)}")
+    _number(name, value, "time in seconds", -LATEST_S, LATEST_S)
 
 
 def positive(name: str, value: object, most: float = LONGEST_S) -> None:
     """Raise ValueError unless `value` is a number above 0 and at most `most`."""
-    number = _number(name, value, "number > 0")
-    if number <= 0:
-        raise ValueError(f"{name} must be a finite number > 0, not {shown(value)}")
-    if number > most:
-        raise ValueError(f"{name} must be at most {most:.0f}, not {shown(value)}")
+    _number(name, value, "number > 0", math.ulp(0.0), most)
 
 
 def tenant(value: object) -> None:

@@ -18,8 +18,7 @@ from batcher.window import Slot, Window
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
 
-HOPELESS = 2.0
-"""A wait that is estimated as so many times what a deadline leaves is not begun."""
+HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 OversizePolicy = Literal["reject", "alone"]
@@ -115,23 +114,22 @@ class ContinuousBatcher(Batcher[Slot]):
     def stats(self) -> ContinuousStats:
         """A snapshot, true at this moment."""
         now = self._clock()
-        background, queue, window = self._background, self._queue, self._window
+        background, window = self._background, self._window
         return ContinuousStats(
-            **self._recorder.common(now),  # type: ignore[arg-type]
-            total_submitted=queue.entered,
-            queue_depth=queue.size,
-            queue_cost=queue.cost,
-            queue_classes=queue.classes(),
+            **self._common_stats(now),
             running=window.records,
             running_cost=window.cost,
             capacity=window.capacity,
             max_running=None if window.regular == sys.maxsize else window.regular,
             occupancy=self._recorder.occupancy(now),
-            outside=queue.outside,
-            outside_cost=queue.outside_cost,
+            outside_cost=self._queue.outside_cost,
             output_tokens=self._recorder.output_tokens,
             **({} if background is None else background.stats()),  # type: ignore[arg-type]
         )
+
+    async def start(self) -> None:
+        await super().start()
+        self._window.loop = self.loop
 
     def slot(
         self,
@@ -147,8 +145,6 @@ class ContinuousBatcher(Batcher[Slot]):
         records: int = 1,
     ) -> Slot:
         """Return the place of one record, to be entered with `async with`.
-
-        Entering raises `QueueFull`, `Oversize`, `Expired` or `Closed`.
 
         A slot may stand for several records that start together. It takes as many places in the window and
         in the queue; its cost and its tokens are those of all of them.
@@ -168,17 +164,18 @@ class ContinuousBatcher(Batcher[Slot]):
         Raises:
             ValueError: Neither or both ways of giving a cost are used, or a number is out of range.
             TypeError: The tenant is not a string.
-            Expired: The deadline has passed.
+            Expired: The deadline has passed. Entering raises it for a deadline that can't be kept, too.
+            QueueFull: On entering: the queue is full, and `wait` is False.
+            Oversize: On entering: the record can never run.
+            RuntimeError: On entering: the batcher isn't running (`Closed`), or runs on another event loop.
         """
-        if prompt_tokens is None and max_tokens is None and cost is not None:
-            pass
-        elif prompt_tokens is None or max_tokens is None or cost is not None:
-            raise ValueError("give either cost, or both prompt_tokens and max_tokens")
-        else:
+        if cost is None and prompt_tokens is not None and max_tokens is not None:
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             checks.whole("records", records, 1)
             cost = prompt_tokens + self._window.reserved(max_tokens, records)
+        elif cost is None or prompt_tokens is not None or max_tokens is not None:
+            raise ValueError("give either cost, or both prompt_tokens and max_tokens")
         if timeout is not None:
             deadline = self._deadline(deadline, timeout, self._clock())
         return Slot(self._window, cost, priority, tenant, deadline, records, wait, prompt_tokens, max_tokens)
@@ -195,22 +192,11 @@ class ContinuousBatcher(Batcher[Slot]):
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
         Returns once the record is admitted to the queue. Cancelling the task takes the record out of the
-        queue, or cancels `process_fn` if it runs.
-
-        Args:
-            process_fn: Processes one record.
-            record: What it is given.
-            cost: As for `slot`.
-            wait: Wait for space when the queue is full; False: raise `QueueFull`.
-            options: The other arguments of `slot`.
+        queue, or cancels `process_fn` if it runs. The other arguments and the errors are those of `slot`
+        and of entering it, but that it waits for space unless `wait` is False.
 
         Raises:
-            QueueFull: The queue is full and `wait` is False.
-            Oversize: The record can never run.
-            Expired: The deadline passed before there was space.
-            RuntimeError: The batcher isn't running (`Closed`), or runs on another event loop.
-            ValueError: A number is out of range.
-            TypeError: The tenant is not a string, or `process_fn` is not a function.
+            TypeError: `process_fn` is not a function.
         """
         checks.function("process_fn", process_fn)
         slot = self.slot(cost, wait=wait, **options)
@@ -299,16 +285,19 @@ class ContinuousBatcher(Batcher[Slot]):
             window.begin(slot)
         else:
             asyncio.Future.__init__(slot, loop=self._loop)
-            self._enter(slot, slot.wait)
+            # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
+            if not self._queue.put(slot) or window.fits(slot):
+                self._enter(slot, slot.wait)
+            elif slot.deadline is not None:
+                self._set_alarm()
 
     def _check_hope(self, slot: Slot, deadline: float, now: float) -> None:
         """Raise `Expired` for a slot that will hardly start in time."""
         self._deadline(deadline, None, now, slot.records)
-        if self._window.known:
-            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-            if wait > HOPELESS * (deadline - now):
-                self._recorder.rejected += slot.records
-                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
+        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+        if self._window.rate.known and wait > HOPELESS * (deadline - now):
+            self._recorder.rejected += slot.records
+            raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _process(
         self, process_fn: Callable[[RecordT], Awaitable[ResultT]], record: RecordT, slot: Slot
@@ -323,10 +312,6 @@ class ContinuousBatcher(Batcher[Slot]):
         return result
 
     # Starting
-
-    def _matters(self, entry: Slot) -> bool:
-        # An entry that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-        return self._window.fits(entry)
 
     def _start_ready(self) -> None:
         """Start the slots whose turn it is, as long as they fit."""

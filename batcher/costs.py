@@ -64,15 +64,13 @@ def whole_cost(name: str, value: object) -> int:
     return cost
 
 
+@dataclass(frozen=True, slots=True)
 class CostRule(Generic[RecordT]):
     """How a batcher finds the cost of a record: by `estimator`, then by a method of it, then `default`."""
 
-    def __init__(
-        self, estimator: CostEstimatorFn[RecordT] | None, methods: tuple[str, ...], default: int
-    ) -> None:
-        self.estimator = estimator
-        self.methods = methods
-        self.default = default
+    estimator: CostEstimatorFn[RecordT] | None
+    methods: tuple[str, ...]
+    default: int
 
     def __call__(self, record: RecordT) -> int:
         """Return the cost of `record`, in whole units.
@@ -97,10 +95,8 @@ class OutputEstimator:
     """
 
     BUCKETS = 32
-    ENOUGH = 32
-    """Requests to see first: the earliest to finish are the shortest, their mean alone is too low."""
-    MEMORY = 1024
-    """Requests after which the past weighs half."""
+    ENOUGH = 32  # requests to see first: the earliest to finish are the shortest, their mean is too low
+    MEMORY = 1024  # requests after which the past weighs half
 
     def __init__(self) -> None:
         self._counts = [0.0] * self.BUCKETS

@@ -5,13 +5,13 @@ import contextvars
 import functools
 import math
 import time
-from asyncio import _get_running_loop
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from batcher import checks
-from batcher.admission import UNKNOWN_WAIT_S, Batcher, State
+from batcher.admission import RUNNING, STOPPED, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.batch_delay import BatchDelay
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Entry
@@ -23,7 +23,8 @@ from batcher.stats import BatchStats
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
-ItemT = TypeVar("ItemT")
+
+TWO_COSTS = "give either cost or estimated_cost: they are two names for one thing"
 
 
 class RecordOptions(TypedDict, total=False):
@@ -176,16 +177,11 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     @property
     def stats(self) -> BatchStats:
         """A snapshot, true at this moment."""
-        recorder, queue = self._recorder, self._queue
+        recorder = self._recorder
         running = [entry for run in self._runs for entry in run.batch if not entry.done()]
         batches = recorder.batches or 1
         return BatchStats(
-            **recorder.common(self._clock()),  # type: ignore[arg-type]
-            total_submitted=queue.entered,
-            queue_depth=queue.size,
-            queue_cost=queue.cost,
-            queue_classes=queue.classes(),
-            outside=queue.outside,
+            **self._common_stats(self._clock()),
             running=len(running),
             running_cost=sum(entry.cost for entry in running),
             total_batches=recorder.batches,
@@ -205,7 +201,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
         await super().stop(drain, timeout)
-        if self._state is State.STOPPED:
+        if self._state == STOPPED:
             self._call.close()
 
     def submit_nowait(
@@ -291,7 +287,9 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         """
         records = list(records)
         name = "cost" if estimated_cost is None else "estimated_cost"
-        costs: Sequence[int | None] = _either(cost, estimated_cost) or [None] * len(records)
+        if cost is not None and estimated_cost is not None:
+            raise ValueError(TWO_COSTS)
+        costs: Sequence[int | None] = cost or estimated_cost or [None] * len(records)
         if len(costs) != len(records):
             raise ValueError(
                 f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
@@ -318,8 +316,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         ordered: bool = ...,
         max_pending: int | None = ...,
         return_exceptions: Literal[False] = ...,
-        priority: int = ...,
-        tenant: str = ...,
+        **options: Unpack[RecordOptions],
     ) -> AsyncGenerator[ResultT, None]: ...
 
     @overload
@@ -330,8 +327,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         ordered: bool = ...,
         max_pending: int | None = ...,
         return_exceptions: bool,
-        priority: int = ...,
-        tenant: str = ...,
+        **options: Unpack[RecordOptions],
     ) -> AsyncGenerator[ResultT | Exception, None]: ...
 
     def map(
@@ -341,8 +337,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         ordered: bool = True,
         max_pending: int | None = None,
         return_exceptions: bool = False,
-        priority: int = 0,
-        tenant: str = "default",
+        **options: Unpack[RecordOptions],
     ) -> AsyncGenerator[Any, None]:
         """Process any number of records in bounded memory; iterate over the results with `async for`.
 
@@ -353,8 +348,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
                 `max_queue_size`.
             return_exceptions: The error of a record takes the place of its result; False: it is raised,
                 and what is still under way is cancelled.
-            priority: The tier of the records; lower goes first.
-            tenant: The name of their tenant.
+            options: The other arguments of `submit`, for each of them.
 
         Raises:
             ValueError: A number is out of range.
@@ -363,7 +357,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             max_pending = self._max_queue_size
         checks.whole("max_pending", max_pending, 1)
         return map_records(
-            functools.partial(self.submit, priority=priority, tenant=tenant),
+            functools.partial(self.submit, **options),
             records,
             ordered=ordered,
             max_pending=max_pending,
@@ -398,42 +392,38 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         estimated_cost: int | None,
         wait: bool,
     ) -> Entry[ResultT]:
-        if self._state is not State.RUNNING or _get_running_loop() is not self._loop:
+        if self._state != RUNNING or get_ident() != self._thread or not self._loop_runs():
             self._check_open()
         if estimated_cost is not None:
-            cost = whole_cost("estimated_cost", _either(cost, estimated_cost))
+            if cost is not None:
+                raise ValueError(TWO_COSTS)
+            cost = whole_cost("estimated_cost", estimated_cost)
+        elif cost is None:
+            cost = self._cost_of(record)
         now = self._clock()
         if deadline is not None or timeout is not None:
             deadline = self._deadline(deadline, timeout, now)
         entry: Entry[ResultT] = Entry(
-            record,
-            self._cost_of(record) if cost is None else cost,
-            priority,
-            tenant,
-            deadline,
-            1,
-            self._loop,
-            self._told,
-            now,
+            record, cost, priority, tenant, deadline, 1, self._loop, self._told, now
         )
         if entry.cost > self._limit:
             self._recorder.rejected += 1
             raise Oversize(entry.cost, self._limit)
-        self._enter(entry, wait)
+        queue = self._queue
+        if not queue.put(entry) or queue.total >= self._due_size or queue.total_cost >= self._due_cost:
+            self._enter(entry, wait)
+        elif deadline is not None:
+            self._set_alarm()
         return entry
 
     # Batches
-
-    def _matters(self, entry: Entry[ResultT]) -> bool:
-        queue = self._queue
-        return queue.total >= self._due_size or queue.total_cost >= self._due_cost
 
     def _start_ready(self) -> None:
         """Start every batch that can start, and note when there is something to decide again."""
         queue, former = self._queue, self._former
         while self._calls < self._concurrency:
             total = queue.total
-            if not total or not (former.full(total, queue.total_cost) or self._state is State.STOPPING):
+            if not total or not (former.full(total, queue.total_cost) or self._state == STOPPING):
                 if total and (not self._delay.holds or total == self._min_batch_size):
                     self._delay.hold(self.loop)
                 least = self._min_batch_size if total < self._min_batch_size else former.max_records
@@ -533,10 +523,3 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _abandon(self) -> None:
         self._recorder.failed += sum(not entry.done() for run in self._give_up() for entry in run.batch)
         self._delay.release()
-
-
-def _either(cost: ItemT | None, estimated_cost: ItemT | None) -> ItemT | None:
-    """Return what was given as a cost, under either name."""
-    if cost is not None and estimated_cost is not None:
-        raise ValueError("give either cost or estimated_cost: they are two names for one thing")
-    return estimated_cost if cost is None else cost

@@ -11,11 +11,8 @@ from batcher.queue import EntryT, RequestQueue
 Forming = Literal["arrival", "static", "sorted", "bucketed"]
 FORMINGS = ("arrival", "static", "sorted", "bucketed")
 
-LIKE = 1.25
-"""Longest over shortest length that go together: padding stays near a tenth, and batches still fill."""
-
-LOOKAHEAD_BATCHES = 16
-"""How far to look ahead by default, in batches."""
+LIKE = 1.25  # longest over shortest length that go together: padding stays near a tenth, batches still fill
+LOOKAHEAD_BATCHES = 16  # how far to look ahead by default
 
 
 class Former:
@@ -24,8 +21,6 @@ class Former:
     The record whose turn it is goes with every batch, so that none starves.
 
     Attributes:
-        max_records: Most records in a batch.
-        budget: Most cost of a batch.
         chooses: Whether a batch is chosen by length, which takes some time.
 
     Args:

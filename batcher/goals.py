@@ -14,55 +14,29 @@ from itertools import pairwise
 
 from batcher import checks
 
-BACKGROUND = 1
-"""The priority from which on records are background, unless told otherwise."""
+BACKGROUND = 1  # the priority from which on records are background, unless told otherwise
 
-AIM = 0.9
-"""Share of a goal at which the window aims; above `1 - (1 - AIM) / 2` of it the window shrinks."""
+# The judgement of the window.
+AIM = 0.9  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
+PERIOD_S = 0.2  # seconds between two judgements
+LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or two steps later
+FIRST_WINDOW = 8  # records with which the window starts
+GROWTH, CUT = 1.125, 0.5  # how far one judgement widens or narrows it at most
+LATE_CUT = 0.8  # share of it that is left at once by a single late answer
+AT_THE_EDGE = 0.9  # share of it that must be full for a record that is held back to be held back by it
 
-PERIOD_S = 0.2
-"""Seconds between two judgements."""
+# What is measured.
+SMOOTHING = 1 / 12  # weight of the newest step in the mean step
+REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
+ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
+LEARNING = 1 / 16  # weight of the newest record in what is known of the background
+FIRST_LIFE = 32.0  # steps that a record is thought to stay before one has ended
+SPREAD = 1.5  # prompts that may start per step, as a multiple of the mean that keeps the window filled
 
-LEAST_STEPS = 6
-"""Steps between two judgements, at least: a window shows its effect one or two steps later."""
-
-FIRST_WINDOW = 8
-"""Records with which the window starts."""
-
-GROWTH = 1.125
-CUT = 0.5
-"""How far one judgement widens or narrows the window at most."""
-
-LATE_CUT = 0.8
-"""Share of the window that is left at once by a single late answer."""
-
-SMOOTHING = 1 / 12
-"""Weight of the newest step in the mean step."""
-
-REMEMBERED_STEPS = 256
-REMEMBERED_ANSWERS = 200
-ENOUGH_ANSWERS = 20
-"""Answers to see before what they took is believed."""
-
-LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2
-"""Share of the places, and of the capacity, that is kept for the foreground."""
-
-FORESIGHT = 2.0
-"""Space that is kept, as a multiple of the foreground's use lately: its load may double."""
-
+# The space for the foreground.
+LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2  # share of the places, and of the capacity, that is kept
+FORESIGHT = 2.0  # space that is kept, as a multiple of the use lately: the load may double
 LATELY_S = 15.0
-
-AT_THE_EDGE = 0.9
-"""Share of the window that must be full for a record that is held back to be held back by it."""
-
-SPREAD = 1.5
-"""How many prompts may start per step, as a multiple of the mean that keeps the window filled."""
-
-LEARNING = 1 / 16
-"""Weight of the newest record in what is known of the background."""
-
-FIRST_LIFE = 32.0
-"""Steps that a record is thought to stay before one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +74,9 @@ class Background:
     may be, and the window goes that way: down at once, up by an eighth per judgement.
 
     Attributes:
+        priority: The tier from which on records are background.
         running: Background records that run.
         cost: Their cost.
-
-    Args:
-        goals: The goals of the foreground.
-        priority: The tier from which on records are background.
-        clock: Returns the time in seconds.
     """
 
     def __init__(self, goals: Goals, priority: int, clock: Callable[[], float]) -> None:
@@ -166,34 +136,28 @@ class Background:
 
     def begin(self, priority: int, cost: int, records: int, prompt: int) -> None:
         """Count records that start; their prompt is in tokens."""
+        self.grow(priority, cost, records)
+        if priority >= self.priority:
+            self._credit -= prompt
+            self._prompt += LEARNING * (prompt - self._prompt) if self._prompt else prompt
+        else:
+            most, most_cost = self._lately()
+            self._peak = max(most, self._foreground), max(most_cost, self._foreground_cost)
+
+    def grow(self, priority: int, cost: int, records: int = 0) -> None:
+        """Count what records hold beyond what was counted; less than nothing where they end."""
         if priority >= self.priority:
             self.running += records
             self.cost += cost
-            self._credit -= prompt
-            self._prompt += LEARNING * (prompt - self._prompt) if self._prompt else prompt
-            return
-        self._foreground += records
-        self._foreground_cost += cost
-        most, most_cost = self._lately()
-        self._peak = max(most, self._foreground), max(most_cost, self._foreground_cost)
-
-    def grow(self, priority: int, cost: int) -> None:
-        """Count what a record reserves beyond what it began with."""
-        if priority >= self.priority:
-            self.cost += cost
         else:
+            self._foreground += records
             self._foreground_cost += cost
 
     def end(self, priority: int, cost: int, records: int, seconds: float) -> None:
         """Count records that have ended after so many seconds."""
-        if priority >= self.priority:
-            self.running -= records
-            self.cost -= cost
-            if self._mean_s:
-                self._life += LEARNING * (seconds / self._mean_s - self._life)
-        else:
-            self._foreground -= records
-            self._foreground_cost -= cost
+        self.grow(priority, -cost, -records)
+        if priority >= self.priority and self._mean_s:
+            self._life += LEARNING * (seconds / self._mean_s - self._life)
 
     def _lately(self) -> tuple[int, int]:
         """Return the most records of the foreground in the last 15 to 30 seconds, and the most cost."""

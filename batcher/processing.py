@@ -8,6 +8,7 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from batcher.entries import Entry
@@ -20,11 +21,8 @@ ResultT = TypeVar("ResultT")
 OnError = Literal["split", "fail", "single"]
 ON_ERROR = ("split", "fail", "single")
 
-OUTAGE = 40
-"""Records that fail alone, with none that succeeds, after which a split takes the rest for failed too."""
-
-ONE_BY_ONE = 0.38
-"""Share of bad records from which on testing each alone takes the fewest calls (Hwang; (3 - √5) / 2)."""
+OUTAGE = 40  # records that fail alone, while none succeeds, after which a split doesn't try the rest
+ONE_BY_ONE = 0.38  # share of bad records from which on testing each alone is best (Hwang; (3 - √5) / 2)
 
 ProcessFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[ResultT]]
 InferenceFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[ResultT]]
@@ -115,30 +113,51 @@ class Search:
     share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
     when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
     With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
-    than 2 n. With `one_by_one` each record is tested alone, whatever is found.
+    than 2 n. With "single" each record is tested alone, whatever is found; with "fail" there is no search.
+
+    Attributes:
+        tests: Groups that were tested; the first is the batch.
     """
 
-    def __init__(self, batch: list[Entry[Any]], one_by_one: bool) -> None:
-        self._pool = deque(batch)
-        # So many at the head of the pool have failed together.
-        self._suspects = len(batch)
-        self._bad = 0
-        self._good = 0
-        self._one_by_one = one_by_one
-        self._draw = random.Random(len(batch))
+    def __init__(self, on_error: OnError) -> None:
+        self.tests = 0
+        self._on_error = on_error
+        # What is still to be tested. So many at its head have failed together.
+        self._pool: deque[Entry[Any]] = deque()
+        self._suspects = 0
+        self._bad = self._good = 0
+
+    def passed(self, part: list[Entry[Any]]) -> None:
+        """Take in that a group has succeeded."""
+        self.tests += 1
+        self._good += len(part)
+        self._suspects = max(0, self._suspects - len(part))
+
+    def failed(self, part: list[Entry[Any]], error: Exception) -> list[Entry[Any]]:
+        """Take in that a group has failed; return the entries that the error is due to, if they are found."""
+        self.tests += 1
+        if len(part) == 1:
+            self._bad += 1
+            self._suspects = 0
+            return part + self._outage()
+        if self.tests == 1 and (self._on_error == "fail" or isinstance(error, BadResults)):
+            return part
+        self._pool.extendleft(reversed(part))
+        self._suspects = len(part)
+        return []
 
     def next(self) -> list[Entry[Any]]:
         """Return the entries to test next; none: all are known."""
         pool = self._pool
-        if self._one_by_one or self._suspects == 1:
+        if self._on_error == "single" or self._suspects == 1:
             size = 1
         elif self._suspects:
             size = self._suspects // 2
         else:
             size = self._group()
-        if self._bad and not self._good:
+        if self._bad and not self._good and pool:
             # A caller's bad records stand together: whether others are good shows elsewhere.
-            pool.rotate(-self._draw.randrange(len(pool) or 1))
+            pool.rotate(-random.Random(len(pool)).randrange(len(pool)))
         part: list[Entry[Any]] = []
         while pool and len(part) < size:
             entry = pool.popleft()
@@ -148,24 +167,9 @@ class Search:
                 part.append(entry)
         return part
 
-    def passed(self, part: list[Entry[Any]]) -> None:
-        """Take in that a group has succeeded."""
-        self._good += len(part)
-        self._suspects = max(0, self._suspects - len(part))
-
-    def failed(self, part: list[Entry[Any]]) -> bool:
-        """Take in that a group has failed; return whether its only record is found."""
-        if len(part) > 1:
-            self._pool.extendleft(reversed(part))
-            self._suspects = len(part)
-            return False
-        self._bad += 1
-        self._suspects = 0
-        return True
-
-    def outage(self) -> list[Entry[Any]]:
+    def _outage(self) -> list[Entry[Any]]:
         """Return the rest of the entries if there is no hope for them."""
-        if self._one_by_one or self._good or self._bad < OUTAGE:
+        if self._on_error == "single" or self._good or self._bad < OUTAGE:
             return []
         rest = list(self._pool)
         self._pool.clear()
@@ -183,20 +187,14 @@ class Search:
         return 1 << max(0, int(math.log2(math.log(2) / share)))
 
 
+@dataclass(slots=True, eq=False)
 class Processor(Generic[ResultT]):
     """Runs batches of entries and ends each entry."""
 
-    def __init__(
-        self,
-        call: ProcessCall[Any, ResultT],
-        on_error: OnError,
-        recorder: Recorder,
-        clock: Callable[[], float],
-    ) -> None:
-        self._call = call
-        self._on_error = on_error
-        self._recorder = recorder
-        self._clock = clock
+    _call: ProcessCall[Any, ResultT]
+    _on_error: OnError
+    _recorder: Recorder
+    _clock: Callable[[], float]
 
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
         """Process a batch; if it fails, search for the records that it is due to.
@@ -207,46 +205,30 @@ class Processor(Generic[ResultT]):
                 batch can start before the callers of this one take the event loop. It is told whether
                 `process_fn` was called just once.
         """
-        search: Search | None = None
+        search = Search(self._on_error)
         try:
             part = self._in_time(batch)
             while part:
-                started = self._clock()
-                results: Sequence[ResultT] = ()
-                failure: Exception | None = None
+                ended, started = part, self._clock()
+                results: Sequence[ResultT | BaseException]
                 try:
                     results = await self._call([entry.record for entry in part])
+                    search.passed(part)
                 except Exception as error:
-                    failure = error
+                    ended = search.failed(part, error)
+                    results = [error] * len(ended)
                 self._count_batch(part)
-                tested, part = part, []
-                if search is not None and failure is None:
-                    search.passed(tested)
-                    part = search.next()
-                elif search is not None and not search.failed(tested):
-                    part = search.next()
-                    continue
-                elif search is not None:
-                    tested += search.outage()
-                    part = search.next()
-                elif self._searches(tested, failure):
-                    search = Search(tested, self._on_error == "single")
-                    part = search.next()
-                    continue
-                if not part:
-                    free(search is None)
-                if failure is None:
-                    self._resolve(tested, results, started)
-                else:
-                    self._fail(tested, failure, started)
+                part = search.next()
+                if ended and not part:
+                    free(search.tests == 1)
+                if ended:
+                    self._end(ended, results, started)
         except BaseException as cause:
-            self._fail(batch, Aborted(f"the batch was cut short by {cause!r}"))
+            for entry in batch:
+                if not entry.done():
+                    self._recorder.failed += 1
+                    entry.fail(Aborted(f"the batch was cut short by {cause!r}"))
             raise
-
-    def _searches(self, batch: list[Entry[ResultT]], failure: Exception | None) -> bool:
-        if failure is None or isinstance(failure, BadResults):
-            return False
-        return len(batch) > 1 and self._on_error != "fail"
 
     def _in_time(self, batch: list[Entry[ResultT]]) -> list[Entry[ResultT]]:
         """Return the entries that were not cancelled; end those that come too late."""
@@ -269,42 +251,23 @@ class Processor(Generic[ResultT]):
         if recorder.observations is not None:
             recorder.observations.batches.append(BatchObservation(len(part), cost))
 
-    def _count_records(self, part: list[Entry[ResultT]], started: float, results: Sequence[ResultT]) -> None:
-        """Count records that ran; without results they failed."""
+    def _end(
+        self, part: list[Entry[ResultT]], results: Sequence[ResultT | BaseException], started: float
+    ) -> None:
+        """Count records that ran, and end each with its result, or with an error object of its own."""
         recorder = self._recorder
         waits = [started - entry.submitted_at for entry in part]
         run_s = self._clock() - started
         recorder.ran(len(part), waits, run_s)
-        if recorder.observations is None:
-            return
-        for index, (entry, wait_s) in enumerate(zip(part, waits, strict=True)):
-            outcome: Outcome = "completed"
-            if entry.cancelled():
-                outcome = "cancelled"
-            elif not results or isinstance(results[index], BaseException):
-                outcome = "failed"
-            recorder.observe(entry.tenant, entry.priority, entry.cost, wait_s, run_s, outcome)
-
-    def _fail(self, part: list[Entry[ResultT]], error: Exception, started: float | None = None) -> None:
-        """Fail those entries that have not ended, each with an error object of its own."""
-        if started is not None:
-            self._count_records(part, started, ())
-        for entry in part:
-            if not entry.done():
-                self._recorder.failed += 1
-                entry.fail(error)
-                error = separate(error)
-
-    def _resolve(self, part: list[Entry[ResultT]], results: Sequence[ResultT], started: float) -> None:
-        self._count_records(part, started, results)
-        recorder = self._recorder
         completed = cost = 0
         submitted = 0.0
         seen: set[int] = set()
-        for entry, result in zip(part, results, strict=True):
+        for entry, result, wait_s in zip(part, results, waits, strict=True):
+            outcome: Outcome = "completed"
             if entry.done():
-                continue
-            if isinstance(result, BaseException):
+                outcome = "cancelled"
+            elif isinstance(result, BaseException):
+                outcome = "failed"
                 recorder.failed += 1
                 error = fit(result)
                 entry.fail(separate(error) if error is result and id(result) in seen else error)
@@ -315,6 +278,8 @@ class Processor(Generic[ResultT]):
                 submitted += entry.submitted_at
                 entry.record = None
                 entry.set_result(result)
+            if recorder.observations is not None:
+                recorder.observe(entry.tenant, entry.priority, entry.cost, wait_s, run_s, outcome)
         recorder.completed += completed
         recorder.completed_cost += cost
         recorder.latency_s += completed * self._clock() - submitted

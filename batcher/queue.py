@@ -10,26 +10,16 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from batcher import checks
 from batcher.entries import Entry
 from batcher.errors import QueueFull
-from batcher.fair_share import SLACK, Backlog, Tier, Turns
-from batcher.tenants import Tenant, Tenants
+from batcher.fair_share import SLACK, Backlog, Tenant, Tenants, Tier, Turns
 
-BACKGROUND_SHARE = 0.9
-"""Share of the bounds that the background may fill."""
-
-OPEN_SHARE = 0.8
-"""Share of the bounds that any tenant may fill; beyond it each has its fair share of the whole."""
+BACKGROUND_SHARE = 0.9  # share of the bounds that the background may fill
+OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has its fair share of the whole
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
 
 
 class Bound(NamedTuple):
-    """A bound that keeps an entry out.
-
-    Attributes:
-        name: `max_queue_size` or `max_queue_cost`.
-        value: Its value.
-        of_tenant: It is the tenant's share of the queue that is full, not the whole queue.
-    """
+    """A bound that keeps an entry out: of the whole queue, or of the share of its tenant."""
 
     name: str
     value: int
@@ -197,17 +187,15 @@ class RequestQueue(Generic[EntryT]):
             )
             or self._bound(entry, tenant) is None
         )
-        last = backlog.last
+        last = entry._previous = backlog.last
         if last is None:
             backlog.first = entry
         else:
             last._next = entry
-            entry._previous = last
         backlog.last = entry
         backlog.total += records
         tier.total += records
         tier.total_cost += cost
-        tenant.total += records
         self.total += records
         self.total_cost += cost
         entry.admitted = admitted
@@ -216,7 +204,10 @@ class RequestQueue(Generic[EntryT]):
             tenant.cost += cost
             self.entered += records
         else:
-            self._wait(entry, backlog)
+            if backlog.outside is None:
+                backlog.outside = entry
+                tier.claims[backlog] = None
+            self._count_outside(entry, backlog, 1)
         if entry.deadline is not None:
             self._keep_deadline(entry.deadline, entry, backlog)
         return admitted
@@ -287,13 +278,6 @@ class RequestQueue(Generic[EntryT]):
                 return Bound("max_queue_cost", int(self._max_cost), True)
         return None
 
-    def _wait(self, entry: EntryT, backlog: Backlog) -> None:
-        """Count an entry that waits outside."""
-        if backlog.outside is None:
-            backlog.outside = entry
-            backlog.tier.claims[backlog] = None
-        self._count_outside(entry, backlog, 1)
-
     def _let(self, entry: EntryT, backlog: Backlog) -> None:
         """Let an entry in that waits outside."""
         if entry is backlog.outside:
@@ -360,8 +344,13 @@ class RequestQueue(Generic[EntryT]):
         total = longest = records = 0
         most_cost: float = math.inf if budget is None else budget
         most: float = math.inf if max_records is None else max_records
-        first = self._turns.first
-        while records < most and (tier := first()) is not None:
+        tier: Tier | None = None
+        while records < most:
+            if tier is None or not tier.total or tier.key != tier.item[0]:
+                # Otherwise it is its turn still: the keys of other tiers don't change meanwhile.
+                tier = self._turns.first()
+                if tier is None:
+                    break
             backlog = tier.turns.first()
             assert backlog is not None
             entry: EntryT = backlog.first
@@ -410,13 +399,11 @@ class RequestQueue(Generic[EntryT]):
 
     def _serve(self, entry: EntryT, backlog: Backlog, now: float) -> None:
         """Charge a tenant for an entry and take it out."""
-        tier = backlog.tier
         if not entry.admitted:
             self._let(entry, backlog)
-        key = backlog.key = backlog.key + (entry.cost or 1) * backlog.tenant.charge
-        if key > tier.top:
-            tier.top = key
+        backlog.key += (entry.cost or 1) * backlog.tenant.charge
         if self._aging is not None:
+            tier = backlog.tier
             tier.key = now + tier.priority * self._aging
         self._drop(entry, backlog)
 
@@ -487,25 +474,22 @@ class RequestQueue(Generic[EntryT]):
             backlog.first = after
         else:
             before._next = after
-            entry._previous = None
         if after is None:
             backlog.last = before
         else:
             after._previous = before
-            entry._next = None
-        if entry is backlog.outside:
-            backlog.outside = after
-        entry._place = None
+        entry._place = entry._previous = entry._next = None
         backlog.total -= records
         tier.total -= records
         tier.total_cost -= cost
         self.total -= records
         self.total_cost -= cost
-        tenant.total -= records
         if entry.admitted:
             tenant.size -= records
             tenant.cost -= cost
         else:
+            if entry is backlog.outside:
+                backlog.outside = after
             self._count_outside(entry, backlog, -1)
         if tenant.parked:
             for parked in tenant.parked:
@@ -514,8 +498,7 @@ class RequestQueue(Generic[EntryT]):
             tenant.parked.clear()
         if not backlog.total:
             tier.retire(backlog)
-            if not tenant.total:
-                self._tenants.leave(tenant)
+            self._tenants.leave(tenant)
             if not tier.total and len(self._tiers) > SLACK:
                 del self._tiers[tier.priority]
                 tier.item = None

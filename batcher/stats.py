@@ -11,9 +11,7 @@ ItemT = TypeVar("ItemT")
 
 Outcome = Literal["completed", "failed", "cancelled"]
 
-RECENT = 512
-"""Records over which percentiles are taken."""
-
+RECENT = 512  # records over which percentiles are taken
 POINTS = (0.5, 0.9, 0.99)
 
 
@@ -221,11 +219,7 @@ class BatchObservation(NamedTuple):
 
 
 class Kept(deque[ItemT]):
-    """The latest items until they are taken; beyond the limit the oldest are dropped.
-
-    Args:
-        limit: Items that are kept at most.
-    """
+    """The latest items, `limit` at most, until they are taken; beyond that the oldest are dropped."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(maxlen=limit)
@@ -238,11 +232,7 @@ class Kept(deque[ItemT]):
 
 
 class Observations:
-    """Observations of a batcher since they were last taken.
-
-    Args:
-        limit: Records, and batches, that are kept at most.
-    """
+    """Observations of the latest records, and of the latest batches, `limit` of each at most."""
 
     def __init__(self, limit: int) -> None:
         self.records: Kept[Observation] = Kept(limit)

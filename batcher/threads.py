@@ -12,8 +12,7 @@ from batcher.errors import Closed
 
 ResultT = TypeVar("ResultT")
 
-LOOK_S = 0.5
-"""Seconds between two looks at whether the event loop, on which a thread waits, still runs."""
+LOOK_S = 0.5  # seconds between two looks at whether the event loop, on which a thread waits, still runs
 
 
 class Submits(Protocol[ResultT]):
@@ -115,10 +114,7 @@ class ThreadClient(Generic[ResultT]):
             ran = runs
 
     async def _feed(
-        self,
-        args: tuple[Any, ...],
-        options: dict[str, Any],
-        accepted: "concurrent.futures.Future[None]",
+        self, args: tuple[Any, ...], options: dict[str, Any], accepted: "concurrent.futures.Future[None]"
     ) -> ResultT:
         """Submit a record for a thread, and return its result."""
         future: asyncio.Future[ResultT] | None = None

@@ -11,18 +11,17 @@ from batcher.costs import OutputEstimator
 from batcher.entries import Entry
 from batcher.errors import Oversize
 from batcher.goals import Background
-from batcher.rates import ServiceRate
 from batcher.stats import RECENT, Outcome, Recorder
 
+# Steps between the end of a record and the first step of one that is only then let in: the end is told with
+# one step, and the next is planned by then.
 STEPS = 2
-"""Steps between the end of a record and the first step of one that is only then let in: the end is told
-with one step, and the next is planned by then."""
+FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
+OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
 
-FIRST_OUTPUT = 64.0
-"""Tokens that a record is expected to produce before one has ended."""
-
-OUTPUT_MEMORY = 1 - 1 / 64
-"""Weight that a record keeps in the mean output when the next one ends."""
+# The measured rate of service.
+MEMORY = 1 - 1 / 256  # weight that a finished record keeps when the next one finishes
+ENOUGH = 16  # records to measure first
 
 
 class Slot(Entry[None]):
@@ -95,7 +94,7 @@ class Slot(Entry[None]):
 
     async def started(self) -> None:
         """Wait until it starts; it is held by the calling task."""
-        self.owner = asyncio.current_task()
+        self.owner = asyncio.current_task(self._window.loop)
         if self.running:
             return
         try:
@@ -135,33 +134,65 @@ class Slot(Entry[None]):
             self._window.outgrown(self)
 
 
+class ServiceRate:
+    """The rate at which a window of records serves cost, from the time that finished ones spent in it.
+
+    By Little's law a window that holds `inside` records of which each stays `mean` seconds lets
+    inside / mean of them go per second. The same holds for cost, with the mean taken by cost.
+    """
+
+    def __init__(self) -> None:
+        self._records = 0.0
+        self._seconds = 0.0
+        self._cost = 0.0
+        self._cost_seconds = 0.0
+
+    @property
+    def known(self) -> bool:
+        """True once enough has been measured to refuse a record for it."""
+        return self._records > ENOUGH
+
+    def learn(self, cost: int, seconds: float, records: int = 1) -> None:
+        """Take in records of `cost` together that were inside for `seconds`."""
+        self._records = self._records * MEMORY + records
+        self._seconds = self._seconds * MEMORY + records * seconds
+        self._cost = self._cost * MEMORY + cost
+        self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
+
+    def time_to_serve(self, records: int, cost: int, records_inside: int, cost_inside: int) -> float | None:
+        """Return the seconds until so much has left the window; None: nothing has been measured yet."""
+        if not self._records or not records_inside:
+            return None
+        wait = max(0, records) * self._seconds / self._records / records_inside
+        if self._cost and cost_inside:
+            wait = max(wait, max(0, cost) * self._cost_seconds / self._cost / cost_inside)
+        return wait
+
+
 class Window:
     """The slots that run, and the bounds of their cost and number.
 
     Attributes:
-        capacity: Cost that may run at once.
         regular: Records that may run at once, without those that wait in the engine.
         most: The same, with them.
-        running: The slots that run.
-        records: Their records.
-        cost: Their cost.
-        background: The tiers that run beside the foreground, where that has goals.
+        running: The slots that run; their records and their cost are counted.
+        rate: The rate at which they are served.
         enter: Lets a slot in, or into the queue.
         leave: Takes a slot out, wherever it is.
+        loop: The event loop of the tasks that hold slots: to look for it takes Python 3.11 a system call.
         withdraw: Takes a slot out of the queue that was cancelled.
 
     Args:
-        places: Records in one step of the engine.
+        places: Records in one step of the engine; None: it has no such limit.
         learns: Output is reserved as learned from finished records, not as much as there may be.
         alone: A slot that costs more than the capacity may run alone.
-        background: See above.
-        recorder: Counts what runs.
-        clock: Returns the time in seconds.
+        background: The tiers that run beside the foreground, where that has goals.
     """
 
     enter: Callable[[Slot], None]
     leave: Callable[[Slot, BaseException | None], None]
     withdraw: Callable[[Slot], None]
+    loop: asyncio.AbstractEventLoop
 
     def __init__(
         self,
@@ -175,26 +206,18 @@ class Window:
         self._places = sys.maxsize if places is None else places
         self._learns = learns
         self._alone = alone
-        self.background: Background | None = background
+        self._background = background
         self._recorder = recorder
         self._clock = clock
         self._outputs = OutputEstimator()
-        self._rate = ServiceRate()
+        self.rate = ServiceRate()
         self._background_rate = ServiceRate()
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
-        self.capacity: int = 1
-        self._max_running = sys.maxsize
-        self.regular: int = sys.maxsize
-        self.most: int = sys.maxsize
+        self.capacity = 1
+        self._max_running = self.regular = self.most = sys.maxsize
         self.running: set[Slot] = set()
-        self.records: int = 0
-        self.cost: int = 0
-
-    @property
-    def known(self) -> bool:
-        """True once enough has been measured to refuse a record for an estimated wait."""
-        return self._rate.known
+        self.records = self.cost = 0
 
     # Bounds
 
@@ -226,10 +249,12 @@ class Window:
 
     def held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
-        background = self.background
-        if background is None or slot.priority < background.priority:
-            return False
-        return not background.admits(slot.cost, slot.records, self.capacity, self.regular)
+        background = self._background
+        return (
+            background is not None
+            and slot.priority >= background.priority
+            and not background.admits(slot.cost, slot.records, self.capacity, self.regular)
+        )
 
     def wait(self, before: int, ahead: int, cost: int, priority: int, records: int) -> float | None:
         """Return the seconds until records may start, with so many before them, and so much cost.
@@ -237,8 +262,8 @@ class Window:
         What waits before them is served first, less what free space takes. None: it isn't known.
         """
         places, free = self.most - self.records, self.capacity - self.cost
-        running, running_cost, rate = self.records, self.cost, self._rate
-        background = self.background
+        running, running_cost, rate = self.records, self.cost, self.rate
+        background = self._background
         if background is not None and priority >= background.priority:
             most, most_cost = background.places(self.capacity, self.regular)
             running, running_cost, rate = background.running, background.cost, self._background_rate
@@ -267,7 +292,7 @@ class Window:
         self.records += slot.records
         self.cost += slot.cost
         self._recorder.fill(self.cost / self.capacity, now)
-        if (background := self.background) is not None:
+        if (background := self._background) is not None:
             prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
             background.begin(slot.priority, slot.cost, slot.records, prompt)
 
@@ -305,12 +330,12 @@ class Window:
     def _learn(self, slot: Slot, now: float, finished: bool) -> None:
         """Take in what the estimates for later records use."""
         records, run_s = slot.records, now - slot.started_at
-        self._rate.learn(slot.cost, run_s, records)
+        self.rate.learn(slot.cost, run_s, records)
         if finished and self._places < sys.maxsize:
             self._ended_records = self._ended_records * OUTPUT_MEMORY + records
             self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, slot.output_tokens)
             self._bound()
-        if (background := self.background) is not None:
+        if (background := self._background) is not None:
             background.end(slot.priority, slot.cost, records, run_s)
             if slot.priority >= background.priority:
                 self._background_rate.learn(slot.cost, run_s, records)
@@ -329,8 +354,8 @@ class Window:
         expected = self.reserved(slot.max_tokens, slot.records, slot.output_tokens)
         cost = slot.prompt_tokens + max(expected, slot.output_tokens)
         self.cost += cost - slot.cost
-        if self.background is not None:
-            self.background.grow(slot.priority, cost - slot.cost)
+        if self._background is not None:
+            self._background.grow(slot.priority, cost - slot.cost)
         slot.cost = cost
         self._recorder.fill(self.cost / self.capacity, self._clock())
 
@@ -344,6 +369,6 @@ class Window:
 
     def first_token(self, slot: Slot) -> None:
         """Take in that a slot has its first token."""
-        if self.background is not None and not slot.first_at:
+        if self._background is not None and not slot.first_at:
             slot.first_at = self._clock()
-            self.background.first_token(slot.priority, slot.first_at - slot.submitted_at)
+            self._background.first_token(slot.priority, slot.first_at - slot.submitted_at)

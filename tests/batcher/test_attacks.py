@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -816,6 +817,33 @@ def test_a_submit_from_another_loop_is_refused() -> None:
 
     with asyncio.Runner() as runner:
         runner.run(at_home())
+
+
+def test_a_loop_is_told_from_another_one_of_its_thread_and_may_change_its_thread() -> None:
+    batcher: DynamicBatcher[Any, Any] = DynamicBatcher(Machine(0.0))
+    window = ContinuousBatcher(capacity=1)
+
+    async def start() -> None:
+        await batcher.start()
+        await window.start()
+
+    async def submit() -> Any:
+        async with window.slot(1):
+            return await batcher.submit_nowait(1)
+
+    async def stop() -> None:
+        await batcher.stop()
+        await window.stop()
+
+    home, abroad = asyncio.new_event_loop(), asyncio.new_event_loop()
+    home.run_until_complete(start())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        abroad.run_until_complete(submit())
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(home.run_until_complete, submit()).result() == home.run_until_complete(submit())
+    home.run_until_complete(stop())
+    home.close()
+    abroad.close()
 
 
 @virtual

@@ -1279,6 +1279,15 @@ async def test_map_yields_the_refusal_of_a_record_in_its_place() -> None:
 
 
 @virtual
+async def test_map_gives_each_record_the_time_to_start_that_submit_would() -> None:
+    async with batcher_of(Machine(seconds=1.0), max_batch_size=2, batch_timeout_s=0.0) as batcher:
+        results = [
+            result async for result in batcher.map("abcdef", return_exceptions=True, timeout=1.5, tenant="t")
+        ]
+    assert [type(result) for result in results] == [str] * 4 + [Expired] * 2
+
+
+@virtual
 async def test_map_raises_what_its_source_raises() -> None:
     def source() -> Iterator[int]:
         yield 1

@@ -497,7 +497,6 @@ def test_the_memory_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     clock = Clock()
     queue = queue_of(clock)
     add(queue, "m", tenant="modest", cost=1)
-    monkeypatch.setattr("batcher.tenants.MAX_IDLE_TENANTS", 100)
     for i in range(2000):
         add(queue, "x", tenant=f"t{i}", cost=1000)
         queue.pick(next(entry for entry in queue if entry.tenant != "modest"))

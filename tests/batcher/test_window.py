@@ -1,8 +1,8 @@
-"""The rate of service, by Little's law."""
+"""The window: the rate of service, by Little's law."""
 
 import pytest
 
-from batcher.rates import MEMORY, ServiceRate
+from batcher.window import MEMORY, ServiceRate
 
 
 def test_nothing_is_known_before_the_first_record() -> None:
