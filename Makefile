@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve test test-all pytest service-tests library-tests lint format bench-batcher bench-serve bench-goals bench-batches bench-driver bench-gpu soak clean
+.PHONY: help install serve test test-all pytest service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -34,9 +34,11 @@ format: install ## Put the code into its style.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The checks and the tests of the library take one core, while the other tests mostly wait for a service.
+# The checks and these tests take one core, while the others wait for a service and then use it.
+BESIDE := tests/batcher tests/k8s tests/serve_app/driver
+
 test: install ## Check style and types, and run every test but the long ones.
-	@$(MAKE) --no-print-directory --jobs=2 service-tests library-tests
+	@$(MAKE) --no-print-directory --jobs=2 service-tests tests-beside
 
 test-all: install ## The same with the long tests.
 	@$(MAKE) --no-print-directory --jobs=2 lint pytest ARGS='-m ""'
@@ -45,10 +47,10 @@ pytest: install ## Run some tests; ARGS="tests/batcher -k order".
 	$(BIN)/python -m pytest $(ARGS)
 
 service-tests: install
-	$(BIN)/python -m pytest --ignore=tests/batcher $(ARGS)
+	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%) $(ARGS)
 
-library-tests: lint
-	$(BIN)/python -m pytest --quiet tests/batcher $(ARGS)
+tests-beside: lint
+	$(BIN)/python -m pytest --quiet $(BESIDE) $(ARGS)
 
 # The peers of the benchmarks, and matplotlib; the benchmarks run without them too.
 .venv/bench: .venv/installed
