@@ -210,7 +210,7 @@ class Batcher(ABC, Generic[EntryT]):
         self._check_loop()
 
     def _check_loop(self) -> None:
-        # Where the thread answers it is quicker: to ask for the running loop takes Python 3.11 a system call.
+        # The thread's id is looked at first: asking for the running loop takes Python 3.11 a system call.
         here = get_ident() == self._thread and self._loop_runs()
         if not here and _get_running_loop() is not self._loop:
             raise RuntimeError(

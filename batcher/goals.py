@@ -25,7 +25,7 @@ GROWTH, CUT = 1.125, 0.5  # how far one judgement widens or narrows it at most
 LATE_CUT = 0.8  # share of it that is left at once by a single late answer
 AT_THE_EDGE = 0.9  # share of it that must be full for a record that is held back to be held back by it
 
-# What is measured.
+# Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
 REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed

@@ -122,7 +122,7 @@ class Search:
     def __init__(self, on_error: OnError) -> None:
         self.tests = 0
         self._on_error = on_error
-        # What is still to be tested. So many at its head have failed together.
+        # Entries still to be tested, of which so many at the head have failed together.
         self._pool: deque[Entry[Any]] = deque()
         self._suspects = 0
         self._bad = self._good = 0

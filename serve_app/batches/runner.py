@@ -142,7 +142,7 @@ class Runner:
                 task.cancel()
 
     async def _wait(self) -> None:
-        # What was begun comes first.
+        # Batches that were begun come first.
         await asyncio.sleep(0)
         try:
             # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.

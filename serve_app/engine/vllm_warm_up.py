@@ -1,4 +1,4 @@
-"""What an engine does once before its first request: each way to sample, so that no request waits for it.
+"""The warm-up of an engine: each way to sample is used once, so that no request waits for its kernels.
 
 Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """

@@ -50,7 +50,7 @@ def writer(tmp_path: Path) -> Writer:
 
 async def test_results_come_while_they_are_written(writer: Writer) -> None:
     writer.write(b"one\n")
-    # What a process that ended has left, or what is not committed yet.
+    # Leftovers of a process that has ended, or bytes that are not committed yet.
     writer.content.append(writer.batch.output_file, 4, b"not committed\n")
     async with asyncio.timeout(LIMIT_S):
         stream = writer.stream()
