@@ -4,6 +4,7 @@ Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """
 
 import asyncio
+import itertools
 import logging
 import os
 import time
@@ -61,7 +62,7 @@ async def warm_up(llm: AsyncLLM) -> None:
     if "generate" not in await llm.get_supported_tasks():
         return
     began = time.monotonic()
-    numbers = iter(range(10**6))
+    numbers = itertools.count()
     for kind in KINDS:
         await _sample(llm, kind, numbers)
     await asyncio.gather(*(_sample(llm, kind, numbers) for kind in (*KINDS, *KINDS)))
