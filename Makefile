@@ -35,13 +35,13 @@ format: install ## Put the code into its style.
 	$(BIN)/ruff format .
 
 # The checks and these tests take one core, while the others wait for a service and then use it.
-BESIDE := tests/batcher tests/k8s tests/serve_app/driver
+BESIDE := tests/batcher $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serve_app/*/))
 
 test: install ## Check style and types, and run every test but the long ones.
 	@$(MAKE) --no-print-directory --jobs=2 service-tests tests-beside
 
 test-all: install ## The same with the long tests.
-	@$(MAKE) --no-print-directory --jobs=2 lint pytest ARGS='-m ""'
+	@$(MAKE) --no-print-directory --jobs=2 service-tests tests-beside ARGS='-m ""'
 
 pytest: install ## Run some tests; ARGS="tests/batcher -k order".
 	$(BIN)/python -m pytest $(ARGS)

@@ -32,6 +32,9 @@ GRACE_S = float(RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S)
 """Seconds in which a stopping replica may finish its answers: as long as HAProxy lets them run, so that one
 setting bounds the length of a stream. A replica without requests stops at once."""
 
+DRAIN_EVERY_S = 0.5
+"""Seconds between two looks of a stopping replica at its requests; it stops at the first that finds none."""
+
 BATCHES_GRACE_S = 15.0
 """Seconds in which the Batches deployment stops. The next one sends again the rows that take longer."""
 
@@ -58,6 +61,7 @@ def build(args: dict[str, Any]) -> Application:
         # An Ingress works in short steps, so one that doesn't answer for three checks hangs.
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=GRACE_S,
+        graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
         # New replicas are ready before old ones stop: an HAProxy that is being replaced knows only the old
         # ones, and sends them the requests of the connections that it still holds.
         max_surge_percent=100,
@@ -84,6 +88,7 @@ def _batches(settings: Settings, engines: dict[str, Application]) -> Application
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=BATCHES_GRACE_S,
+        graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
         # It mostly waits, and takes no core from a model.
         ray_actor_options={"num_cpus": 0, "resources": _ingress_resources()},
         logging_config=QUIET,
@@ -107,6 +112,7 @@ def _engine(model: ModelSettings, settings: Settings) -> Application:
         # A burst may keep a replica from answering a health check for a while.
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=GRACE_S,
+        graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
         logging_config=QUIET,
         request_router_config=RequestRouterConfig(**router),
     )(kind)
