@@ -8,10 +8,6 @@ import msgspec
 
 from serve_app.api.protocol import JSON
 
-MARKS = (b"response_format", b"structured_outputs", b"tools", b'"text"', b"output_config", b"\\u")
-"""Texts of which a body with a grammar holds at least one; the last one may stand for a letter of another."""
-
-
 HOLDERS = ("response_format", "text", "output_config", "structured_outputs", "tools", "tool_choice")
 """Fields of a body that may hold a grammar, or say what becomes of one."""
 
@@ -36,8 +32,6 @@ class Grammar(NamedTuple):
 
 def grammars_of(body: bytes) -> list[Grammar]:
     """Return the grammars in the body of a request of OpenAI's or Anthropic's API."""
-    if not any(mark in body for mark in MARKS):
-        return []
     try:
         content = _parse(body)
     except (ValueError, RecursionError):
