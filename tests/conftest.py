@@ -30,6 +30,7 @@ LAST = [
     "test_driver_kills",
     "test_overload",
     # On engines and services of their own.
+    "test_batch_kills",
     "test_admitted_work",
     "test_simulated",
     "test_scaling",

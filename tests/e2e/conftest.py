@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.e2e.service import Service
-from tests.e2e.services import redeploy, start_pair
+from tests.e2e.services import Restartable, redeploy, start_pair
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +42,14 @@ def small(pair: Service) -> Service:
     """The pair with one Engine of eight sequences at once."""
     redeploy(pair, 1, user_config={"batcher": {"max_running": 8}})
     return pair
+
+
+@pytest.fixture
+def restartable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restartable]:
+    """A service of its own for a test that kills all of it."""
+    restartable = Restartable(tmp_path_factory.mktemp("restartable"))
+    yield restartable
+    restartable.service.stop()
 
 
 @pytest.fixture(scope="session")

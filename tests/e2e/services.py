@@ -92,6 +92,37 @@ def use_exact_arithmetic(config: JSON) -> None:
     config["applications"][0]["args"]["models"][0]["engine"]["dtype"] = "float32"
 
 
+class Restartable:
+    """A service that can be killed and started again in its place.
+
+    Attributes:
+        service: The one that runs.
+        url: Where it listens.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.service = Service(self._config(), folder)
+        self.url = self.service.url
+
+    def kill_all(self) -> None:
+        """End every process of it at once, and start it anew on the same port."""
+        while self.service.kill():
+            pass
+        self.service.process.wait(timeout=30)
+        self.service = Service(self._config(), self._folder, int(self.url.rpartition(":")[2]))
+
+    def kill(self, word: str) -> None:
+        """Kill what has a word in its command line, once it runs: it may come back from the last kill."""
+        wait_until(lambda: self.service.kill(word) > 0)
+
+    @staticmethod
+    def _config() -> JSON:
+        config, _, _ = local()
+        use_exact_arithmetic(config)
+        return config
+
+
 def wait_for_replicas(service: Service, count: int) -> None:
     """Wait until the service counts so many replicas of the demo model."""
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,39 +15,10 @@ import pytest
 from serve_app.api.protocol import JSON
 from serve_app.demo.questions import all_questions, to_jsonl
 from tests.e2e.service import Service
-from tests.e2e.services import local, use_exact_arithmetic
+from tests.e2e.services import Restartable
 
 LIMIT_S = 180
 ENGINE = "ServeReplica:llm:Engine:demo"
-
-
-class Restartable:
-    """A service that can be killed and started again in its place."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.service = Service(self._config(), folder)
-        self.url = self.service.url
-
-    def kill_all(self) -> None:
-        """End every process of it at once, and start it anew on the same port."""
-        while self.service.kill():
-            pass
-        self.service.process.wait(timeout=30)
-        self.service = Service(self._config(), self._folder, int(self.url.rpartition(":")[2]))
-
-    @staticmethod
-    def _config() -> JSON:
-        config, _, _ = local()
-        use_exact_arithmetic(config)
-        return config
-
-
-@pytest.fixture
-def restartable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Restartable]:
-    restartable = Restartable(tmp_path_factory.mktemp("restartable"))
-    yield restartable
-    restartable.service.stop()
 
 
 def questions(path: Path, count: int) -> Path:
@@ -144,12 +115,8 @@ def test_the_output_is_the_same_after_twenty_kills(restartable: Restartable, tmp
     def kill(victim: str) -> None:
         if victim == "service":
             restartable.kill_all()
-            return
-        # It may be on its way back from the last kill.
-        deadline = time.monotonic() + LIMIT_S
-        while not restartable.service.kill(ENGINE):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        else:
+            restartable.kill(ENGINE)
 
     victims = [["driver", "engine", "service"][number % 3] for number in range(20)]
     random.Random(1).shuffle(victims)

