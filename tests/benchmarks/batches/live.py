@@ -17,7 +17,7 @@ from serve_app.api.protocol import JSON
 from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
 from tests.benchmarks.goals.beside import CHAT_TOKENS, Seen, Traffic, send
-from tests.benchmarks.measuring import Row, Table, interleave, progress, ratios
+from tests.benchmarks.measuring import Row, Table, go_first, interleave, progress, ratios
 from tests.benchmarks.serve.loads import fixed
 from tests.benchmarks.serve.models import MODELS, about
 from tests.benchmarks.serve.running import Server
@@ -211,6 +211,7 @@ def main() -> None:
     options = parser.parse_args()
     # SIGTERM unwinds, so that the servers are stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    go_first()
     adopt_orphans()
     for name, measure in (("rate", rate), ("beside", beside)):
         if options.only not in (None, name):

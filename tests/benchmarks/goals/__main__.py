@@ -16,7 +16,7 @@ from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
 from tests.benchmarks.goals import plot
 from tests.benchmarks.goals.beside import LENGTHS, Traffic, send, steps_ms
-from tests.benchmarks.measuring import progress
+from tests.benchmarks.measuring import go_first, progress
 from tests.benchmarks.serve.models import MODELS, Model, about
 from tests.benchmarks.serve.running import Server
 from tests.benchmarks.serve.servers import saturate, vllm_serve
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     # SIGTERM unwinds, so that the servers are stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    go_first()
     adopt_orphans()
     found: dict[str, Any] = {"model": about(options.model), "lengths": LENGTHS, "points": {}}
     if options.only and RESULTS.exists():

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks import report
-from tests.benchmarks.measuring import Table
+from tests.benchmarks.measuring import Table, go_first
 from tests.benchmarks.serve import plot, tables
 from tests.benchmarks.serve.loads import ALL_LOADS, DEVICE_LOADS, LOADS
 from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # SIGTERM unwinds, so that the servers are stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     before = os.getloadavg()[0]
+    go_first()
     found, missing = measure(plan, lambda found: report.keep(results, tables_of(found), kept))
     shown = tables_of(found)
     report.keep(results, shown, kept | {"left_out": missing, "load_before": before})
