@@ -30,6 +30,7 @@ def saturate(
     batcher: Mapping[str, Any] | None = None,
     telemetry: Mapping[str, Any] | None = None,
     batches: Path | None = None,
+    replicas: Mapping[str, int] | None = None,
 ) -> Iterator[Server]:
     """Run this project's configs/local.yaml with another model and further settings.
 
@@ -39,6 +40,7 @@ def saturate(
         batcher: Settings of the batcher.
         telemetry: Settings of the telemetry.
         batches: Folder of the batch API; None: there is none.
+        replicas: Number of replicas by deployment, which then reserve no cores in Ray.
     """
     content = config()
     content["http_options"]["port"] = port = free_port()
@@ -53,6 +55,9 @@ def saturate(
     for deployment in content["applications"][0]["deployments"]:
         if model.gpus and deployment["name"].startswith("Engine:"):
             deployment["ray_actor_options"]["num_gpus"] = model.gpus
+        if replicas is not None:
+            deployment["num_replicas"] = replicas[deployment["name"]]
+            deployment["ray_actor_options"]["num_cpus"] = 0
     # The server before it may still hold its ports.
     ports = give_ports(content)
     path = folder / "saturate.yaml"
