@@ -126,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = sum(row.met is False for table in shown.values() for row in table.rows)
     print(f"written to {os.path.relpath(results)}; targets missed: {missed}")
     print(plot.draw(results))
+    if drawn := plot.draw_streams(results):
+        print(drawn)
     return 1 if OURS in missing or (missed and options.check) else 0
 
 

@@ -40,6 +40,43 @@ def draw(results: Path) -> str:
     return f"drawn to {os.path.relpath(path)}"
 
 
+def draw_streams(results: Path) -> str:
+    """Draw the time to first token against the number of streams; return a message for the user.
+
+    Loads whose names end with their number of streams (`device-32`) are drawn.
+    """
+    tables = json.loads(results.read_text())
+    loads = {int(name.rsplit("-", 1)[1]): name for name in tables if name.rsplit("-", 1)[-1].isdigit()}
+    if importlib.util.find_spec("matplotlib") is None or len(loads) < 2:
+        return ""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3), layout="constrained")
+    for axis, quantity in zip(axes, ("ttft_p50_ms", "ttft_p99_ms"), strict=True):
+        label, unit = UNITS[quantity]
+        series: dict[str, list[tuple[int, float]]] = {}
+        for streams, load in sorted(loads.items()):
+            for row in tables[load]["rows"]:
+                server, _, what = row["what"].rpartition(": ")
+                if what == label:
+                    series.setdefault(server, []).append((streams, row["median"]))
+        for server, points in series.items():
+            axis.plot(*zip(*points, strict=True), marker="o", label=server)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sorted(loads), [str(streams) for streams in sorted(loads)])
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("streams")
+        axis.set_title(f"{label} ({unit})", fontsize=9)
+    axes[0].legend(fontsize=8)
+    path = results.with_name(f"{results.stem}-streams.png")
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return f"drawn to {os.path.relpath(path)}"
+
+
 def _bars(axis: Any, rows: list[dict[str, Any]], quantity: str) -> None:
     """Draw one quantity of one load: a bar for each server, the range of the samples as a line."""
     label, unit = UNITS[quantity]
