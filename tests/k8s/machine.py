@@ -286,7 +286,8 @@ class Machine:
             opened: First and last port of each range, in order.
         """
         first = 1
-        for start, end in (*opened, (65536, 65536)):
+        # Linux takes no range of a rule that reaches port 65535, so that one stays open.
+        for start, end in (*opened, (65535, 65535)):
             if first < start:
                 rule = ["to", target.address, "ipproto", "tcp", "dport", f"{first}-{start - 1}", "prohibit"]
                 user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
