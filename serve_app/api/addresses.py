@@ -32,7 +32,8 @@ def _network(value: object) -> IPv4Network | IPv6Network:
         return value
     if not isinstance(value, str):
         raise ValueError("must be a range of addresses in quotes, such as '10.0.0.0/8' or '2001:db8::/32'")
-    wrong = f"must be an address or a range of them, such as 10.0.0.0/8 or 2001:db8::/32, not {value!r}"
+    # Without the value, which may be a key in the wrong place.
+    wrong = "must be an address or a range of them, such as 10.0.0.0/8 or 2001:db8::/32"
     if "%" in value:
         raise ValueError(wrong)
     try:

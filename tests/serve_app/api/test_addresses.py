@@ -52,7 +52,7 @@ def test_a_range_is_written_in_cidr_notation_or_as_one_address(text: str, range:
         ("10.0.0.0/33", "must be an address or a range of them"),
         ("10.0.0", "must be an address or a range of them"),
         ("", "must be an address or a range of them"),
-        ("office", "not 'office'"),
+        ("office", "must be an address or a range of them"),
         ("fe80::%eth0/64", "must be an address or a range of them"),
         ("::ffff:10.0.0.0/104", "is a range of IPv4; write it as such"),
         (10, "must be a range of addresses in quotes"),
