@@ -1,28 +1,28 @@
-"""API keys: making one, and the list of them in a file.
+"""API keys and the list of them in a file.
 
-A key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect secrets that can be
-guessed, such as passwords. The file holds only hashes, so reading it gives no access.
-
-    saturate keys new --name ada --tenant research >> keys.yaml
+The secret of a key is 256 random bits, so its plain SHA-256 is enough: salt and a slow hash protect secrets
+that can be guessed, such as passwords. The file holds only hashes, so reading it gives no access.
 """
 
 import hashlib
+import math
 import re
 import secrets
-import sys
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from datetime import UTC, date, datetime, time
+from typing import Annotated, Literal
 
-import click
 import yaml
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, TypeAdapter, ValidationError
 
-from serve_app.api.protocol import Flag
+from serve_app.api.addresses import Network
+from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path
-from serve_app.settings.schema import Positive, SettingsError, Strict, Weight
-from serve_app.system.command_line import run
+from serve_app.settings.schema import ModelId, Positive, SettingsError, Strict, Weight
 
 Tier = Literal["priority", "default", "flex"]
+State = Literal["valid", "disabled", "expired"]
 
 
 def _hash(text: str) -> str:
@@ -31,31 +31,116 @@ def _hash(text: str) -> str:
     return text
 
 
+Hash = Annotated[str, AfterValidator(_hash)]
+
+
+def _two_differ(hashes: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(hashes)) < len(hashes):
+        raise ValueError("has the same hash twice")
+    return hashes
+
+
+_TWO = Annotated[tuple[Hash, ...], Field(min_length=1, max_length=2), AfterValidator(_two_differ)]
+
+Hashes = Annotated[
+    Annotated[Hash, Tag("one")] | Annotated[_TWO, Tag("list")],
+    Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "one"),
+]
+"""The hash of a key's secret, or a list of two while its clients change from one to the other."""
+
+
+def _read_time(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        return datetime.fromisoformat(text)
+
+
+def _expiry(value: object) -> datetime:
+    """Return a moment in UTC. A date stands for its beginning in UTC."""
+    try:
+        if isinstance(value, str):
+            value = _read_time(value)
+        if isinstance(value, date) and not isinstance(value, datetime):
+            value = datetime.combine(value, time(), UTC)
+        if isinstance(value, datetime) and value.tzinfo is not None:
+            return value.astimezone(UTC)
+    except (ValueError, OverflowError):
+        value = None
+    if isinstance(value, datetime):
+        raise ValueError(
+            "has no time zone: write it with Z for UTC, as in 2027-01-31T18:00:00Z, or with an offset such "
+            "as +02:00"
+        )
+    raise ValueError(
+        "must be a date, such as 2027-01-31, or a time with its zone, such as 2027-01-31T18:00:00Z"
+    )
+
+
 class Key(Strict):
-    """One API key, as a hash, and the requests that it allows.
+    """One API key, as the hash of its secret, and the requests that it allows.
 
     Attributes:
         name: The holder's name, for messages and logs. Unique.
-        sha256: The hash of the key, in hex.
+        sha256: The hash of the secret, in hex, or the hashes of two secrets that both hold.
         tenant: Tenant of the key's requests; tenants share the engines fairly.
         weight: The tenant's share of an engine relative to the other tenants; by default that of the model's
             `batcher.tenant_weights`. All keys of a tenant that state a weight state the same one.
         any_tenant: Requests may name other tenants: for a gateway that serves several.
         tiers: Service tiers that requests may use. One that names no tier gets `default`, or the first of
             these if `default` is not among them.
-        requests_per_minute: Size of a token bucket that is refilled within a minute; by default no limit.
-            Each Ingress replica counts by itself.
+        requests_per_minute: Most requests within any 60 s at one Ingress replica; by default no limit.
         max_concurrency: Most requests in flight at one Ingress replica; by default no limit.
+        models: Ids of the models that requests may name; by default all.
+        allow_from: Ranges of addresses from which clients may use the key; by default all.
+        expires: Moment, in UTC, from which on the key is invalid; by default never.
+        disabled: The key is invalid, until this changes.
+        admin: The key may list the keys and their use.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
-    sha256: Annotated[str, AfterValidator(_hash)]
+    sha256: Hashes
     tenant: Tenant
     weight: Weight | None = None
     any_tenant: Flag = False
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = ("priority", "default", "flex")
     requests_per_minute: Positive | None = None
     max_concurrency: Positive | None = None
+    models: Annotated[tuple[ModelId, ...], Field(min_length=1)] | None = None
+    allow_from: Annotated[tuple[Network, ...], Field(min_length=1)] | None = None
+    expires: Annotated[datetime, PlainValidator(_expiry)] | None = None
+    disabled: Flag = False
+    admin: Flag = False
+
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """The hashes of the secrets that hold."""
+        return (self.sha256,) if isinstance(self.sha256, str) else self.sha256
+
+    @property
+    def expires_at(self) -> float:
+        """Seconds since the epoch at which the key becomes invalid; infinity: never."""
+        return self.expires.timestamp() if self.expires else math.inf
+
+    def state(self, now: float) -> State:
+        """Return whether the key holds, at a time in seconds since the epoch."""
+        if self.disabled:
+            return "disabled"
+        return "expired" if self.expires_at <= now else "valid"
+
+    def describe(self, now: float) -> JSON:
+        """Return the key as JSON for an administrator, without its hashes.
+
+        Args:
+            now: Seconds since the epoch.
+        """
+        return {
+            "object": "api_key",
+            "state": self.state(now),
+            **self.model_dump(mode="json", exclude={"sha256", "expires", "disabled"}),
+            "expires_at": self.expires and int(self.expires_at),
+            "secrets": len(self.hashes),
+        }
 
     def priorities(self) -> dict[int, str]:
         """Return the names of `tiers` by priority."""
@@ -69,7 +154,7 @@ _PLAIN = re.compile(r"sk-[A-Za-z0-9_-]{43}")
 
 
 def hash_key(key: bytes) -> str:
-    """Return the SHA-256 of a key, in hex."""
+    """Return the SHA-256 of a key's secret, in hex."""
     return hashlib.sha256(key).hexdigest()
 
 
@@ -78,22 +163,35 @@ def new_key() -> str:
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
-def check_together(keys: list[Key], source: str) -> None:
+def check_together(keys: Sequence[Key], places: Sequence[str], source: str) -> None:
     """Raise a SettingsError if keys contradict each other.
 
     Args:
         keys: All valid keys.
+        places: The path of each.
         source: Their origin, for errors.
     """
-    for field in ("name", "sha256"):
-        values = [getattr(key, field) for key in keys]
-        if twice := {value for value in values if values.count(value) > 1}:
-            names = ", ".join(key.name for key in keys if getattr(key, field) in twice)
-            raise SettingsError(f"{source}: two keys with the same {field}: {names}")
-    weights: dict[str, float] = {}
-    for key in keys:
-        if key.weight is not None and weights.setdefault(key.tenant, key.weight) != key.weight:
-            raise SettingsError(f"{source}: two keys of the tenant {key.tenant!r} differ in weight")
+    for field, values in (
+        ("name", [(key.name,) for key in keys]),
+        ("sha256", [key.hashes for key in keys]),
+    ):
+        holders: dict[str, int] = {}
+        for number, its in enumerate(values):
+            for value in its:
+                other = holders.setdefault(value, number)
+                if other != number:
+                    where = f"{places[other]}.{field} and {places[number]}.{field}"
+                    names = f"{keys[other].name}, {keys[number].name}"
+                    raise SettingsError(f"{source}: {where}: two keys with the same {field}: {names}")
+    weights: dict[str, tuple[float, int]] = {}
+    for number, key in enumerate(keys):
+        if key.weight is not None:
+            weight, other = weights.setdefault(key.tenant, (key.weight, number))
+            if weight != key.weight:
+                where = f"{places[other]}.weight and {places[number]}.weight"
+                raise SettingsError(
+                    f"{source}: {where}: two keys of the tenant {key.tenant!r} differ in weight"
+                )
 
 
 def read_keys(text: str, source: str) -> list[Key]:
@@ -107,11 +205,12 @@ def read_keys(text: str, source: str) -> list[Key]:
         SettingsError: The list is wrong. The message has the place and no value, which may be a key.
     """
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, KeysLoader)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"{source}: this is not YAML: {error.problem}{line}") from None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
+        # The last two: a tag with a value that is none of its type, and lists that are nested too deep.
         raise SettingsError(f"{source}: this is not YAML") from None
     if not isinstance(content, list):
         raise SettingsError(f"{source}: must be a list of keys, each with name, sha256 and tenant")
@@ -120,7 +219,7 @@ def read_keys(text: str, source: str) -> list[Key]:
     except ValidationError as error:
         lines = [_describe(item["loc"], item["type"], item["msg"]) for item in error.errors()]
         raise SettingsError(f"{source}: " + "; ".join(lines)) from None
-    check_together(keys, source)
+    check_together(keys, [f"[{number}]" for number in range(len(keys))], source)
     return keys
 
 
@@ -132,86 +231,37 @@ def plain_keys(text: str, keys: list[Key]) -> list[str]:
         keys: The keys in it.
     """
     found = {hash_key(match.encode()) for match in _PLAIN.findall(text)}
-    return [key.name for key in keys if key.sha256 in found]
+    return [key.name for key in keys if found.intersection(key.hashes)]
+
+
+def expired_keys(keys: Sequence[Key], now: float) -> list[str]:
+    """Return a line about each key that has expired, with its path.
+
+    Args:
+        keys: A list of keys, as `read_keys` returns it.
+        now: Seconds since the epoch.
+    """
+    return [
+        f"[{number}].expires: the key {key.name} is invalid since {key.expires:%Y-%m-%d %H:%M} UTC"
+        for number, key in enumerate(keys)
+        if key.expires and key.expires_at <= now
+    ]
+
+
+class KeysLoader(yaml.SafeLoader):
+    """A reader that leaves dates as text, so that a wrong one has a path in its error."""
+
+
+KeysLoader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
+    if place[1:2] == ("sha256",):
+        # pydantic adds whether it is one hash or a list of them.
+        place = place[:2] + place[3:]
     if type == "extra_forbidden":
         message = f"unknown field; allowed are {', '.join(Key.model_fields)}"
     return f"{field_path(place)}: {message.removeprefix('Value error, ')}"
-
-
-def main() -> None:
-    """Run the command line."""
-    run(keys)
-
-
-@click.group()
-def keys() -> None:
-    """Make API keys for the file that `access.keys_file` of a config names."""
-
-
-@keys.command()
-@click.option("--name", required=True, help="Person or program that gets the key; unique.")
-@click.option("--tenant", required=True, help="Tenant of its requests; tenants share the engines fairly.")
-@click.option(
-    "--weight",
-    type=float,
-    help="The tenant's share in relation to the other tenants: 2 gets twice the tokens of 1.  "
-    "[default: the model's batcher.tenant_weights]",
-)
-@click.option(
-    "--tiers",
-    multiple=True,
-    metavar="TIER[,TIER]",
-    help="Service tiers that the key may use, of priority, default, flex; `flex` alone for batch work.  "
-    "[default: all]",
-)
-@click.option(
-    "--requests-per-minute",
-    type=int,
-    metavar="N",
-    help="Most requests per minute at each Ingress replica.  [default: no limit]",
-)
-@click.option(
-    "--max-concurrency",
-    type=int,
-    metavar="N",
-    help="Most requests in flight at each Ingress replica.  [default: no limit]",
-)
-@click.option(
-    "--any-tenant",
-    is_flag=True,
-    help="Requests with this key may name other tenants; for a gateway that serves several.",
-)
-@click.argument("more_tiers", nargs=-1, metavar="")
-def new(tiers: tuple[str, ...], more_tiers: tuple[str, ...], **values: Any) -> None:
-    """Make a key and print its entry for the keys file.
-
-    The entry, on standard output, has the key's hash. The key is shown once, on standard error, and kept
-    nowhere.
-
-    \b
-    Examples:
-      saturate keys new --name ada --tenant research >> keys.yaml
-      saturate keys new --name nightly --tenant batch --tiers flex >> keys.yaml
-    """
-    if more_tiers and not tiers:
-        raise click.UsageError(f"got unexpected extra argument {more_tiers[0]!r}")
-    key = new_key()
-    entry = {name: value for name, value in values.items() if value is not None and value is not False}
-    # `--tiers flex default` is the form of earlier versions.
-    if chosen := [tier for text in (*tiers, *more_tiers) for tier in text.split(",")]:
-        entry["tiers"] = chosen
-    entry["sha256"] = hash_key(key.encode())
-    text = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True)
-    try:
-        read_keys(text, "the key")
-    except SettingsError as error:
-        raise click.ClickException(str(error)) from None
-    print(text, end="", flush=True)
-    print(f"The key of {entry['name']}, shown only now:\n{key}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,21 @@
 """Authentication: the valid API keys, and the ASGI middleware that requires one."""
 
-import hmac
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.api.addresses import Networks, client_address
 from serve_app.api.errors import RequestError, error_response
 from serve_app.api.headers import Headers, bearer_token
+from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
-from serve_app.auth.keys import Key, check_together, hash_key, plain_keys, read_keys
+from serve_app.auth.keys import Key, check_together, expired_keys, hash_key, plain_keys, read_keys
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.settings.schema import AccessSettings, SettingsError
 
@@ -28,13 +29,24 @@ OPEN = "/health"
 
 
 class Caller:
-    """A valid key and its rate limit in this process."""
+    """A key and its rate limit in this process.
 
-    __slots__ = ("_priorities", "_usual", "key", "rate_limit")
+    Attributes:
+        key: The key.
+        rate_limit: Its requests per minute and in flight.
+        models: Ids of the models that its requests may name; None: all.
+        allow_from: Addresses from which it may be used; None: all.
+        expires_at: Seconds since the epoch at which it becomes invalid.
+    """
+
+    __slots__ = ("_priorities", "_usual", "allow_from", "expires_at", "key", "models", "rate_limit")
 
     def __init__(self, key: Key, rate_limit: RateLimit) -> None:
         self.key = key
         self.rate_limit = rate_limit
+        self.models: Collection[str] | None = None if key.models is None else frozenset(key.models)
+        self.allow_from = None if key.allow_from is None else Networks(key.allow_from)
+        self.expires_at = key.expires_at
         self._priorities = key.priorities()
         usual = TIER_PRIORITY["default"]
         self._usual = usual if usual in self._priorities else TIER_PRIORITY[key.tiers[0]]
@@ -72,6 +84,10 @@ class KeyStore:
         settings: Sources of the keys.
         environment: Environment variables, for `keys_env`.
         clock: Monotonic clock of the rate limits, in seconds.
+        now: Time of day, in seconds since the epoch, at which keys expire.
+
+    Attributes:
+        trusted_proxies: Proxies whose `X-Forwarded-For` counts.
 
     Raises:
         SettingsError: The keys can't be read.
@@ -83,16 +99,21 @@ class KeyStore:
         *,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._file = Path(settings.keys_file) if settings.keys_file else None
         self._clock = clock
+        self._now = now
+        self.trusted_proxies = Networks(settings.trusted_proxies)
         self._fixed: list[Key] = []
         if name := settings.keys_env:
             if name not in environment:
                 raise SettingsError(f"access.keys_env: the environment has no variable {name}")
-            self._fixed = _read(environment[name], f"access.keys_env ({name})")
+            self._fixed = self._read(environment[name], f"access.keys_env ({name})")
         self._seen: object = None
+        self._keys: list[Key] = []
         self._callers: dict[str, Caller] = {}
+        self._rate_limits: dict[str, RateLimit] = {}
         if self._file:
             self._seen = _signature(self._file)
         self._load()
@@ -107,7 +128,7 @@ class KeyStore:
         except SettingsError as error:
             logger.warning("the API keys stay as they were: %s", error)
         else:
-            logger.info("read the API keys again: %d hold now", len(self._callers))
+            logger.info("read the API keys again: there are %d now", len(self._keys))
 
     def watch(self) -> None:
         """Refresh periodically, in a thread that ends when this object is garbage-collected."""
@@ -118,55 +139,69 @@ class KeyStore:
         """Return the caller whose key the headers of a request hold.
 
         Raises:
-            RequestError: 401, there is no key, or it isn't valid.
+            RequestError: 401, there is no key, or it isn't valid, or not any more.
         """
         if not (key := _api_key(headers)):
             message = "An API key is required: send the header `Authorization: Bearer KEY`."
             raise RequestError(401, "authentication_error", message)
         # The look-up's duration depends on the hash, which an attacker can't steer by the choice of a key.
-        digest = hash_key(key)
-        caller = self._callers.get(digest)
-        if caller is None or not hmac.compare_digest(caller.key.sha256, digest):
+        if (caller := self._callers.get(hash_key(key))) is None:
             raise RequestError(401, "authentication_error", "This API key is not valid here.")
+        if caller.key.disabled:
+            raise RequestError(401, "authentication_error", "This API key is disabled.")
+        if caller.expires_at <= self._now():
+            message = f"This API key expired on {caller.key.expires:%Y-%m-%d at %H:%M} UTC."
+            raise RequestError(401, "authentication_error", message)
         return caller
+
+    def describe(self) -> list[JSON]:
+        """Return all keys for an administrator, without hashes; see `Key.describe`."""
+        now = self._now()
+        return [key.describe(now) for key in self._keys]
 
     def _load(self) -> None:
         keys = self._fixed
+        places = [f"keys_env[{number}]" for number in range(len(keys))]
         if self._file:
             try:
                 text = self._file.read_text()
             except (OSError, ValueError) as error:
                 reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
                 raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
-            keys = keys + _read(text, f"access.keys_file ({self._file})")
-        check_together(keys, "access: keys_file and keys_env together")
+            more = self._read(text, f"access.keys_file ({self._file})")
+            keys = keys + more
+            places += [f"keys_file[{number}]" for number in range(len(more))]
+        check_together(keys, places, "access")
+        # A key keeps the state of its limits through a reload, and through a change of its secrets.
+        self._rate_limits = {key.name: self._rate_limit(key) for key in keys}
+        self._keys = keys
+        callers = [Caller(key, self._rate_limits[key.name]) for key in keys]
         # One assignment, since other threads read it meanwhile.
-        self._callers = {key.sha256: Caller(key, self._rate_limit(key)) for key in keys}
+        self._callers = {hash: caller for caller in callers for hash in caller.key.hashes}
 
     def _rate_limit(self, key: Key) -> RateLimit:
-        """Return the key's rate limit: the one in use, if any, so that its state survives a reload."""
-        old = self._callers.get(key.sha256)
-        rate_limit = old.rate_limit if old else RateLimit(self._clock)
+        rate_limit = self._rate_limits.get(key.name) or RateLimit(self._clock)
         rate_limit.rate_per_minute = key.requests_per_minute
         rate_limit.max_concurrency = key.max_concurrency
         return rate_limit
 
+    def _read(self, text: str, source: str) -> list[Key]:
+        """Read a list of keys; log a warning about each that has expired or stands there in plain.
 
-def _read(text: str, source: str) -> list[Key]:
-    """Read a list of keys; log a warning if the text has one of them in plain.
-
-    Such a text is not refused: a key that has just been revoked in it would stay valid.
-    """
-    keys = read_keys(text, source)
-    if names := plain_keys(text, keys):
-        logger.warning(
-            "%s: has the key of %s in plain text; remove it, the hash is enough", source, ", ".join(names)
-        )
-    return keys
+        Such a text is not refused: a key that has just been revoked in it would stay valid.
+        """
+        keys = read_keys(text, source)
+        for line in expired_keys(keys, self._now()):
+            logger.warning("%s: %s", source, line)
+        if names := plain_keys(text, keys):
+            logger.warning(
+                "%s: has the key of %s in plain text; remove it, the hash is enough", source, ", ".join(names)
+            )
+        return keys
 
 
 class AuthMiddleware:
-    """ASGI middleware that requires a valid API key, and enforces its rate limit.
+    """ASGI middleware that requires a valid API key, and enforces its addresses and its rate limit.
 
     It puts the caller into the scope, as "caller".
 
@@ -189,6 +224,8 @@ class AuthMiddleware:
             return
         try:
             caller = self._keys.find(scope["headers"])
+            if caller.allow_from is not None:
+                self._check_address(scope, caller.allow_from)
             rate_limit = caller.rate_limit
             entered = rate_limit.enter()
         except RequestError as error:
@@ -200,6 +237,15 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
         finally:
             rate_limit.leave(entered)
+
+    def _check_address(self, scope: Scope, allowed: Networks) -> None:
+        """Raise a RequestError if the client's address is not among those of its key."""
+        # None, or empty: the server doesn't know it.
+        host, *_ = scope.get("client") or (None,)
+        address = client_address(host, scope["headers"], self._keys.trusted_proxies)
+        if address is None or address not in allowed:
+            message = f"This API key may not be used from your address, {address or 'which is unknown'}."
+            raise RequestError(403, "permission_error", message)
 
 
 def _api_key(headers: Headers) -> bytes:

@@ -79,6 +79,10 @@ class Forward:
         given = request.scope["headers"]
         # The rows of a batch are of this tier, so its key has to allow it.
         creates = request.method == "POST" and path == "/v1/batches"
+        if creates and caller and caller.models is not None:
+            # Each row names a model, and the deployment that reads them knows no keys.
+            message = "This API key is for some of the models only: it can't create batches."
+            raise RequestError(403, "permission_error", message)
         fields = SchedulingFields(service_tier="flex" if creates else None)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""

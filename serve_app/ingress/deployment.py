@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.auth import bind_check
-from serve_app.auth.middleware import AuthMiddleware, KeyStore
-from serve_app.ingress import batches
+from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
+from serve_app.ingress import admin, batches
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
@@ -32,7 +32,7 @@ from serve_app.ingress.health import Health
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import CallFields, OpenAIFields, read_call, read_json, read_openai
-from serve_app.ingress.pages import STATS_PAGE, page, wants_page
+from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.replica_stats import replica_stats
@@ -123,6 +123,7 @@ class Ingress:
                 Route("/metrics", _no_metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
+                *admin.routes(self._access),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
                 *(Route(path, self._forward, methods=batches.METHODS) for path in batches.PATHS),
@@ -140,7 +141,9 @@ class Ingress:
         )
 
     async def _index(self, request: Request) -> Response:
-        return HTMLResponse(page(self._settings, str(request.base_url).rstrip("/")))
+        visible = self._routing.visible(_allowed(request))
+        models = [model for model in self._settings.models if model.id in visible]
+        return HTMLResponse(page(models, base_url(request)))
 
     async def _report_health(self, request: Request) -> Response:
         try:
@@ -154,8 +157,9 @@ class Ingress:
     async def _stats(self, request: Request) -> Response:
         if wants_page(request):
             return HTMLResponse(STATS_PAGE)
-        reports = await asyncio.gather(*(self._replica_stats(model) for model in self._engines))
-        body: JSON = {"models": dict(zip(self._engines, reports, strict=True))}
+        names = self._visible(request)
+        reports = await asyncio.gather(*map(self._replica_stats, names))
+        body: JSON = {"models": dict(zip(names, reports, strict=True))}
         if self._batches is not None:
             body["batches"] = await self._batches.stats()
         return JSONResponse(body)
@@ -215,7 +219,7 @@ class Ingress:
         return (await self._health.read()).batches > 0
 
     async def _models(self, request: Request) -> Response:
-        names = list(self._engines)
+        names = self._visible(request)
         contexts = await asyncio.gather(*map(self._context, names))
         cards = [
             card(self._routing.find(name), self._started, most)
@@ -224,11 +228,14 @@ class Ingress:
         return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
-        return JSONResponse(await self._card(request.path_params["model"]))
+        name = request.path_params["model"]
+        model = self._routing.find(name, _allowed(request))
+        return JSONResponse(card(model, self._started, await self._context(name)))
 
-    async def _card(self, name: str) -> JSON:
-        model = self._routing.find(name)
-        return card(model, self._started, await self._context(name))
+    def _visible(self, request: Request) -> list[str]:
+        """Return the ids of the models that the caller may use, as far as they run here."""
+        allowed = _allowed(request)
+        return [model for model in self._engines if allowed is None or model in allowed]
 
     async def _context(self, name: str) -> int | None:
         """Return the context length of a language model; None: it is a function, or has not started yet."""
@@ -249,9 +256,9 @@ class Ingress:
         fields: SchedulingFields,
         key: RoutingKey = NO_KEY,
     ) -> ProxyResponse:
-        chosen = self._routing.choose(model, path)
-        relay = self._relays[chosen]
         caller = request.scope.get("caller")
+        chosen = self._routing.choose(model, path, caller.models if caller else None)
+        relay = self._relays[chosen]
         given = request.scope["headers"]
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
@@ -289,6 +296,12 @@ async def _no_metrics(request: Request) -> Response:
         "the metrics_export_port of `ray start`, and prom_metrics_service_discovery.json in Ray's folder"
     )
     raise RequestError(404, "not_found_error", message)
+
+
+def _allowed(request: Request) -> Collection[str] | None:
+    """Return the ids of the models that the caller may use; None: all."""
+    caller: Caller | None = request.scope.get("caller")
+    return caller.models if caller else None
 
 
 def _is_json(request: Request, body: bytes) -> bool:

@@ -3,8 +3,12 @@
 Ray Serve reads some headers by itself, before the Ingress sees the request, and trusts them: the id goes into
 the access log and to the engine as it is, and a value that is not UTF-8 ends as a 500. The variable
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` puts this in front of it.
+
+The HTTP server, uvicorn, trusts `X-Forwarded-For` of peers on the same machine, HAProxy among them, and
+puts an address from it in place of the peer's. That is off: which proxies count is a setting of the Ingress.
 """
 
+import os
 import re
 
 from starlette.middleware import Middleware
@@ -50,7 +54,11 @@ class HeaderFilter:
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middleware that Serve puts in front of itself."""
+    """Return the middleware that Serve puts in front of itself.
+
+    Serve calls this before it starts uvicorn, which reads from the environment whom it trusts: nobody.
+    """
+    os.environ["FORWARDED_ALLOW_IPS"] = ""
     return [Middleware(HeaderFilter)]
 
 

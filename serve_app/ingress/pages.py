@@ -1,11 +1,12 @@
 """The pages for people: at `/` the models and how to call them, at `/stats.html` live statistics."""
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from starlette.requests import Request
 
-from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings
+from serve_app.settings.schema import FunctionSettings, ModelSettings
 
 STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
 """Shows `/stats` as it changes; a page without other files."""
@@ -59,20 +60,29 @@ answer = client.embeddings.create(model="{model}", input=["What is 47+28?"])
 print(answer.data[0].embedding)</pre>"""
 
 
-def page(settings: Settings, url: str) -> str:
+def base_url(request: Request) -> str:
+    """Return the URL of the service, as the client of a request reaches it."""
+    url = request.base_url
+    # A proxy that ends TLS says so. A client that says so itself misleads itself only.
+    if (scheme := request.headers.get("x-forwarded-proto")) in {"http", "https"}:
+        url = url.replace(scheme=scheme)
+    return str(url).rstrip("/")
+
+
+def page(models: Sequence[ModelSettings], url: str) -> str:
     """Return the page as HTML.
 
     Args:
-        settings: The config's `args`.
+        models: The models to show.
         url: Where clients reach this service.
     """
-    models = ", ".join(f"<code>{escape(model.id)}</code>" for model in settings.models)
+    names = ", ".join(f"<code>{escape(model.id)}</code>" for model in models)
     examples: dict[str, str] = {}
-    for model in settings.models:
+    for model in models:
         # One example of each kind, with its first model.
         examples.setdefault(_example(model), model.id)
     blocks = [example.format(url=escape(url), model=escape(name)) for example, name in examples.items()]
-    return _PAGE.format(models=models, examples="\n".join(blocks))
+    return _PAGE.format(models=names, examples="\n".join(blocks))
 
 
 def _example(model: ModelSettings) -> str:

@@ -1,6 +1,6 @@
 """Routing of a request to a model, by its name and route."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
@@ -36,24 +36,34 @@ class Routing:
     def __init__(self, models: Sequence[ModelSettings]) -> None:
         self._models = {model.id: model for model in models}
 
-    def choose(self, name: str | None, path: str) -> str:
+    def visible(self, allowed: Collection[str] | None) -> list[str]:
+        """Return the ids of the models that a caller may use.
+
+        Args:
+            allowed: The ids that its key allows; None: all.
+        """
+        return [model for model in self._models if allowed is None or model in allowed]
+
+    def choose(self, name: str | None, path: str, allowed: Collection[str] | None = None) -> str:
         """Return the id of the model that answers a request.
 
         Args:
             name: The model that the request names; None: the only one that answers on that route.
             path: The route.
+            allowed: Ids of the models that the caller may use; None: all. To it, there are no others.
 
         Raises:
             RequestError: 404, there is no such model; 400, it doesn't answer on that route, or several do and
                 none is named.
         """
         if name is not None:
-            model = self.find(name)
+            model = self.find(name, allowed)
             if not _serves(model, path):
                 message = f"model: {name!r} {_describe(model)}, not {path}"
                 raise RequestError(400, "invalid_request_error", message, param="model")
             return name
-        models = [model for model in self._models.values() if _serves(model, path)]
+        visible = [self._models[model] for model in self.visible(allowed)]
+        models = [model for model in visible if _serves(model, path)]
         if path == EMBEDDINGS:
             # A function with `embeddings` goes before language models, few of which can embed.
             models = [model for model in models if isinstance(model, FunctionSettings)] or models
@@ -63,19 +73,31 @@ class Routing:
             names = ", ".join(model.id for model in models)
             message = f"model: required, since several are served: {names}"
         else:
-            there = "; ".join(f"{model.id!r} {_describe(model)}" for model in self._models.values())
-            message = f"No model answers {path} here: {there}"
+            there = "; ".join(f"{model.id!r} {_describe(model)}" for model in visible)
+            message = f"No model answers {path} here: {there or 'this API key has access to none'}"
         raise RequestError(400, "invalid_request_error", message, param="model")
 
-    def find(self, name: str) -> ModelSettings:
+    def find(self, name: str, allowed: Collection[str] | None = None) -> ModelSettings:
         """Return the model of that name.
 
+        Args:
+            name: The model.
+            allowed: Ids of the models that the caller may use; None: all.
+
         Raises:
-            RequestError: 404, there is none.
+            RequestError: 404, there is none, or the caller may not use it. The message doesn't say which.
         """
-        if name in self._models:
+        if name in self._models and (allowed is None or name in allowed):
             return self._models[name]
-        message = f"The model {name!r} does not exist; served here: {', '.join(self._models)}"
+        there = ", ".join(self.visible(allowed))
+        if allowed is None:
+            message = f"The model {name!r} does not exist; served here: {there}"
+        else:
+            # As in OpenAI's API.
+            message = (
+                f"The model {name!r} does not exist, or this API key has no access to it; it has access to: "
+                f"{there or 'none'}"
+            )
         raise RequestError(404, "not_found_error", message, param="model")
 
 

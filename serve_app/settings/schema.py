@@ -18,6 +18,7 @@ from pydantic import (
 
 from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
+from serve_app.api.addresses import Network
 from serve_app.api.protocol import Flag, SamplingFields
 from serve_app.settings.messages import describe_errors
 from serve_app.simulation.profiles import Profile, read_profile
@@ -339,10 +340,13 @@ class AccessSettings(Strict):
     Attributes:
         keys_file: A YAML or JSON list of keys. It is read again when it changes.
         keys_env: Environment variable with such a list; it is read once.
+        trusted_proxies: Ranges of addresses of the proxies whose `X-Forwarded-For` tells a client's address,
+            for keys with `allow_from`. By default the peer of the connection is the client.
     """
 
     keys_file: Annotated[str, AfterValidator(_absolute)] | None = None
     keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    trusted_proxies: tuple[Network, ...] = ()
 
     @model_validator(mode="after")
     def _has_a_source(self) -> "AccessSettings":

@@ -133,16 +133,17 @@ def test_a_request_is_bounded(guarded: str) -> None:
             assert "is more than the limit of" in response.json()["error"]["message"]
 
 
-def test_a_client_that_waits_for_the_retry_after_gets_in(guarded: str) -> None:
-    with caller(guarded, "few") as client:
+def test_a_key_above_its_rate_is_told_when_the_next_request_fits(guarded: str) -> None:
+    with caller(guarded, "few") as client, caller(guarded, "ada") as other:
         statuses = []
         while (response := client.get("/v1/models")).status_code == 200:
             statuses.append(response.status_code)
         assert response.status_code == 429
-        # A minute's requests came at once; those that were refilled meanwhile depend on the machine.
+        # A minute's requests came at once; on a slow machine some more have their place meanwhile.
         assert len(statuses) >= 120
-        time.sleep(int(response.headers["retry-after"]))
-        assert client.get("/v1/models").status_code == 200
+        # The unit tests wait for it, with a clock of their own.
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        assert other.get("/v1/models").status_code == 200
 
 
 def test_requests_in_flight_are_counted_and_given_back(guarded: str) -> None:

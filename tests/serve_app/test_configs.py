@@ -107,6 +107,12 @@ def test_throughput_mode_comes_with_haproxy(path: Path) -> None:
 
 
 @every_config
+def test_haproxy_tells_the_address_of_a_client(path: Path) -> None:
+    variables = env_vars(load(path)["controller_options"])
+    assert "\n    option forwardfor" in variables["RAY_SERVE_HAPROXY_RETRY_ON"]
+
+
+@every_config
 def test_environment_variables_are_strings(path: Path) -> None:
     config = load(path)
     for section in (config.get("controller_options", {}), *config["applications"]):

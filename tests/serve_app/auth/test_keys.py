@@ -1,19 +1,22 @@
-"""API keys: their making, their list, and errors that don't show a key."""
+"""API keys, their list, and errors that don't show a key."""
 
 import hashlib
 import json
-import subprocess
-import sys
+import math
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_app.auth.keys import hash_key, new_key, plain_keys, read_keys
+from serve_app.auth.keys import expired_keys, hash_key, new_key, plain_keys, read_keys
 from serve_app.settings.schema import SettingsError
 
 HASH = "a" * 64
 ADA = {"name": "ada", "sha256": HASH, "tenant": "research"}
+BOB = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
 SECRET = "sk-do-not-print-me"
 
 
@@ -58,6 +61,25 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"tiers": ["best"]}, "[0].tiers[0]: "),
         ({"requests_per_minute": 0}, "[0].requests_per_minute: "),
         ({"max_concurrency": "5"}, "[0].max_concurrency: "),
+        ({"sha256": []}, "[0].sha256: "),
+        ({"sha256": [HASH, SECRET]}, "[0].sha256[1]: must be the SHA-256 of the key"),
+        ({"sha256": [HASH, HASH]}, "[0].sha256: has the same hash twice"),
+        ({"sha256": [HASH, "b" * 64, "c" * 64]}, "[0].sha256: "),
+        ({"sha256": 7}, "[0].sha256: "),
+        ({"models": []}, "[0].models: "),
+        ({"models": ["demo", "a b"]}, "[0].models[1]: "),
+        ({"models": "demo"}, "[0].models: "),
+        ({"allow_from": []}, "[0].allow_from: "),
+        ({"allow_from": ["10.0.0.0/8", "10.0.0.1/8"]}, "[0].allow_from[1]: '10.0.0.1/8' has bits behind"),
+        ({"allow_from": [SECRET]}, "[0].allow_from[0]: must be an address or a range of them"),
+        ({"allow_from": "10.0.0.0/8"}, "[0].allow_from: "),
+        ({"expires": "2027-01-31T18:00:00"}, "[0].expires: has no time zone: write it with Z for UTC"),
+        ({"expires": "2027-02-30"}, "[0].expires: must be a date"),
+        ({"expires": "tomorrow"}, "[0].expires: must be a date"),
+        ({"expires": 1893456000}, "[0].expires: must be a date"),
+        ({"expires": "0001-01-01T00:00:00+14:00"}, "[0].expires: must be a date"),
+        ({"disabled": "yes"}, "[0].disabled: "),
+        ({"admin": 1}, "[0].admin: "),
         ({"key": SECRET}, "[0].key: unknown field; allowed are name, sha256, tenant"),
     ],
 )
@@ -67,7 +89,17 @@ def test_an_error_has_its_place_and_not_its_value(change: dict[str, Any], words:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ada", "{}", f"- sha256: {SECRET}\n  - x", f"[{SECRET}", f'["{SECRET}"]', f"- &a {SECRET}\x01"],
+    [
+        "",
+        "ada",
+        "{}",
+        f"- sha256: {SECRET}\n  - x",
+        f"[{SECRET}",
+        f'["{SECRET}"]',
+        f"- &a {SECRET}\x01",
+        f"- !!int {SECRET}",
+        "[" * 2_000,
+    ],
 )
 def test_anything_but_a_list_of_keys_is_refused_without_being_quoted(text: str) -> None:
     error_of(text)
@@ -75,73 +107,115 @@ def test_anything_but_a_list_of_keys_is_refused_without_being_quoted(text: str) 
 
 @pytest.mark.parametrize("field", ["name", "sha256"])
 def test_two_keys_differ_in_name_and_hash(field: str) -> None:
-    other = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
-    assert f"two keys with the same {field}" in error_of([ADA, other | {field: ADA[field]}])
+    message = error_of([ADA, BOB | {field: ADA[field]}])
+    assert f"[0].{field} and [1].{field}: two keys with the same {field}: ada, " in message
+
+
+def test_two_keys_differ_in_each_of_their_hashes() -> None:
+    rotating = ADA | {"sha256": ["c" * 64, HASH]}
+    assert "two keys with the same sha256: ada, bob" in error_of(
+        [rotating, BOB | {"sha256": ["d" * 64, HASH]}]
+    )
+    assert len(read_keys(json.dumps([rotating, BOB]), "x")) == 2
 
 
 def test_the_keys_of_one_tenant_have_one_weight() -> None:
-    bob = {"name": "bob", "sha256": "b" * 64, "tenant": "research"}
-    assert "the tenant 'research' differ in weight" in error_of([ADA | {"weight": 1}, bob | {"weight": 2}])
-    assert [key.weight for key in read_keys(json.dumps([ADA, bob | {"weight": 2}]), "x")] == [None, 2]
+    message = error_of([ADA | {"weight": 1}, BOB | {"weight": 2}])
+    assert "[0].weight and [1].weight: two keys of the tenant 'research' differ in weight" in message
+    assert [key.weight for key in read_keys(json.dumps([ADA, BOB | {"weight": 2}]), "x")] == [None, 2]
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "serve_app.auth.keys", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+# Expiry
 
 
-def test_the_command_shows_a_key_once_and_prints_only_its_hash() -> None:
-    done = run("new", "--name", "ada", "--tenant", "research", "--tiers", "flex", "--max-concurrency", "5")
-    assert done.returncode == 0, done.stderr
-    (key,) = read_keys(done.stdout, "stdout")
-    # Standard output goes to a file, and the file into a Secret.
-    assert "sk-" not in done.stdout
-    (secret,) = (word for word in done.stderr.split() if word.startswith("sk-"))
-    assert key.sha256 == hash_key(secret.encode())
-    assert (key.name, key.tenant, key.tiers, key.max_concurrency) == ("ada", "research", ("flex",), 5)
+def expiry(value: Any) -> datetime | None:
+    text = value if isinstance(value, str) else value.isoformat()
+    (key,) = read_keys(f"- {{name: ada, tenant: research, sha256: {HASH}, expires: {text}}}", "x")
+    assert read_keys(json.dumps([ADA | {"expires": text}]), "x") == [key]
+    return key.expires
+
+
+def test_a_date_stands_for_its_beginning_in_utc() -> None:
+    assert expiry("2027-01-31") == datetime(2027, 1, 31, tzinfo=UTC)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2027-01-31T18:00:00Z", "2027-01-31 18:00:00+00:00", "2027-01-31T20:00:00+02:00", "2027-01-31T18:00Z"],
+)
+def test_a_time_has_a_zone(text: str) -> None:
+    assert expiry(text) == datetime(2027, 1, 31, 18, tzinfo=UTC)
+
+
+@given(st.datetimes(datetime(1970, 1, 2), datetime(2999, 1, 1)), st.integers(-14 * 60, 14 * 60))
+def test_a_time_of_any_zone_is_the_same_moment_in_utc(time: datetime, offset: int) -> None:
+    moment = time.replace(tzinfo=timezone(timedelta(minutes=offset)))
+    assert expiry(moment) == moment
+
+
+def test_the_state_of_a_key() -> None:
+    noon = datetime(2027, 1, 31, 12, tzinfo=UTC)
+    key, off, forever = read_keys(
+        json.dumps(
+            [
+                ADA | {"expires": noon.isoformat()},
+                BOB | {"disabled": True, "expires": "2000-01-01"},
+                {"name": "eve", "sha256": "e" * 64, "tenant": "x"},
+            ]
+        ),
+        "x",
+    )
+    now = noon.timestamp()
+    assert [key.state(now - 1), key.state(now), off.state(now)] == ["valid", "expired", "disabled"]
+    assert forever.expires_at == math.inf
+    assert expired_keys([key, off, forever], now) == [
+        "[0].expires: the key ada is invalid since 2027-01-31 12:00 UTC",
+        "[1].expires: the key bob is invalid since 2000-01-01 00:00 UTC",
+    ]
+    assert expired_keys([key], now - 1) == []
+
+
+def test_an_administrator_sees_a_key_without_its_hashes() -> None:
+    fields: Any = {
+        "sha256": [HASH, "b" * 64],
+        "expires": "2027-01-31",
+        "models": ["demo"],
+        "allow_from": ["10.0.0.0/8", "::1"],
+        "requests_per_minute": 60,
+    }
+    (key,) = read_keys(json.dumps([ADA | fields]), "x")
+    shown = json.loads(json.dumps(key.describe(0)))
+    assert HASH not in json.dumps(shown)
+    assert shown == {
+        "object": "api_key",
+        "state": "valid",
+        "name": "ada",
+        "tenant": "research",
+        "weight": None,
+        "any_tenant": False,
+        "tiers": ["priority", "default", "flex"],
+        "requests_per_minute": 60,
+        "max_concurrency": None,
+        "models": ["demo"],
+        "allow_from": ["10.0.0.0/8", "::1/128"],
+        "admin": False,
+        "expires_at": 1801353600,
+        "secrets": 2,
+    }
+
+
+# Keys in plain text
 
 
 def test_a_key_in_a_comment_is_found_and_another_text_is_not() -> None:
     key = new_key()
-    text = json.dumps([ADA | {"sha256": hash_key(key.encode())}, ADA | {"name": "bob"}])
+    text = json.dumps([ADA | {"sha256": hash_key(key.encode())}, BOB])
     keys = read_keys(text, "keys.yaml")
     assert plain_keys(f"# {key}\n{text}", keys) == ["ada"]
     assert plain_keys(f"# {new_key()}\n{text}", keys) == []
 
 
-def test_the_command_refuses_a_key_that_the_service_would_refuse() -> None:
-    done = run("new", "--name", "a b", "--tenant", "research")
-    assert done.returncode == 1
-    assert "name" in done.stderr
-    assert not done.stdout
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "tiers",
-    [["--tiers", "flex,default"], ["--tiers", "flex", "--tiers", "default"], ["--tiers", "flex", "default"]],
-    ids=" ".join,
-)
-def test_several_tiers(tiers: list[str]) -> None:
-    done = run("new", "--name", "ada", "--tenant", "research", *tiers)
-    (key,) = read_keys(done.stdout, "stdout")
-    assert key.tiers == ("flex", "default")
-
-
-def test_a_limit_of_nothing_is_refused() -> None:
-    done = run("new", "--name", "ada", "--tenant", "research", "--max-concurrency", "0")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: the key: [0].max_concurrency: Input should be greater than or equal to 1\n"
-
-
-def test_a_missing_option_is_an_error_of_usage() -> None:
-    done = run("new", "--name", "ada")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: missing option '--tenant' (see `")
-    assert done.stderr.count("\n") == 1
-
-
-def test_the_old_path_of_the_module_is_a_command() -> None:
-    command = [sys.executable, "-m", "serve_app.keys", "new", "--name", "ada", "--tenant", "research"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert len(read_keys(done.stdout, "stdout")) == 1
+def test_either_secret_of_a_key_is_found_in_plain_text() -> None:
+    old, new = new_key(), new_key()
+    keys = read_keys(json.dumps([ADA | {"sha256": [hash_key(old.encode()), hash_key(new.encode())]}]), "x")
+    assert plain_keys(f"# {old}", keys) == plain_keys(f"# {new}", keys) == ["ada"]

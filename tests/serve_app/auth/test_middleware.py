@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,32 @@ def bearer(key: str) -> list[tuple[bytes, bytes]]:
 
 def caller(**more: Any) -> Caller:
     return made(entry(**more)).find(bearer(KEY))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    path = tmp_path / "keys.json"
+    count = 0
+
+    def write(content: object) -> Path:
+        nonlocal count
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        # However coarse the clock of the file system.
+        count += 1
+        os.utime(path, (count, count))
+        return path
+
+    return write
+
+
+def names(store: KeyStore, *keys: str) -> list[str]:
+    found = []
+    for key in keys:
+        try:
+            found.append(store.find(bearer(key)).key.name)
+        except RequestError:
+            found.append("-")
+    return found
 
 
 # Keys
@@ -141,33 +167,73 @@ def test_another_tier_is_403(tiers: list[str], tier: Any) -> None:
     )
 
 
+# Expiry and state
+
+
+class Time:
+    """A time of day that the test sets."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+NOON = 1801396800.0
+"""2027-01-31, 12:00 UTC."""
+
+
+def refusal(store: KeyStore, key: str = KEY) -> str:
+    with pytest.raises(RequestError) as caught:
+        store.find(bearer(key))
+    assert (caught.value.status, caught.value.type) == (401, "authentication_error")
+    assert key not in caught.value.message
+    return caught.value.message
+
+
+def test_a_key_expires_at_its_moment_without_a_reload() -> None:
+    now = Time(NOON - 0.001)
+    text = json.dumps([entry(expires="2027-01-31T12:00:00Z")])
+    keys = KeyStore(AccessSettings(keys_env="KEYS"), environment={"KEYS": text}, now=now)
+    assert names(keys, KEY) == ["ada"]
+    now.now = NOON
+    assert refusal(keys) == "This API key expired on 2027-01-31 at 12:00 UTC."
+
+
+def test_a_key_that_has_expired_may_be_loaded_with_a_warning(
+    write: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write([entry("sk-a"), entry(expires="2020-01-01")])
+    keys = KeyStore(AccessSettings(keys_file=str(path)))
+    assert names(keys, "sk-a", KEY) == ["a", "-"]
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        f"({path}): [1].expires: the key ada is invalid since 2020-01-01 00:00 UTC"
+    )
+
+
+def test_a_disabled_key_is_401_until_it_is_enabled(write: Callable[..., Path]) -> None:
+    keys = KeyStore(AccessSettings(keys_file=str(write([entry(disabled=True)]))))
+    assert refusal(keys) == "This API key is disabled."
+    write([entry()])
+    keys.refresh()
+    assert names(keys, KEY) == ["ada"]
+
+
+def test_all_keys_are_described_without_hashes(write: Callable[..., Path]) -> None:
+    both = AccessSettings(keys_file=str(write([entry("sk-a", disabled=True)])), keys_env="KEYS")
+    keys = KeyStore(
+        both,
+        environment={"KEYS": json.dumps([entry("sk-b", expires="2027-01-31T12:00:00Z")])},
+        now=Time(NOON),
+    )
+    shown = keys.describe()
+    assert [(key["name"], key["state"]) for key in shown] == [("b", "expired"), ("a", "disabled")]
+    assert hash_key(b"sk-a") not in json.dumps(shown)
+
+
 # Rotation
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    path = tmp_path / "keys.json"
-    count = 0
-
-    def write(content: object) -> Path:
-        nonlocal count
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        # However coarse the clock of the file system.
-        count += 1
-        os.utime(path, (count, count))
-        return path
-
-    return write
-
-
-def names(store: KeyStore, *keys: str) -> list[str]:
-    found = []
-    for key in keys:
-        try:
-            found.append(store.find(bearer(key)).key.name)
-        except RequestError:
-            found.append("-")
-    return found
 
 
 def test_a_changed_file_is_valid_from_the_next_refresh_on(write: Callable[..., Path]) -> None:
@@ -179,7 +245,42 @@ def test_a_changed_file_is_valid_from_the_next_refresh_on(write: Callable[..., P
     assert names(keys, "sk-a", "sk-b") == ["-", "b"]
 
 
-@pytest.mark.parametrize("broken", ["", "- {name: sk-canary", '[{"name": "x"}]', None])
+def test_both_secrets_of_a_key_hold_and_share_its_limits() -> None:
+    hashes = [hash_key(key.encode()) for key in ("sk-old", "sk-new")]
+    keys = made(entry(sha256=hashes, requests_per_minute=2, max_concurrency=9))
+    assert names(keys, "sk-old", "sk-new") == ["ada", "ada"]
+    for key in ("sk-old", "sk-new"):
+        keys.find(bearer(key)).rate_limit.enter()
+    with pytest.raises(RequestError):
+        keys.find(bearer("sk-old")).rate_limit.enter()
+
+
+def test_a_change_of_secrets_keeps_the_state_of_the_limits(write: Callable[..., Path]) -> None:
+    old, new = (hash_key(key.encode()) for key in ("sk-old", "sk-new"))
+    keys = KeyStore(AccessSettings(keys_file=str(write([entry(sha256=old, requests_per_minute=1)]))))
+    keys.find(bearer("sk-old")).rate_limit.enter()
+    for hashes, found in (([old, new], ["ada", "ada"]), ([new], ["-", "ada"])):
+        write([entry(sha256=hashes, requests_per_minute=1)])
+        keys.refresh()
+        assert names(keys, "sk-old", "sk-new") == found
+        with pytest.raises(RequestError):
+            keys.find(bearer("sk-new")).rate_limit.enter()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "",
+        "- {name: sk-canary",
+        '[{"name": "x"}]',
+        json.dumps([entry("sk-a", expires="2027-01-31T12:00:00")]),
+        json.dumps([entry("sk-a", allow_from=["sk-canary"])]),
+        json.dumps([entry("sk-a"), entry("sk-b", sha256=[hash_key(b"sk-a")])]),
+        "- !!int sk-canary",
+        "[" * 2_000,
+        None,
+    ],
+)
 def test_a_broken_file_leaves_the_keys_and_warns_once(
     write: Callable[..., Path], broken: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -257,6 +358,85 @@ def test_a_source_with_a_key_in_plain_text_works_and_warns(
 
 
 # The middleware
+
+
+def from_address(
+    host: str | None, *forwarded: str, trusted: Sequence[str] = ("127.0.0.0/8",), **more: Any
+) -> int:
+    """Return the status of a request from an address, with a key for 10.0.0.0/8 and 2001:db8::/32."""
+    allowed = {"allow_from": ["10.0.0.0/8", "2001:db8::/32"]} | more
+    settings = AccessSettings.model_validate({"keys_env": "KEYS", "trusted_proxies": trusted})
+    keys = KeyStore(settings, environment={"KEYS": json.dumps([entry(**allowed)])})
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await PlainTextResponse("ok")(scope, receive, send)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    headers = bearer(KEY) + [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    scope = {"type": "http", "path": "/", "headers": headers, "client": host and (host, 5000)}
+    asyncio.run(AuthMiddleware(app, keys)(scope, receive, send))
+    status: int = sent[0]["status"]
+    if status != 200:
+        error = json.loads(sent[1]["body"])["error"]
+        assert error["type"] == "permission_error"
+        assert KEY not in error["message"]
+    return status
+
+
+@pytest.mark.parametrize(
+    ("host", "forwarded", "status"),
+    [
+        ("10.1.2.3", [], 200),
+        ("::ffff:10.1.2.3", [], 200),
+        ("2001:db8::7", [], 200),
+        ("203.0.113.9", [], 403),
+        (None, [], 403),
+        # A client's own word.
+        ("203.0.113.9", ["10.1.2.3"], 403),
+        ("127.0.0.1", ["10.1.2.3"], 200),
+        ("127.0.0.1", ["203.0.113.9"], 403),
+        ("127.0.0.1", ["10.1.2.3, 203.0.113.9"], 403),
+        ("127.0.0.1", ["203.0.113.9, 10.1.2.3"], 200),
+        ("127.0.0.1", ["10.1.2.3", "203.0.113.9"], 403),
+        ("127.0.0.1", ["[2001:db8::7]:443"], 200),
+        ("127.0.0.1", ["10.1.2.3, unknown"], 403),
+        ("127.0.0.1", [], 403),
+    ],
+)
+def test_a_key_is_for_its_addresses(host: str | None, forwarded: list[str], status: int) -> None:
+    assert from_address(host, *forwarded) == status
+
+
+def test_without_trusted_proxies_the_header_does_not_count() -> None:
+    assert from_address("127.0.0.1", "10.1.2.3", trusted=()) == 403
+
+
+def test_a_key_without_ranges_is_for_all_addresses() -> None:
+    assert from_address(None, allow_from=None) == 200
+
+
+def test_a_request_from_elsewhere_takes_nothing_from_the_limits() -> None:
+    keys = made(entry(allow_from=["10.0.0.0/8"], requests_per_minute=1))
+    rate_limit = keys.find(bearer(KEY)).rate_limit
+
+    async def ask(host: str) -> int:
+        transport = httpx.ASGITransport(
+            AuthMiddleware(Starlette(routes=[Route("/", hello)]), keys), client=(host, 5000)
+        )
+        async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as http:
+            return (await http.get("/", headers={"authorization": f"Bearer {KEY}"})).status_code
+
+    async def run() -> list[int]:
+        return [await ask(host) for host in ("203.0.113.9", "203.0.113.9", "10.0.0.1", "10.0.0.1")]
+
+    assert asyncio.run(run()) == [403, 403, 200, 429]
+    assert rate_limit.in_flight == 0
 
 
 async def hello(request: Request) -> PlainTextResponse:

@@ -27,7 +27,12 @@ __all__ = ["health"]
 LIMIT_S = 20.0
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
-KEYS = {"anna": ("default", "flex"), "ben": ("default", "flex"), "live": ("default",)}
+KEYS = {
+    "anna": ("default", "flex"),
+    "ben": ("default", "flex"),
+    "live": ("default",),
+    "some": ("default", "flex"),
+}
 """Tiers of each key, which is the name of its tenant too."""
 
 
@@ -39,6 +44,7 @@ class Site:
         path = folder / "keys.yaml"
         entries = [
             {"name": name, "tenant": name, "tiers": list(tiers), "sha256": hash_key(name.encode())}
+            | ({"models": ["demo"]} if name == "some" else {})
             for name, tiers in KEYS.items()
         ]
         path.write_text(yaml.safe_dump(entries))
@@ -142,6 +148,14 @@ async def test_a_key_without_flex_creates_no_batch(site: Site) -> None:
             await http.post("/v1/batches", json={}), 403, "permission_error", "service_tier"
         )
         assert "'flex'" in message
+
+
+async def test_a_key_for_some_models_creates_no_batch(site: Site) -> None:
+    async with site.http("some") as http:
+        for path in ("/v1/batches", "/v1/files"):
+            assert (await http.get(path)).status_code == 200
+        message = check_error(await http.post("/v1/batches", json={}), 403, "permission_error")
+    assert "can't create batches" in message
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/x"])

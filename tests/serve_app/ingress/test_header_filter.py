@@ -1,5 +1,6 @@
 """Headers that are taken off before Ray Serve reads them."""
 
+import os
 from typing import Any
 
 import pytest
@@ -23,6 +24,17 @@ async def through(headers: Headers) -> Headers:
     await HeaderFilter(app)({"type": "http", "headers": headers}, unused, unused)
     (kept,) = seen
     return list(kept)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores what `middlewares` sets."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "127.0.0.1")
+
+
+def test_uvicorn_trusts_the_addresses_of_no_proxy() -> None:
+    middlewares()
+    assert os.environ["FORWARDED_ALLOW_IPS"] == ""
 
 
 @pytest.mark.parametrize("value", [b"a", b"7f3-9_x", b"~" * 128])

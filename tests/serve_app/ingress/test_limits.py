@@ -174,6 +174,38 @@ async def test_a_key_decides_tenant_and_tiers_and_goes_no_further(
     assert KEY.encode() not in b"".join(value for request in engine.requests for _, value in request.headers)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, {"messages": []}), ("/generate", {"prompts": ["x"]}), ("/tokenize", {"prompt": "x"})],
+)
+async def test_a_key_for_some_models_sees_and_uses_these_only(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    ada = {"name": "ada", "sha256": hash_key(KEY.encode()), "tenant": "research", "models": ["b", "gone"]}
+    monkeypatch.setenv("KEYS", json.dumps([ada]))
+    engines: Any = {name: Engine(echo) for name in ("a", "b", "c")}
+    models = [{"id": name, "source": "x"} for name in engines]
+    settings = parse({"models": models, "access": {"keys_env": "KEYS"}})
+    transport = httpx.ASGITransport(Ingress(settings, engines).__serve_build_asgi_app__())
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://saturate", headers=headers) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["b"]
+        assert (await client.get("/v1/models/b")).json()["id"] == "b"
+        check_error(await client.get("/v1/models/a"), 404, "not_found_error", "model")
+        assert list((await client.get("/stats")).json()["models"]) == ["b"]
+        assert "<code>a</code>" not in (await client.get("/")).text
+        for model in ("a", "nothing"):
+            message = check_error(
+                await client.post(path, json=body | {"model": model}), 404, "not_found_error", "model"
+            )
+            assert message.endswith("it has access to: b")
+        assert (await client.post(path, json=body | {"model": "b"})).status_code == 200
+        # It need not be named: there is no other one to this key.
+        assert (await client.post(path, json=body)).status_code == 200
+    assert [len(engine.requests) for engine in engines.values()] == [0, 2, 0]
+
+
 async def test_an_open_ingress_warns_of_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -2,8 +2,11 @@
 
 from html.parser import HTMLParser
 
-from serve_app.ingress.pages import page
-from serve_app.settings.schema import Settings, parse
+import pytest
+from starlette.requests import Request
+
+from serve_app.ingress.pages import base_url, page
+from serve_app.settings.schema import ModelSettings, parse
 
 VOID = {"meta", "link", "br"}
 
@@ -36,18 +39,18 @@ class Reader(HTMLParser):
             self.blocks[-1] += data
 
 
-def settings(*ids: str) -> Settings:
-    return parse({"models": [{"id": name, "source": "x"} for name in ids]})
+def models(*ids: str) -> list[ModelSettings]:
+    return parse({"models": [{"id": name, "source": "x"} for name in ids]}).models
 
 
 def test_all_models_are_named() -> None:
-    reader = Reader(page(settings("demo", "org/other"), "http://host:8000"))
+    reader = Reader(page(models("demo", "org/other"), "http://host:8000"))
     assert "demo, org/other" in reader.text
     assert reader.open == []
 
 
 def test_the_examples_call_this_service_and_its_first_model() -> None:
-    curl, client = Reader(page(settings("demo", "other"), "http://host:8000")).blocks
+    curl, client = Reader(page(models("demo", "other"), "http://host:8000")).blocks
     assert "curl http://host:8000/generate" in curl
     assert '{"model": "demo", "prompts": [' in curl
     assert 'base_url="http://host:8000/v1"' in client
@@ -61,13 +64,13 @@ def test_a_function_is_called_as_a_function() -> None:
         {"id": "embed", "kind": "function", "target": "a:B", "embeddings": True},
         {"id": "other", "kind": "function", "target": "a:B"},
     ]
-    (curl, *rest) = Reader(page(parse({"models": functions[:1]}), "http://host:8000")).blocks
+    (curl, *rest) = Reader(page(parse({"models": functions[:1]}).models, "http://host:8000")).blocks
     assert "curl http://host:8000/process" in curl
     assert '{"model": "rank", "records": [' in curl
     assert rest == []
 
-    models = [*functions, {"id": "demo", "source": "x"}]
-    blocks = Reader(page(parse({"models": models}), "http://host:8000")).blocks
+    mixed = [*functions, {"id": "demo", "source": "x"}]
+    blocks = Reader(page(parse({"models": mixed}).models, "http://host:8000")).blocks
     named = [name for block in blocks for name in ("rank", "embed", "other", "demo") if f'"{name}"' in block]
     assert named == ["rank", "embed", "embed", "demo", "demo"], "one of each kind, in the config's order"
     compile(blocks[2], "example", "exec")
@@ -75,13 +78,36 @@ def test_a_function_is_called_as_a_function() -> None:
 
 
 def test_links_stay_below_the_prefix_that_the_page_is_served_under() -> None:
-    links = Reader(page(settings("demo"), "http://host/prefix")).links
+    links = Reader(page(models("demo"), "http://host/prefix")).links
     assert {"v1/models", "health", "stats"} <= set(links)
     assert not any(link.startswith("/") for link in links)
 
 
 def test_an_address_can_not_bring_html_of_its_own() -> None:
     # A client chooses the host that its request names.
-    html = page(settings("demo"), 'http://x"><script>alert(1)</script>')
+    html = page(models("demo"), 'http://x"><script>alert(1)</script>')
     assert "<script" not in html
     Reader(html)
+
+
+@pytest.mark.parametrize(
+    ("headers", "url"),
+    [
+        ({}, "http://host:8000/prefix"),
+        ({"x-forwarded-proto": "https"}, "https://host:8000/prefix"),
+        ({"x-forwarded-proto": "javascript"}, "http://host:8000/prefix"),
+    ],
+)
+def test_the_url_of_the_service_is_that_of_the_request_or_of_the_proxy_that_ends_tls(
+    headers: dict[str, str], url: str
+) -> None:
+    sent = {"host": "host:8000"} | headers
+    scope = {
+        "type": "http",
+        "scheme": "http",
+        "path": "/prefix/",
+        "root_path": "/prefix",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in sent.items()],
+    }
+    assert base_url(Request(scope)) == url

@@ -115,3 +115,44 @@ def test_a_card_says_which_device_is_simulated() -> None:
     assert card(model, 7, 512)["simulated"] == simulated(model) == "h100-8b"
     assert "simulated" not in card(routing(LLM).find("llm"), 7, 2048)
     assert simulated(routing(FUNCTION).find("rank")) is None
+
+
+# Models that a caller may use
+
+
+@pytest.mark.parametrize("name", ["other", "embed", "none"])
+def test_a_model_that_a_caller_may_not_use_does_not_exist_to_it(name: str) -> None:
+    models = routing(LLM, OTHER, EMBEDDER)
+    for ask in (
+        lambda: models.choose(name, CHAT, {"llm", "gone"}),
+        lambda: models.find(name, {"llm", "gone"}),
+    ):
+        with pytest.raises(RequestError) as caught:
+            ask()
+        error = caught.value
+        assert (error.status, error.type, error.param) == (404, "not_found_error", "model")
+        assert error.message == (
+            f"The model {name!r} does not exist, or this API key has no access to it; it has access to: llm"
+        )
+    assert models.choose("llm", CHAT, {"llm"}) == "llm"
+    assert models.find("llm", {"llm"}).id == "llm"
+
+
+def test_a_caller_with_one_model_for_a_route_need_not_name_it() -> None:
+    models = routing(LLM, OTHER, EMBEDDER)
+    assert models.choose(None, CHAT, {"other", "embed"}) == "other"
+    with pytest.raises(RequestError, match=r"several are served: llm, other$"):
+        models.choose(None, CHAT, {"llm", "other"})
+    with pytest.raises(
+        RequestError, match="No model answers /process here: 'llm' is a language model"
+    ) as caught:
+        models.choose(None, "/process", {"llm"})
+    assert "embed" not in caught.value.message
+    with pytest.raises(RequestError, match="this API key has access to none"):
+        models.choose(None, CHAT, {"gone"})
+
+
+def test_the_models_of_a_caller_have_the_order_of_the_config() -> None:
+    models = routing(LLM, OTHER, EMBEDDER)
+    assert models.visible(None) == ["llm", "other", "embed"]
+    assert models.visible({"embed", "llm", "gone"}) == ["llm", "embed"]

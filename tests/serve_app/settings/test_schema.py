@@ -69,6 +69,12 @@ def function(**fields: Any) -> JSON:
         ({}, "args.access: give keys_file or keys_env"),
         ({"keys_file": "keys.yaml"}, "args.access.keys_file: must be an absolute path"),
         ({"keys_env": "no name"}, "args.access.keys_env: "),
+        (
+            {"keys_env": "KEYS", "trusted_proxies": ["127.0.0.0/8", "10.0.0.1/8"]},
+            "args.access.trusted_proxies[1]: '10.0.0.1/8' has bits behind its prefix",
+        ),
+        ({"keys_env": "KEYS", "trusted_proxies": ["haproxy"]}, "args.access.trusted_proxies[0]: must be an"),
+        ({"keys_env": "KEYS", "trusted_proxies": "127.0.0.1"}, "args.access.trusted_proxies: "),
     ],
 )
 def test_access_says_where_the_keys_are(access: JSON, words: str) -> None:

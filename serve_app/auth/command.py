@@ -1,0 +1,262 @@
+"""The command `saturate keys`: makes, lists, checks and rotates API keys.
+
+saturate keys new --name ada --tenant research >> keys.yaml
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+
+from serve_app.auth.keys import Key, expired_keys, hash_key, new_key, plain_keys, read_keys
+from serve_app.auth.rotation import RotationError, add_secret, drop_old_secret, entry_of
+from serve_app.settings.schema import SettingsError
+from serve_app.system.command_line import run
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+_file = click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+
+
+def main() -> None:
+    """Run the command line."""
+    run(keys)
+
+
+@click.group()
+def keys() -> None:
+    """Make and change API keys of the file that `access.keys_file` of a config names."""
+
+
+def _list_option(name: str, help: str, metavar: str) -> Callable[[Command], Command]:
+    return click.option(name, multiple=True, metavar=f"{metavar}[,{metavar}]", help=f"{help}  [default: all]")
+
+
+@keys.command()
+@click.option("--name", required=True, help="Person or program that gets the key; unique.")
+@click.option("--tenant", required=True, help="Tenant of its requests; tenants share the engines fairly.")
+@click.option(
+    "--weight",
+    type=float,
+    help="The tenant's share in relation to the other tenants: 2 gets twice the tokens of 1.  "
+    "[default: the model's batcher.tenant_weights]",
+)
+@_list_option(
+    "--tiers",
+    "Service tiers that the key may use, of priority, default, flex; `flex` alone for batch work.",
+    "TIER",
+)
+@_list_option("--models", "Models that the key may use.", "ID")
+@_list_option("--allow-from", "Addresses from which the key may be used, such as 10.0.0.0/8.", "RANGE")
+@click.option(
+    "--expires",
+    metavar="TIME",
+    help="Date, or time with its zone, from which on the key is invalid: 2027-01-31, "
+    "2027-01-31T18:00:00Z.  [default: never]",
+)
+@click.option(
+    "--requests-per-minute",
+    type=int,
+    metavar="N",
+    help="Most requests within a minute at each Ingress replica.  [default: no limit]",
+)
+@click.option(
+    "--max-concurrency",
+    type=int,
+    metavar="N",
+    help="Most requests in flight at each Ingress replica.  [default: no limit]",
+)
+@click.option(
+    "--any-tenant",
+    is_flag=True,
+    help="Requests with this key may name other tenants; for a gateway that serves several.",
+)
+@click.option("--admin", is_flag=True, help="The key may list all keys and their use.")
+@click.argument("more_tiers", nargs=-1, metavar="")
+def new(
+    tiers: tuple[str, ...],
+    models: tuple[str, ...],
+    allow_from: tuple[str, ...],
+    more_tiers: tuple[str, ...],
+    **values: Any,
+) -> None:
+    """Make a key and print its entry for the keys file.
+
+    The entry, on standard output, has the hash of the key. The key is shown once, on standard error, and kept
+    nowhere.
+
+    \b
+    Examples:
+      saturate keys new --name ada --tenant research >> keys.yaml
+      saturate keys new --name nightly --tenant batch --tiers flex >> keys.yaml
+    """
+    if more_tiers and not tiers:
+        raise click.UsageError(f"got unexpected extra argument {more_tiers[0]!r}")
+    key = new_key()
+    entry = {name: value for name, value in values.items() if value is not None and value is not False}
+    # `--tiers flex default` is the form of earlier versions.
+    for field, texts in (("tiers", (*tiers, *more_tiers)), ("models", models), ("allow_from", allow_from)):
+        if texts:
+            entry[field] = [each for text in texts for each in text.split(",")]
+    entry["sha256"] = hash_key(key.encode())
+    text = yaml.safe_dump([entry], sort_keys=False, allow_unicode=True)
+    try:
+        read_keys(text, "the key")
+    except SettingsError as error:
+        raise click.ClickException(str(error)) from None
+    print(text, end="", flush=True)
+    _show(entry["name"], key)
+
+
+@keys.command("list")
+@_file
+@click.option("--json", "as_json", is_flag=True, help="JSON, as from `GET /v1/admin/keys`.")
+def list_(file: Path, as_json: bool) -> None:
+    """List the keys of a file, without their hashes."""
+    found = _read(file, _text(file))
+    now = time.time()
+    if as_json:
+        print(json.dumps([key.describe(now) for key in found], indent=1))
+        return
+    head = ("name", "tenant", "state", "expires", "tiers", "models", "limits", "from", "")
+    rows = [head, *(_row(key, now) for key in found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@keys.command()
+@_file
+def check(file: Path) -> None:
+    """Check a keys file, as the service does when it reads it.
+
+    An error is one that the service would refuse the file for; it then goes on with the keys that it has. A
+    warning, on standard error, is not.
+    """
+    text = _text(file)
+    found = _read(file, text)
+    for line in expired_keys(found, time.time()):
+        print(f"warning: {file}: {line}", file=sys.stderr)
+    for name in plain_keys(text, found):
+        print(f"warning: {file}: has the key of {name} in plain text; the hash is enough", file=sys.stderr)
+    print(f"{file}: {len(found)} key{'s' * (len(found) != 1)}")
+
+
+@keys.command()
+@click.option("--name", required=True, help="The key.")
+@click.option(
+    "--in-place", "-i", is_flag=True, help="Change the file, instead of printing the changed entry."
+)
+@click.option("--finish", is_flag=True, help="Drop the old secret, instead of adding a new one.")
+@_file
+def rotate(name: str, in_place: bool, finish: bool, file: Path) -> None:
+    """Give a key a second secret, so that its clients can change over; later, drop the first.
+
+    Both secrets hold until --finish. The new one is shown once, on standard error, and kept nowhere. With
+    --in-place, the file keeps its comments; otherwise the key's changed entry is printed.
+
+    \b
+    Examples:
+      saturate keys rotate --name ada --in-place keys.yaml
+      saturate keys rotate --name ada --in-place --finish keys.yaml
+    """
+    text = _text(file)
+    _read(file, text)
+    key = "" if finish else new_key()
+    try:
+        changed = drop_old_secret(text, name) if finish else add_secret(text, name, hash_key(key.encode()))
+        entry = "" if in_place else entry_of(changed, name)
+    except (RotationError, SettingsError) as error:
+        raise click.ClickException(str(error)) from None
+    print(entry, end="", flush=True)
+    if key:
+        _show(name, key)
+    if in_place:
+        # Last: a secret that holds has been shown.
+        _write(file, changed)
+
+
+def _show(name: str, key: str) -> None:
+    print(f"The key of {name}, shown only now:\n{key}", file=sys.stderr)
+
+
+def _text(file: Path) -> str:
+    try:
+        # Line ends stay as they are.
+        with file.open(newline="", encoding="utf-8") as opened:
+            return opened.read()
+    except OSError as error:
+        raise click.ClickException(f"{file}: {error.strerror}") from None
+    except ValueError:
+        raise click.ClickException(f"{file}: it is not UTF-8") from None
+
+
+def _read(file: Path, text: str) -> list[Key]:
+    try:
+        return read_keys(text, str(file))
+    except SettingsError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace the content of a file at once: a reader finds the old one or the new one."""
+    # A link stays one.
+    file = file.resolve()
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=file.parent, newline="", encoding="utf-8", delete=False
+        ) as new:
+            try:
+                new.write(text)
+                new.flush()
+                os.fsync(new.fileno())
+                shutil.copymode(file, new.name)
+                os.replace(new.name, file)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(new.name)
+                raise
+    except OSError as error:
+        raise click.ClickException(
+            f"{file}: {error.strerror}; it is unchanged, and its keys are as before"
+        ) from None
+
+
+def _row(key: Key, now: float) -> tuple[str, ...]:
+    limits = [
+        f"{key.requests_per_minute}/min" if key.requests_per_minute else "",
+        f"{key.max_concurrency} at once" if key.max_concurrency else "",
+    ]
+    marks = [
+        "admin" if key.admin else "",
+        "any tenant" if key.any_tenant else "",
+        "two secrets" if len(key.hashes) > 1 else "",
+    ]
+    return (
+        key.name,
+        key.tenant,
+        key.state(now),
+        f"{key.expires:%Y-%m-%d %H:%M}" if key.expires else "never",
+        _joined(key.tiers),
+        _joined(key.models or ["all"]),
+        _joined(limits) or "none",
+        _joined(map(str, key.allow_from)) if key.allow_from else "anywhere",
+        _joined(marks),
+    )
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return ", ".join(text for text in texts if text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Rotation of a key's secret: a change of its hashes in the text of a keys file.
+
+While a key has two hashes, clients may use either secret. The text keeps its comments and its form: only the
+value of `sha256` changes.
+"""
+
+import json
+from collections.abc import Sequence
+
+import yaml
+
+from serve_app.auth.keys import Key, KeysLoader, read_keys
+from serve_app.settings.schema import SettingsError
+
+Span = tuple[int, int]
+
+
+class RotationError(ValueError):
+    """A key can't be rotated; the message says why, and what to do."""
+
+
+def add_secret(text: str, name: str, hash: str) -> str:
+    """Return the text of a keys file in which a key has one more secret, behind the one that it has.
+
+    Args:
+        text: A valid list of keys.
+        name: The key.
+        hash: The hash of the new secret.
+
+    Raises:
+        RotationError: There is no such key, or it has two secrets already: one of them would be locked out.
+        SettingsError: The text is no valid list of keys.
+    """
+    key = _key(text, name)
+    if len(key.hashes) > 1:
+        raise RotationError(
+            f"the key {name} has two secrets already; once its clients use the new one, drop the old one "
+            "with --finish"
+        )
+    return _changed(text, key, (*key.hashes, hash))
+
+
+def drop_old_secret(text: str, name: str) -> str:
+    """Return the text of a keys file in which a key has the newer of its two secrets alone.
+
+    Args:
+        text: A valid list of keys.
+        name: The key.
+
+    Raises:
+        RotationError: There is no such key, or it has one secret.
+        SettingsError: The text is no valid list of keys.
+    """
+    key = _key(text, name)
+    if len(key.hashes) < 2:
+        raise RotationError(f"the key {name} has one secret; there is no old one to drop")
+    return _changed(text, key, key.hashes[-1:])
+
+
+def entry_of(text: str, name: str) -> str:
+    """Return the entry of a key, as YAML.
+
+    Args:
+        text: A valid list of keys.
+        name: The key.
+    """
+    entry = next(entry for entry in yaml.load(text, KeysLoader) if entry["name"] == name)
+    return yaml.safe_dump([entry], sort_keys=False, allow_unicode=True, width=200)
+
+
+def _key(text: str, name: str) -> Key:
+    found = [key for key in read_keys(text, "the keys file") if key.name == name]
+    if not found:
+        raise RotationError(f"the keys file has no key named {name}")
+    return found[0]
+
+
+def _changed(text: str, key: Key, hashes: Sequence[str]) -> str:
+    """Return the text with other hashes of a key, checked by reading it again."""
+    value = hashes[0] if len(hashes) == 1 else list(hashes)
+    start, end = _span(text, key.name)
+    # Behind a key in quotes, as in JSON, the value is in JSON too: YAML reads both.
+    quoted = text[start - 1] in "\"'"
+    written = json.dumps(value) if quoted else str(value).replace("'", "")
+    changed = f"{text[:start]}: {written}{text[end:]}"
+    before = read_keys(text, "the keys file")
+    expected = [
+        other.model_copy(update={"sha256": value if len(hashes) == 1 else tuple(hashes)})
+        if other.name == key.name
+        else other
+        for other in before
+    ]
+    try:
+        right = read_keys(changed, "the changed keys file") == expected
+    except SettingsError:
+        right = False
+    if not right:
+        raise RotationError(
+            f"the entry of {key.name} has a form that can't be changed in place; change its sha256 by hand, "
+            "or write it as a hash or a list of two"
+        )
+    return changed
+
+
+def _span(text: str, name: str) -> Span:
+    """Return where the value of `sha256` in a key's entry is: from the end of its key to its own end."""
+    entries = yaml.compose(text, KeysLoader)
+    for entry in entries.value if entries else ():
+        fields = {field.value: (field, value) for field, value in entry.value}
+        if "name" in fields and fields["name"][1].value == name and "sha256" in fields:
+            field, value = fields["sha256"]
+            # The end of a list in block style is where the next thing begins, behind comments.
+            block = isinstance(value, yaml.SequenceNode) and not value.flow_style
+            return field.end_mark.index, (value.value[-1] if block else value).end_mark.index
+    raise RotationError(f"the entry of {name} takes its hash from another place; change it there by hand")

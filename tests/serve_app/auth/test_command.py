@@ -1,0 +1,266 @@
+"""The command `saturate keys`."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from serve_app.auth.command import keys
+from serve_app.auth.keys import hash_key, new_key, read_keys
+
+ENTRIES = f"""\
+- name: ada            # on the third floor
+  sha256: {"a" * 64}
+  tenant: research
+  models: [demo, minilm]
+  requests_per_minute: 60
+- name: bob
+  sha256: [{"b" * 64}, {"c" * 64}]
+  tenant: batch
+  expires: 2020-01-31
+  allow_from: [10.0.0.0/8]
+  admin: true
+- {{name: eve, sha256: {"d" * 64}, tenant: x, disabled: true}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    path.write_text(ENTRIES)
+    return path
+
+
+def invoke(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(keys, [str(argument) for argument in arguments])
+
+
+def secret_of(result: Result) -> str:
+    (secret,) = (word for word in result.stderr.split() if word.startswith("sk-"))
+    assert "sk-" not in result.stdout
+    return secret
+
+
+# New keys
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "serve_app.auth.command", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_command_shows_a_key_once_and_prints_only_its_hash() -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", "--tiers", "flex", "--max-concurrency", "5")
+    assert done.returncode == 0, done.stderr
+    (key,) = read_keys(done.stdout, "stdout")
+    # Standard output goes to a file, and the file into a Secret.
+    assert "sk-" not in done.stdout
+    (secret,) = (word for word in done.stderr.split() if word.startswith("sk-"))
+    assert key.sha256 == hash_key(secret.encode())
+    assert (key.name, key.tenant, key.tiers, key.max_concurrency) == ("ada", "research", ("flex",), 5)
+
+
+def test_the_command_refuses_a_key_that_the_service_would_refuse() -> None:
+    done = run("new", "--name", "a b", "--tenant", "research")
+    assert done.returncode == 1
+    assert "name" in done.stderr
+    assert not done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "tiers",
+    [["--tiers", "flex,default"], ["--tiers", "flex", "--tiers", "default"], ["--tiers", "flex", "default"]],
+    ids=" ".join,
+)
+def test_several_tiers(tiers: list[str]) -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", *tiers)
+    (key,) = read_keys(done.stdout, "stdout")
+    assert key.tiers == ("flex", "default")
+
+
+def test_a_limit_of_nothing_is_refused() -> None:
+    done = run("new", "--name", "ada", "--tenant", "research", "--max-concurrency", "0")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: the key: [0].max_concurrency: Input should be greater than or equal to 1\n"
+
+
+def test_a_missing_option_is_an_error_of_usage() -> None:
+    done = run("new", "--name", "ada")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: missing option '--tenant' (see `")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_old_path_of_the_module_is_a_command() -> None:
+    command = [sys.executable, "-m", "serve_app.keys", "new", "--name", "ada", "--tenant", "research"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert len(read_keys(done.stdout, "stdout")) == 1
+
+
+def test_a_key_has_its_models_addresses_expiry_and_role() -> None:
+    options = [
+        "--models",
+        "a,b",
+        "--models",
+        "c",
+        "--allow-from",
+        "10.0.0.0/8,::1",
+        "--expires",
+        "2099-01-31",
+    ]
+    done = invoke("new", "--name", "ada", "--tenant", "research", *options, "--admin")
+    (key,) = read_keys(done.stdout, "stdout")
+    assert key.models == ("a", "b", "c")
+    assert [str(range) for range in key.allow_from or ()] == ["10.0.0.0/8", "::1/128"]
+    assert key.expires is not None
+    assert key.expires.isoformat() == "2099-01-31T00:00:00+00:00"
+    assert key.admin
+    assert hash_key(secret_of(done).encode()) == key.sha256
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--expires", "2099-01-31T10:00:00", "[0].expires: has no time zone"),
+        ("--allow-from", "10.0.0.1/8", "the range is written 10.0.0.0/8"),
+        ("--models", "a b", "[0].models[0]: "),
+    ],
+)
+def test_a_wrong_field_makes_no_key(option: str, value: str, words: str) -> None:
+    done = invoke("new", "--name", "ada", "--tenant", "research", option, value)
+    assert done.exit_code == 1
+    assert words in done.stderr
+    assert "sk-" not in done.output
+
+
+# Lists and checks
+
+
+def test_a_list_has_the_state_of_each_key_and_no_hash(file: Path) -> None:
+    done = invoke("list", file)
+    head, ada, bob, eve = done.stdout.splitlines()
+    assert head.split()[:4] == ["name", "tenant", "state", "expires"]
+    assert ada.split()[:4] == ["ada", "research", "valid", "never"]
+    assert "demo, minilm" in ada
+    assert "60/min" in ada
+    assert bob.split()[:4] == ["bob", "batch", "expired", "2020-01-31"]
+    assert "10.0.0.0/8" in bob
+    assert bob.endswith("admin, two secrets")
+    assert eve.split()[:3] == ["eve", "x", "disabled"]
+    assert "a" * 64 not in done.stdout
+
+
+def test_a_list_as_json_is_that_of_the_route(file: Path) -> None:
+    shown = json.loads(invoke("list", "--json", file).stdout)
+    assert [(key["name"], key["state"], key["secrets"]) for key in shown] == [
+        ("ada", "valid", 1),
+        ("bob", "expired", 2),
+        ("eve", "disabled", 1),
+    ]
+
+
+def test_a_right_file_passes_with_warnings(file: Path) -> None:
+    key = new_key()
+    file.write_text(f"{ENTRIES}- name: late  # {key}\n  sha256: {hash_key(key.encode())}\n  tenant: x\n")
+    done = invoke("check", file)
+    assert (done.exit_code, done.stdout) == (0, f"{file}: 4 keys\n")
+    assert done.stderr.splitlines() == [
+        f"warning: {file}: [1].expires: the key bob is invalid since 2020-01-31 00:00 UTC",
+        f"warning: {file}: has the key of late in plain text; the hash is enough",
+    ]
+
+
+@pytest.mark.parametrize("command", [["check"], ["list"], ["rotate", "--name", "ada"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (ENTRIES.replace("tenant: x", "tenants: x"), "[2].tenants: unknown field; allowed are name, sha256"),
+        (ENTRIES.replace("10.0.0.0/8", "10.0.0.0/80"), "[1].allow_from[0]: must be an address"),
+        (
+            ENTRIES.replace("d" * 64, "c" * 64),
+            "[1].sha256 and [2].sha256: two keys with the same sha256: bob, eve",
+        ),
+        (b"\xff", "it is not UTF-8"),
+        (None, "No such file or directory"),
+    ],
+    ids=["field", "range", "hash", "text", "missing"],
+)
+def test_a_wrong_file_is_one_line_with_the_path(
+    file: Path, command: list[str], content: str | bytes | None, words: str
+) -> None:
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    done = invoke(*command, file)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert words in done.stderr
+    assert str(file) in done.stderr
+    assert "sk-" not in done.output
+
+
+# Rotation
+
+
+def test_a_rotation_prints_the_changed_entry_and_leaves_the_file(file: Path) -> None:
+    done = invoke("rotate", "--name", "ada", file)
+    (key,) = read_keys(done.stdout, "stdout")
+    assert key.hashes == ("a" * 64, hash_key(secret_of(done).encode()))
+    assert file.read_text() == ENTRIES
+
+
+def test_a_rotation_in_place_keeps_comments_and_the_mode_of_the_file(file: Path) -> None:
+    file.chmod(0o640)
+    done = invoke("rotate", "--name", "ada", "--in-place", file)
+    assert (done.exit_code, done.stdout) == (0, "")
+    new = hash_key(secret_of(done).encode())
+    assert file.read_text() == ENTRIES.replace("a" * 64, f"[{'a' * 64}, {new}]")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert invoke("rotate", "--name", "ada", "-i", "--finish", file).output == ""
+    assert file.read_text() == ENTRIES.replace("a" * 64, new)
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_link_to_a_file_stays_a_link(file: Path) -> None:
+    link = file.with_name("link.yaml")
+    link.symlink_to(file.name)
+    invoke("rotate", "--name", "ada", "-i", link)
+    assert link.is_symlink()
+    assert file.read_text() != ENTRIES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--name", "bob"], "has two secrets already"),
+        (["--name", "ada", "--finish"], "has one secret"),
+        (["--name", "sam"], "has no key named sam"),
+    ],
+    ids=["third", "last", "unknown"],
+)
+def test_a_rotation_that_would_lock_a_client_out_changes_nothing(
+    file: Path, arguments: list[str], words: str
+) -> None:
+    done = invoke("rotate", *arguments, "--in-place", file)
+    assert done.exit_code == 1
+    assert words in done.stderr
+    assert "sk-" not in done.output
+    assert file.read_text() == ENTRIES
+
+
+def test_a_file_that_can_not_be_written_is_unchanged(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    done = invoke("rotate", "--name", "ada", "-i", file)
+    assert done.exit_code == 1
+    assert f"{file}: Permission denied; it is unchanged" in done.stderr
+    assert list(file.parent.iterdir()) == [file]
+    assert file.read_text() == ENTRIES

@@ -1,0 +1,70 @@
+"""Routes for administrators."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_app.auth.keys import hash_key
+from serve_app.ingress.deployment import Ingress
+from serve_app.settings.schema import parse
+from tests.serve_app.ingress.engine_doubles import LIMIT_S, Client, Engine, check_error, echo, health
+
+__all__ = ["health"]
+
+KEYS = "/v1/admin/keys"
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
+    """A client of an Ingress with a key of an administrator and another one."""
+    fields: dict[str, Any] = {
+        "root": {"admin": True},
+        "ada": {"requests_per_minute": 60, "models": ["demo"], "expires": "2020-01-01", "weight": 2.0},
+        "bob": {},
+    }
+    entries = [
+        {"name": name, "sha256": hash_key(name.encode()), "tenant": "research"} | more
+        for name, more in fields.items()
+    ]
+    monkeypatch.setenv("KEYS", json.dumps(entries))
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "access": {"keys_env": "KEYS"}})
+    engines: Any = {"demo": Engine(echo)}
+    transport = httpx.ASGITransport(Ingress(settings, engines).__serve_build_asgi_app__())
+    return httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_an_administrator_lists_the_keys_without_their_hashes(client: httpx.AsyncClient) -> None:
+    response = await client.get(KEYS, headers=bearer("root"))
+    assert response.status_code == 200
+    body = response.json()
+    assert (body["object"], body["has_more"]) == ("list", False)
+    shown = [(key["name"], key["state"], key["admin"], key["tenant"]) for key in body["data"]]
+    assert shown == [
+        ("root", "valid", True, "research"),
+        ("ada", "expired", False, "research"),
+        ("bob", "valid", False, "research"),
+    ]
+    ada = body["data"][1]
+    assert (ada["requests_per_minute"], ada["models"], ada["expires_at"]) == (60, ["demo"], 1577836800)
+    for name in ("root", "ada", "bob"):
+        assert hash_key(name.encode()) not in response.text
+    assert "sha256" not in response.text
+
+
+async def test_another_key_is_403(client: httpx.AsyncClient) -> None:
+    check_error(await client.get(KEYS, headers=bearer("bob")), 403, "permission_error")
+    check_error(await client.get(KEYS, headers=bearer("ada")), 401, "authentication_error")
+    check_error(await client.get(KEYS), 401, "authentication_error")
+    assert (await client.post(KEYS, headers=bearer("root"))).status_code == 405
+
+
+async def test_a_service_without_keys_has_no_administrator() -> None:
+    async with Client() as client:
+        message = check_error(await client.get(KEYS), 403, "permission_error")
+    assert "args.access" in message
