@@ -49,6 +49,9 @@ LIMIT_S = 60.0
 MAY_GROW = 256 << 20
 """Bytes by which all processes of the service together may grow, caches and Python's own heaps included."""
 
+KV_CACHE_TOKENS = 131_072
+"""Tokens that the demo's KV cache holds."""
+
 SERVER_ERROR = re.compile(rb'^data: .*"code": ?5\d\d', re.MULTILINE)
 
 every_form = pytest.mark.parametrize("count", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
@@ -99,17 +102,23 @@ class Sender:
         self._runner.close()
 
 
+def _json(path: str, body: JSON) -> FuzzRequest:
+    return FuzzRequest(path, dump(body), (("content-type", b"application/json"),))
+
+
 @pytest.fixture(scope="module")
 def sender(service: Service) -> Iterator[Sender]:
     """The sender of this file's requests; memory and health of the service are checked after them."""
     sender = Sender(service)
-    # The first requests load and fill caches, which is no growth.
+    # The first requests load and fill caches, which is no growth: the KV cache takes memory as it is used.
+    fill = {"prompts": [f"{number:02}" + "x" * 2_000 for number in range(KV_CACHE_TOKENS // 2_000)]}
+    sender.send([_json("/generate", fill | {"max_tokens": 1, "model": "demo"})])
     for path, body in (
         ("/generate", {"prompts": ["What is 1+1?"] * 64}),
         ("/process", {"records": ["a"] * 64, "model": "minilm"}),
         ("/v1/completions", {"model": "demo", "prompt": "a", "max_tokens": 8, "n": 8}),
     ):
-        sender.send([FuzzRequest(path, dump(body), (("content-type", b"application/json"),))] * AT_ONCE)
+        sender.send([_json(path, body)] * AT_ONCE)
     before, start = service.memory(), time.monotonic()
     yield sender
     sender.close()
