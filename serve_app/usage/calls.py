@@ -22,6 +22,8 @@ MAX_TENANTS = 1_000
 
 OTHER = "other"
 
+NONE = Tokens()
+
 RANK: dict[Outcome, int] = {"ok": 0, "cancelled": 1, "failed": 2, "lost": 3}
 """The worst outcome of its parts is that of a call."""
 
@@ -115,7 +117,8 @@ class Part:
         call = self._call
         with call.book.lock:
             for sequence in self._sequences:
-                call.done = call.done.plus(sequence.tokens())
+                tokens = sequence.tokens()
+                call.done = tokens if call.done is NONE else call.done.plus(tokens)
             self._sequences = []
             self._ended = True
             call.parts.discard(self)
@@ -127,7 +130,7 @@ class Part:
 
     def tokens(self) -> Tokens:
         """Return the tokens of the sequences that are not added up yet."""
-        total = Tokens()
+        total = NONE
         for sequence in self._sequences:
             total = total.plus(sequence.tokens())
         return total
@@ -186,7 +189,7 @@ class Call:
         self.origin = origin
         self.number = 0
         self.parts: set[Part] = set()
-        self.done = Tokens()
+        self.done = NONE
         self.cost = 0
         self.ran = False
         self.closed = False
@@ -239,6 +242,8 @@ class Call:
 
     def tokens(self) -> Tokens:
         """Return the tokens so far. It is called in any thread."""
+        if self.time:
+            return self.done
         with self.book.lock:
             total = self.done
             # A copy: another thread may add a part meanwhile.
@@ -315,7 +320,7 @@ class CallBook:
         self._numbers = 0
         self._running: dict[int, Call] = {}
         self._ended: deque[Call] | None = None
-        self._sums: dict[str, Sums] = {}
+        self._sums: dict[str, list[int]] = {}
         self._stray: Part | None = None
 
     def open(self, origin: Origin) -> Call:
@@ -346,14 +351,15 @@ class CallBook:
             name = call.origin.tenant
             if name not in self._sums and len(self._sums) >= MAX_TENANTS:
                 name = OTHER
-            done, sums = call.done, self._sums.get(name, Sums())
-            self._sums[name] = Sums(
-                sums.calls + 1,
-                sums.prompt + done.prompt,
-                sums.cached + done.cached,
-                sums.output + done.output,
-                sums.cost + call.cost,
-            )
+            sums = self._sums.get(name)
+            if sums is None:
+                sums = self._sums[name] = [0] * len(Sums._fields)
+            prompt, cached, output = call.done
+            sums[0] += 1
+            sums[1] += prompt
+            sums[2] += cached
+            sums[3] += output
+            sums[4] += call.cost
         # The last step: the writer reads the running calls before the ended ones, and misses none.
         del self._running[call.number]
 
@@ -376,7 +382,7 @@ class CallBook:
 
     def by_tenant(self) -> dict[str, Sums]:
         """Return the sums of the calls since the start, by tenant; those of running calls too."""
-        sums = dict(self._sums)
+        sums = {name: Sums(*each) for name, each in self._sums.items()}
         for call in list(self._running.values()):
             name = call.origin.tenant
             if name not in sums and len(sums) >= MAX_TENANTS:

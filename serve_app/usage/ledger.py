@@ -231,12 +231,13 @@ class Ledger:
             self._warn(f"{self.dropped} rows of the usage ledger are dropped so far: they can't be written")
 
     def _append(self) -> None:
-        while self._pending:
-            day = self._pending[0].day
-            same = [row for row in self._pending if row.day == day]
-            self.segments.append(day, b"".join(map(encode, same)), self._now())
+        days: dict[int, list[Row]] = {}
+        for row in self._pending:
+            days.setdefault(row.time.toordinal(), []).append(row)
+        for day, same in days.items():
+            self.segments.append(same[0].day, b"".join(map(encode, same)), self._now())
             self.written += len(same)
-            self._pending = [row for row in self._pending if row.day != day]
+            self._pending = [row for row in self._pending if row.time.toordinal() != day]
 
     def _replace(self, running: list[Row]) -> None:
         states = b"".join(map(encode, running))

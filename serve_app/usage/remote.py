@@ -1,7 +1,7 @@
 """A ledger at a URL: `s3://`, `gs://`, or any other that fsspec knows."""
 
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 NEEDS = "a ledger at a URL needs fsspec and the package of its scheme: pip install 'saturate[storage]' s3fs"
@@ -35,7 +35,8 @@ class Remote:
 
         def upload(path: Path) -> None:
             # An object is there as a whole or not at all.
-            self._fs.put_file(str(path), str(PurePosixPath(self.root / path.relative_to(spool))))
+            target = self.root / path.relative_to(spool)
+            self._into(target, lambda: self._fs.put_file(str(path), str(target)))
 
         return upload
 
@@ -46,7 +47,16 @@ class Remote:
             path: Its path below the URL.
             data: Its content.
         """
-        self._fs.pipe_file(str(self.root / path), data)
+        target = self.root / path
+        self._into(target, lambda: self._fs.pipe_file(str(target), data))
+
+    def _into(self, target: Path, write: Callable[[], None]) -> None:
+        """Write a file, into a new folder where there are folders."""
+        try:
+            write()
+        except FileNotFoundError:
+            self._fs.makedirs(str(target.parent), exist_ok=True)
+            write()
 
     def read(self, path: Path) -> bytes:
         """Return the content of a file."""

@@ -72,7 +72,7 @@ class Writer:
             disk,
             growing=lambda: self.ledger.segments.growing,
             compact=_compact(self._options),
-            upload=self._remote and self._remote.uploader(self._folder),
+            upload=None if self._remote is None else self._remote.uploader(self._folder),
             keep_s=None if keep_days is None else keep_days * DAY_S,
         )
         self._stopping = threading.Event()
@@ -177,6 +177,11 @@ def start_writer(settings: UsageSettings, book: CallBook) -> Writer | None:
         SettingsError: A package that the settings need is missing.
     """
     return Writer(settings, book).start() if settings.ledger else None
+
+
+def ledger_of(writer: Writer | None) -> Ledger | None:
+    """Return the ledger of a writer, if there is one."""
+    return None if writer is None else writer.ledger
 
 
 def new_book(model: str, replica: str) -> CallBook:
