@@ -43,6 +43,7 @@ from serve_app.settings.schema import FunctionSettings, Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry
+from serve_app.telemetry.request_tracker import with_request_id
 
 logger = logging.getLogger("ray.serve")
 
@@ -252,7 +253,7 @@ class Ingress:
         chosen = self._routing.choose(model, path)
         relay = self._relays[chosen]
         caller = request.scope.get("caller")
-        given = request.scope["headers"]
+        given = with_request_id(request.scope)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
         headers = self._telemetry.assign(request.scope, chosen, scheduling, headers)
@@ -277,6 +278,7 @@ class Ingress:
             max_tokens=most,
             prefix=key.prefix,
             tokens=key.tokens,
+            key=caller.key.name if caller else "",
         )
         self._lost.check(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
