@@ -1,6 +1,7 @@
 """A file system in memory whose process can be killed at any step, and a ledger on it."""
 
 import fnmatch
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,7 +33,9 @@ class MemoryDisk:
         kill_at: The step, from now, at which the process is killed; None: at none.
         kill_share: Share of the data that an append writes before it is killed.
         share: Share of the data that an append writes before it fails.
-        failing: Appends and replacements fail with an OSError.
+        failing: Appends fail with an OSError.
+        full: Replacements fail too.
+        meanwhile: Called before a replacement, as by another thread.
     """
 
     def __init__(self, store: Store) -> None:
@@ -41,6 +44,8 @@ class MemoryDisk:
         self.kill_share = 0.5
         self.share = 0.5
         self.failing = False
+        self.full = False
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def _step(self) -> bool:
         """Return whether the process dies in this step."""
@@ -60,9 +65,11 @@ class MemoryDisk:
             raise OSError(28, "No space left on device")
 
     def replace(self, path: Path, data: bytes) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         if self._step():
             raise KilledError
-        if self.failing:
+        if self.full:
             raise OSError(28, "No space left on device")
         self.store.files[path] = data
 

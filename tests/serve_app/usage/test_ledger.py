@@ -75,7 +75,7 @@ class Process:
 
     def round(self) -> None:
         self.ledger.round()
-        if not self.disk.failing:
+        if not self.disk.full:
             self.safe = dict(self.counted)
 
     def turn(self, turn: "Turn") -> None:
@@ -89,15 +89,18 @@ class Process:
         # Clocks jump, back too.
         self.clock.now += turn.wait_s
         self.disk.failing, self.disk.share = turn.fails is not None, turn.fails or 0.0
+        self.disk.full = self.disk.failing and turn.full
+        if turn.closes == "meanwhile":
+            self.disk.meanwhile = self.close
         self.round()
-        if turn.closes:
+        if turn.closes == "then":
             self.close()
 
     def close(self) -> None:
         try:
             self.closer.close_segments()
         except OSError:
-            assert self.disk.failing
+            assert self.disk.full
 
 
 def found(store: Store) -> Sizes:
@@ -125,7 +128,8 @@ class Turn(NamedTuple):
         ends: Calls that end.
         wait_s: Seconds that pass.
         fails: Share that an append writes before it fails; None: it succeeds.
-        closes: The closed segments are compacted.
+        full: Where it fails, files can't be replaced either.
+        closes: When the closed segments are compacted: in the round, after it, or not.
     """
 
     begins: int
@@ -133,7 +137,8 @@ class Turn(NamedTuple):
     ends: list[int]
     wait_s: float
     fails: float | None
-    closes: bool
+    full: bool
+    closes: str
 
 
 TURNS = st.lists(
@@ -144,7 +149,8 @@ TURNS = st.lists(
         ends=st.lists(st.integers(0, 9), max_size=3),
         wait_s=st.sampled_from([0.5, 0.5, 0.5, DAY_S, -DAY_S]),
         fails=st.sampled_from([None, None, None, 0.0, 0.3, 0.7, 1.0]),
-        closes=st.booleans(),
+        full=st.booleans(),
+        closes=st.sampled_from(["", "then", "meanwhile"]),
     ),
     min_size=1,
     max_size=8,
@@ -165,7 +171,7 @@ def test_a_kill_at_any_write_loses_what_came_after_the_last_round_and_doubles_no
     store, clock = Store(), Clock()
     dying = Process(store, clock, "a", parquet=parquet)
     other = Process(store, clock, "b", parquet=parquet)
-    other.turn(Turn(1, [0], [], 0.5, None, False))
+    other.turn(Turn(1, [0], [], 0.5, None, False, ""))
     dying.disk.kill_at, dying.disk.kill_share = kill_at, share
     try:
         for turn in turns:
@@ -197,7 +203,7 @@ def test_a_process_that_ends_in_order_leaves_exact_sums(turns: list[Turn], parqu
     process = Process(store, Clock(), "a", parquet=parquet)
     for turn in turns:
         process.turn(turn)
-    process.disk.failing = False
+    process.disk.failing = process.disk.full = False
     process.ledger.finish()
     process.close()
     process.closer.release()
@@ -251,13 +257,13 @@ def test_rows_that_can_not_be_written_wait_and_the_oldest_are_kept(
     monkeypatch.setattr("serve_app.usage.ledger.MAX_PENDING", 2)
     store, clock = Store(), Clock()
     process = Process(store, clock, "a", parquet=False)
-    process.disk.failing, process.disk.share = True, 0.6
+    process.disk.failing, process.disk.full, process.disk.share = True, True, 0.6
     for output in (1, 2, 3):
         ran(process.book, Tokens(output=output))
         process.round()
     assert process.ledger.dropped == 1
     assert caplog.text.count("can't be written") == 1
-    process.disk.failing = False
+    process.disk.failing = process.disk.full = False
     process.round()
     assert [row.output_tokens for row in rows_in(store)] == [1, 2]
     assert MAX_PENDING > 1_000
