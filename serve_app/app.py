@@ -117,5 +117,5 @@ def _engine(model: ModelSettings, settings: Settings) -> Application:
         request_router_config=RequestRouterConfig(**router),
     )(kind)
     return deployment.options(name=engine_name(model.id)).bind(
-        model, settings.ingress.max_prompts, settings.telemetry
+        model, settings.ingress.max_prompts, settings.telemetry, settings.usage
     )

@@ -71,6 +71,8 @@ def vllm(name: str) -> str:
     return f"sum by (model_name) (rate(ray_vllm_{name}_total{{{VLLM}}}[$__rate_interval]))"
 
 
+PROMPT, CACHED, OUTPUT = ('kind="prompt", ', 'kind="cached", ', 'kind="output", ')
+
 GOOD = 'outcome="ok", '
 COUNTED = 'outcome=~"ok|failed|rejected|expired", '
 SHARE_GOOD = f"{rate(c.REQUESTS, 'model', GOOD + HERE)} / {rate(c.REQUESTS, 'model', COUNTED + HERE)}"
@@ -256,8 +258,43 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
-        "Which tenants use it?",
+        "Who uses it?",
         (
+            Panel(
+                "Tokens in by tenant",
+                "short",
+                (
+                    Query(
+                        f"topk(10, {rate(c.USAGE_TOKENS, 'model, tenant', PROMPT + HERE)})",
+                        "{{model}} {{tenant}}",
+                    ),
+                ),
+                "As the engine counts them, with those from its cache: the rows of `saturate usage`.",
+            ),
+            Panel(
+                "Tokens out by tenant",
+                "short",
+                (
+                    Query(
+                        f"topk(10, {rate(c.USAGE_TOKENS, 'model, tenant', OUTPUT + HERE)})",
+                        "{{model}} {{tenant}}",
+                    ),
+                ),
+                "As they are made, also those that no client gets.",
+            ),
+            Panel(
+                "Share of prompt tokens from the cache, by tenant",
+                "percentunit",
+                (
+                    Query(
+                        f"topk(10, {rate(c.USAGE_TOKENS, 'model, tenant', CACHED + HERE)} / "
+                        f"{rate(c.USAGE_TOKENS, 'model, tenant', PROMPT + HERE)})",
+                        "{{model}} {{tenant}}",
+                    ),
+                ),
+                "",
+                1,
+            ),
             Panel(
                 "Cost per second by tenant",
                 "short",
@@ -352,6 +389,16 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Is anything failing?",
         (
+            Panel(
+                "Usage ledger",
+                "short",
+                (
+                    Query(rate(c.USAGE_ROWS, "model"), "{{model}} rows per second"),
+                    Query(rate(c.USAGE_DROPPED, "model"), "{{model}} dropped per second"),
+                    Query(highest(c.USAGE_BEHIND, "model"), "{{model}} seconds behind"),
+                ),
+                "Empty without `usage.ledger`. Dropped: they could not be written for too long.",
+            ),
             Panel(
                 "Errors by status",
                 "reqps",

@@ -32,12 +32,14 @@ class Scheduling(NamedTuple):
         tenant: The tenant; tenants share an engine fairly.
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
         weight: The tenant's share in relation to the others; None: what the model's batcher says.
+        key: Name of the API key, where the rows of a batch are to be known by it.
     """
 
     priority: int = 0
     tenant: str = "default"
     queue_timeout_s: float | None = None
     weight: float | None = None
+    key: str = ""
 
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""

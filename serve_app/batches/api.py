@@ -251,6 +251,7 @@ class BatchAPI:
             id=f"batch_{uuid4().hex}",
             tenant=scheduling.tenant,
             weight=scheduling.weight,
+            api_key=scheduling.key,
             endpoint=body.endpoint,
             input_file=body.input_file_id,
             output_file=_file_id(),

@@ -127,6 +127,8 @@ class EngineClient:
             max_tokens=self._limits.max_tokens,
             prefix=key.prefix,
             tokens=key.tokens,
+            key=scheduling.key,
+            source="batch",
         )
         return self._routing.choose(name, endpoint), request
 

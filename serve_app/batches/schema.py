@@ -4,7 +4,7 @@ from serve_app.batches.database import Database
 from serve_app.batches.errors import StoreError
 from serve_app.batches.failpoints import reach
 
-VERSION = 2
+VERSION = 3
 
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: (
@@ -13,7 +13,8 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "ALTER TABLE batches ADD COLUMN cached_tokens BIGINT NOT NULL DEFAULT 0",
         "ALTER TABLE batches ADD COLUMN output_tokens BIGINT NOT NULL DEFAULT 0",
         "ALTER TABLE batches ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
-    )
+    ),
+    2: ("ALTER TABLE batches ADD COLUMN api_key TEXT NOT NULL DEFAULT ''",),
 }
 """Changes that bring a database of an earlier version to the next one."""
 
@@ -64,7 +65,8 @@ CREATE TABLE batches (
     input_tokens {int} NOT NULL,
     cached_tokens {int} NOT NULL,
     output_tokens {int} NOT NULL,
-    reasoning_tokens {int} NOT NULL
+    reasoning_tokens {int} NOT NULL,
+    api_key TEXT NOT NULL
 );
 CREATE INDEX batches_of_tenant ON batches (tenant, number);
 CREATE INDEX batches_by_state ON batches (state);

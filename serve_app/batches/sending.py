@@ -46,7 +46,7 @@ class Sender:
         """Return the result of a row; None if it has none when `stopping` is set."""
         body = row.body()
         model = body.get("model")
-        scheduling = Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight)
+        scheduling = Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight, key=batch.api_key)
         tries = failures = 0
         seen = self._answered[model]
         while not stopping.is_set():

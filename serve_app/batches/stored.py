@@ -44,6 +44,7 @@ class Batch:
         error_bytes: The same of the error file.
         created_at: Times, in seconds since the epoch.
         expires_at: The deadline: no row is started after it.
+        api_key: Name of the API key that created it; empty: there was none.
     """
 
     id: str
@@ -78,6 +79,7 @@ class Batch:
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    api_key: str = ""
 
 
 class Counts(NamedTuple):

@@ -9,6 +9,7 @@ COMMANDS = {
     "serve": ("serve_app.cli.serve:serve", "Serve the models of a config until Ctrl-C."),
     "batch": ("serve_app.driver.command:batch", "Send a dataset through a service."),
     "keys": ("serve_app.auth.command:keys", "Make and change API keys."),
+    "usage": ("serve_app.cli.usage:usage", "Sum up who used what."),
     "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
 }
 """Place of each subcommand, and its line in the help text."""

@@ -12,6 +12,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
 from serve_app.relay.resume import StreamTokens
 from serve_app.relay.usage import RequestUsage
+from serve_app.usage.calls import Call
 
 
 class AdmissionRequest(NamedTuple):
@@ -46,6 +47,7 @@ class AdmissionResult:
         asked: Slots that it has asked for: one for each prompt.
         texts: Texts that it has had tokenized, or that wait for it.
         searching: It is a beam search, whose slot covers all that it asks of the engine.
+        call: The call that the ledger has for it; None: none is kept.
     """
 
     admitted: bool = False
@@ -55,6 +57,7 @@ class AdmissionResult:
     asked: int = 0
     texts: int = 0
     searching: bool = False
+    call: Call | None = None
 
 
 class Admission(NamedTuple):

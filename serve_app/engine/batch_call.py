@@ -27,6 +27,9 @@ class BatchCall:
     Args:
         field: The name of the list in the request, for errors.
         partial: A record that can't be served becomes an entry of `errors`, and doesn't fail the call.
+
+    Attributes:
+        tickets: The tickets of its records, once they are run; None for one that failed.
     """
 
     def __init__(self, field: str, *, partial: bool) -> None:
@@ -34,6 +37,7 @@ class BatchCall:
         self._partial = partial
         self._errors: list[PromptError] = []
         self._first: int | None = None
+        self.tickets: list[Entry[Any] | None] = []
 
     def wait(self, index: int) -> bool:
         """Return whether a record that is to be queued waits when the queue is full."""
@@ -75,7 +79,7 @@ async def run_records(
     """
     deadline = scheduling.deadline(time.monotonic())
     batcher.weigh(scheduling.tenant, scheduling.weight)
-    tickets: list[Entry[Any] | None] = []
+    tickets = call.tickets
     failed = False
 
     def note_failure(ticket: asyncio.Future[Any]) -> None:

@@ -4,28 +4,47 @@ import asyncio
 import importlib
 import inspect
 import json
-from collections.abc import AsyncGenerator, Callable
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from itertools import islice
 from typing import Any
 
-from batcher import DynamicBatcher
+from batcher import DynamicBatcher, Entry
 from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.loop_watch import LoopWatch
-from serve_app.engine.replica import DRAIN_S, answer, replica_stats
+from serve_app.engine.replica import (
+    DRAIN_S,
+    answer,
+    origin_of,
+    replica_stats,
+    replica_tag,
+    usage_stats,
+)
+from serve_app.engine.usage_metrics import UsageMetrics
 from serve_app.relay.frame import split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import SILENT, FunctionSettings, SettingsError, TelemetrySettings
+from serve_app.settings.schema import (
+    NO_USAGE,
+    SILENT,
+    FunctionSettings,
+    SettingsError,
+    TelemetrySettings,
+    UsageSettings,
+)
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.catalogue import LOOP_HELD
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
+from serve_app.usage.calls import Call, Origin
+from serve_app.usage.rows import Outcome
+from serve_app.usage.writer import ledger_of, new_book, start_writer
 
 RESULTS_PER_TURN = 32
 """Results that are written as JSON before other tasks get their turn on the event loop."""
@@ -42,6 +61,7 @@ class FunctionEngine:
         settings: The model.
         max_records: Most records that one call may carry.
         telemetry: What is measured and logged.
+        usage: Accounting of the calls.
 
     Raises:
         SettingsError: There is no such class, it doesn't take the options, or it has no `process`.
@@ -49,11 +69,18 @@ class FunctionEngine:
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, settings: FunctionSettings, max_records: int, telemetry: TelemetrySettings = SILENT
+        self,
+        settings: FunctionSettings,
+        max_records: int,
+        telemetry: TelemetrySettings = SILENT,
+        usage: UsageSettings = NO_USAGE,
     ) -> None:
         flush_warnings()
         self._id = settings.id
         self._max_records = max_records
+        self._tenants = telemetry.tenants
+        self._book = new_book(settings.id, replica_tag())
+        self._writer = start_writer(usage, self._book)
         self._model = _build(settings)
         self._batcher: DynamicBatcher[Any, Any] = DynamicBatcher(
             self._model.process,
@@ -79,21 +106,26 @@ class FunctionEngine:
         """
         if not isinstance(request, ProcessRequest):
             request = parse_process(request, max_records=self._max_records)
-        return await self._process(request, request.scheduling())
+        scheduling = request.scheduling()
+        origin = Origin("", scheduling.tenant, scheduling.priority, "process", "handle")
+        return await self._process(request, scheduling, self._book.open(origin))
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         usage = RequestUsage()
-        embeds = request.path == "/v1/embeddings"
-        body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
+        account = self._book.open(origin_of(request))
+        if request.path == "/v1/embeddings":
+            body = self._answer_embeddings(request, usage, account)
+        else:
+            body = self._answer_process(request, account)
         async with aclosing(with_keepalive(answer(body, usage))) as messages:
             async for message in messages:
                 for part in split(message, request.path):
                     yield part
 
     async def stats(self) -> JSON:
-        """Return the batcher's statistics."""
-        return replica_stats(self._batcher.stats)
+        """Return the batcher's statistics, and the usage since the start."""
+        return replica_stats(self._batcher.stats, usage=usage_stats(self._book, self._tenants))
 
     async def check_health(self) -> None:
         """Raise if the batcher has stopped or the object says that it can't go on."""
@@ -109,29 +141,37 @@ class FunctionEngine:
     async def __del__(self) -> None:
         if batcher := getattr(self, "_batcher", None):
             await batcher.stop(timeout=DRAIN_S)
+        if writer := getattr(self, "_writer", None):
+            await asyncio.to_thread(writer.stop)
         if watch := getattr(self, "_loop_watch", None):
             watch.stop()
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
-        return lambda: meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
+        usage = UsageMetrics(self._book, ledger_of(self._writer), meters, self._tenants)
 
-    async def _answer_process(self, relayed: RelayRequest) -> bytes:
+        def report() -> None:
+            usage()
+            meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)
+
+        return report
+
+    async def _answer_process(self, relayed: RelayRequest, account: Call) -> bytes:
         request = parse_process(relayed.body, max_records=self._max_records)
-        return await _json(await self._process(request, relayed.scheduling_now()), "results")
+        return await _json(await self._process(request, relayed.scheduling_now(), account), "results")
 
-    async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
+    async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage, account: Call) -> bytes:
         request = parse_embedding(relayed.body, max_texts=self._max_records)
         call = BatchCall("input", partial=False)
-        tickets = await run_records(self._batcher, request.input, relayed.scheduling_now(), call)
+        tickets = await self._run(request.input, relayed.scheduling_now(), call, account)
         vectors = [ticket.result() for ticket in tickets if ticket is not None]
         usage.prompt_tokens = sum(ticket.cost for ticket in tickets if ticket is not None)
         return await _json(embedding_response(request, self._id, vectors, usage.prompt_tokens), "data")
 
-    async def _process(self, request: ProcessRequest, scheduling: Scheduling) -> JSON:
+    async def _process(self, request: ProcessRequest, scheduling: Scheduling, account: Call) -> JSON:
         call = BatchCall("records", partial=request.partial)
-        tickets = await run_records(self._batcher, request.records, scheduling, call)
+        tickets = await self._run(request.records, scheduling, call, account)
         response: JSON = {
             "results": [None if ticket is None else ticket.result() for ticket in tickets],
             "task_id": request.task_id,
@@ -139,6 +179,29 @@ class FunctionEngine:
         if call.errors is not None:
             response["errors"] = [error.model_dump() for error in call.errors]
         return response
+
+    async def _run(
+        self, records: Sequence[Any], scheduling: Scheduling, call: BatchCall, account: Call
+    ) -> list[Entry[Any] | None]:
+        """Run the records of a call, and account for the cost of those that have a result."""
+        began = time.monotonic()
+        outcome: Outcome = "failed"
+        try:
+            tickets = await run_records(self._batcher, records, scheduling, call)
+            outcome = "ok"
+            return tickets
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            done = [ticket for ticket in call.tickets if ticket is not None and _has_result(ticket)]
+            if done:
+                account.ran_records(sum(ticket.cost for ticket in done), time.monotonic() - began)
+            account.close(outcome)
+
+
+def _has_result(ticket: Entry[Any]) -> bool:
+    return ticket.done() and not ticket.cancelled() and ticket.exception() is None
 
 
 def _build(settings: FunctionSettings) -> Any:

@@ -25,7 +25,16 @@ from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
 from serve_app.engine.loop_watch import LoopWatch
-from serve_app.engine.replica import DRAIN_S, answer, replica_stats, routing_stats
+from serve_app.engine.replica import (
+    DRAIN_S,
+    answer,
+    origin_of,
+    replica_stats,
+    replica_tag,
+    routing_stats,
+    usage_stats,
+)
+from serve_app.engine.usage_metrics import UsageMetrics
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
 from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split
@@ -33,7 +42,7 @@ from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import SILENT, LLMSettings, TelemetrySettings
+from serve_app.settings.schema import NO_USAGE, SILENT, LLMSettings, TelemetrySettings, UsageSettings
 from serve_app.settings.user_config import parse_user_config
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.parent_death import tie_children
@@ -41,6 +50,8 @@ from serve_app.system.serve_logging import flush_warnings, preserved_handlers
 from serve_app.telemetry.catalogue import LOOP_HELD, OUTPUT_TOKENS, PROMPT_TOKENS
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
+from serve_app.usage.calls import Call, Origin
+from serve_app.usage.writer import ledger_of, new_book, start_writer
 
 logger = logging.getLogger("ray.serve")
 
@@ -66,6 +77,7 @@ class Engine:
         settings: The model.
         max_prompts: Most prompts that one call may carry.
         telemetry: What is measured and logged.
+        usage: Accounting of the calls.
     """
 
     _held = 0
@@ -73,7 +85,11 @@ class Engine:
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, settings: LLMSettings, max_prompts: int, telemetry: TelemetrySettings = SILENT
+        self,
+        settings: LLMSettings,
+        max_prompts: int,
+        telemetry: TelemetrySettings = SILENT,
+        usage: UsageSettings = NO_USAGE,
     ) -> None:
         tie_children()
         flush_warnings()
@@ -85,6 +101,9 @@ class Engine:
             )
         self._id = settings.id
         self._max_prompts = max_prompts
+        self._tenants = telemetry.tenants
+        self._book = new_book(settings.id, replica_tag())
+        self._writer = start_writer(usage, self._book)
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm_engine import VLLMEngine
@@ -92,7 +111,9 @@ class Engine:
             self._engine = VLLMEngine(
                 settings,
                 max_prompts=max_prompts,
+                book=self._book,
                 metrics=telemetry.metrics and telemetry.engine_metrics,
+                exact=usage.ledger is not None,
             )
             self._app, self._routes = await self._engine.start()
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
@@ -133,12 +154,15 @@ class Engine:
                 request = parse_generate(request, max_prompts=self._max_prompts)
             if self._engine.died:
                 raise engine_failed()
-            try:
-                response = await self._generate(request, request.scheduling(), RequestUsage())
-            except RequestError:
-                if self._engine.died:
-                    raise EngineLostError from None
-                raise
+            scheduling = request.scheduling()
+            origin = Origin("", scheduling.tenant, scheduling.priority, "generate", "handle")
+            with self._accounted(origin) as call:
+                try:
+                    response = await self._generate(request, scheduling, RequestUsage(), call)
+                except RequestError:
+                    if self._engine.died:
+                        raise EngineLostError from None
+                    raise
             return response.model_dump(exclude_unset=True)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
@@ -149,12 +173,12 @@ class Engine:
             # The request was not there when it did, so it may be tried on any other engine.
             yield pack_error(engine_failed(), request.path)
             return
-        if request.path == "/generate":
-            messages = with_keepalive(self._answer_generate(request, usage))
-        else:
-            messages = self._answer_openai(request, began, usage)
         try:
-            with self._holding(request.tokens):
+            with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
+                if request.path == "/generate":
+                    messages = with_keepalive(self._answer_generate(request, usage, call))
+                else:
+                    messages = self._answer_openai(request, began, usage, call)
                 async with aclosing(messages):
                     async for message in messages:
                         for part in split(message, request.path):
@@ -163,8 +187,14 @@ class Engine:
             self._telemetry.answered(request.headers, began, usage)
 
     async def stats(self) -> JSON:
-        """Return the batcher's statistics and the engine's limits."""
-        return replica_stats(self._engine.batcher.stats, max_model_len=self._engine.max_model_len)
+        """Return the batcher's statistics, the engine's limits, and the usage since the start."""
+        usage: JSON = usage_stats(self._book, self._tenants)
+        if counters := self._engine.counters:
+            # For a comparison: the ledger counts by call, vLLM by step.
+            usage["engine"] = {"prompt": counters.prompt, "output": counters.output}
+        return replica_stats(
+            self._engine.batcher.stats, max_model_len=self._engine.max_model_len, usage=usage
+        )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the tokens that this replica holds; Serve calls the method by this name."""
@@ -185,6 +215,15 @@ class Engine:
             yield
         finally:
             self._held -= tokens
+
+    @contextmanager
+    def _accounted(self, origin: Origin) -> Iterator[Call]:
+        """Account for the work of a call."""
+        call = self._book.open(origin)
+        try:
+            yield call
+        finally:
+            call.close("lost" if self._engine.died else "ok")
 
     async def check_health(self) -> None:
         """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""
@@ -214,6 +253,8 @@ class Engine:
                 )
             else:
                 continue
+            if self._writer is not None:
+                self._writer.flush()
             os._exit(1)
 
     async def __del__(self) -> None:
@@ -225,13 +266,18 @@ class Engine:
             watch.stop()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
+        if writer := getattr(self, "_writer", None):
+            await asyncio.to_thread(writer.stop)
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
         engine, model, watch = self._engine, self._id, self._loop_watch
 
+        usage = UsageMetrics(self._book, ledger_of(self._writer), meters, self._tenants)
+
         def report() -> None:
+            usage()
             meters.count(PROMPT_TOKENS, engine.llm.prompt_tokens, model)
             meters.count(OUTPUT_TOKENS, engine.batcher.stats.output_tokens, model)
             meters.record(LOOP_HELD, watch.take_longest(), model)
@@ -240,7 +286,7 @@ class Engine:
         return report
 
     async def _answer_openai(
-        self, request: RelayRequest, began: float, usage: RequestUsage
+        self, request: RelayRequest, began: float, usage: RequestUsage, call: Call
     ) -> AsyncGenerator[bytes, None]:
         """Answer a request through vLLM's own application."""
         if request.path not in self._routes:
@@ -256,7 +302,7 @@ class Engine:
             yield pack_error(error, request.path)
             return
         scheduling = request.scheduling_now()
-        result = AdmissionResult(usage=usage)
+        result = AdmissionResult(usage=usage, call=call)
         if request.path in RESUMABLE:
             result.stream = StreamTokens()
         set_current(
@@ -312,14 +358,14 @@ class Engine:
             message = f"tokens: at most {most} token ids are taken here (max_tokenize_tokens)"
             raise RequestError(400, "invalid_request_error", message, param="tokens")
 
-    async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
-        message = await answer(self._generate_json(relayed, usage), usage)
+    async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage, call: Call) -> bytes:
+        message = await answer(self._generate_json(relayed, usage, call), usage)
         return LOST if self._engine.died else message
 
-    async def _generate_json(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
+    async def _generate_json(self, relayed: RelayRequest, usage: RequestUsage, call: Call) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
         response = await self._generate(
-            request, relayed.scheduling_now(), usage, relayed.max_tokens, len(relayed.body)
+            request, relayed.scheduling_now(), usage, call, relayed.max_tokens, len(relayed.body)
         )
         return response.model_dump_json(exclude_unset=True).encode()
 
@@ -328,6 +374,7 @@ class Engine:
         request: GenerateRequest,
         scheduling: Scheduling,
         usage: RequestUsage,
+        account: Call,
         max_tokens: int | None = None,
         size: int = 0,
     ) -> GenerateResponse:
@@ -348,7 +395,7 @@ class Engine:
                 if isinstance(token_ids, RequestError):
                     raise token_ids
                 asked = AdmissionRequest(scheduling, deadline, call.wait(index), max_tokens=max_tokens)
-                set_current(asked, AdmissionResult(usage=usage))
+                set_current(asked, AdmissionResult(usage=usage, call=account))
                 done = await self._engine.complete(token_ids, sampling)
             except RequestError as error:
                 call.fail(index, error)

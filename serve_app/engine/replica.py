@@ -2,14 +2,19 @@
 
 import dataclasses
 from collections.abc import Awaitable
+from functools import reduce
+from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from batcher import Stats
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.relay.frame import Head, pack, pack_error
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
+from serve_app.usage.calls import OTHER, CallBook, Origin, Sums
 
 DRAIN_S = 30.0
 """Seconds that a replica which stops gives to the requests that it has admitted."""
@@ -29,6 +34,52 @@ async def answer(body: Awaitable[bytes], usage: RequestUsage) -> bytes:
     return pack(head=Head(200, [(b"content-type", b"application/json")]), body=content, usage=usage)
 
 
+def replica_tag() -> str:
+    """Return the name of this replica; empty outside Ray Serve."""
+    try:
+        return str(serve.get_replica_context().replica_tag)
+    except RayServeException:
+        return ""
+
+
+def origin_of(request: RelayRequest) -> Origin:
+    """Return the origin of a relayed request."""
+    scheduling = request.scheduling
+    return Origin(
+        request.key,
+        scheduling.tenant,
+        scheduling.priority,
+        request.path,
+        request.source,
+        request.headers,
+        request.resumes,
+    )
+
+
+def usage_stats(book: CallBook, tenants: int) -> JSON:
+    """Return the usage in a replica's entry of `/stats`: sums since its start.
+
+    Args:
+        book: Its calls.
+        tenants: Most tenants with sums of their own; those with less share `other`.
+    """
+    sums = book.by_tenant()
+    # Work that nobody has asked for, such as the warm-up, has no tenant.
+    own = sums.pop("", Sums())
+    largest = sorted(sums, key=lambda name: -_size(sums[name]))
+    shown = {name: sums[name] for name in largest[:tenants] if name != OTHER}
+    if rest := [sums[name] for name in sums if name not in shown]:
+        shown[OTHER] = reduce(Sums.plus, rest)
+    return {
+        "tenants": {name: each._asdict() for name, each in shown.items()},
+        "own": own._asdict(),
+    }
+
+
+def _size(sums: Sums) -> int:
+    return sums.prompt + sums.output + sums.cost
+
+
 def routing_stats(tokens: int) -> dict[str, int]:
     """Return a replica's report to those that choose between replicas.
 
@@ -42,12 +93,12 @@ def routing_stats(tokens: int) -> dict[str, int]:
     return {"tokens": (tokens + step // 2) // step * step}
 
 
-def replica_stats(stats: Stats, **limits: int) -> JSON:
+def replica_stats(stats: Stats, **more: Any) -> JSON:
     """Return a replica's entry in `/stats`.
 
     Args:
         stats: Its batcher's statistics.
-        limits: Its limits, by name.
+        more: Its limits and other entries, by name.
     """
     replica = serve.get_replica_context().replica_tag
-    return {"replica": replica, **limits, "batcher": dataclasses.asdict(stats)}
+    return {"replica": replica, **more, "batcher": dataclasses.asdict(stats)}

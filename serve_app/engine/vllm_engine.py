@@ -45,10 +45,12 @@ from serve_app.engine.vllm_media import use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
+from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_part
 from serve_app.engine.vllm_validation import end_at_first_error
 from serve_app.engine.vllm_warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.settings.schema import LLMSettings
 from serve_app.settings.user_config import BatcherUserConfig
+from serve_app.usage.calls import CallBook, Origin
 
 HOT = {"/v1/chat/completions", "/v1/completions"}
 """The most frequent routes."""
@@ -114,12 +116,25 @@ class VLLMEngine:
         settings: The model.
         max_prompts: Most prompts in a list.
         metrics: Whether vLLM's own metrics go to Ray's endpoint.
+        book: Gets the work of each call.
+        exact: Whether vLLM's statistics, of which the work is counted, are on in any case.
+
+    Attributes:
+        counters: vLLM's own counters; None: its statistics may be off.
 
     Raises:
         SettingsError: vLLM has no such option.
     """
 
-    def __init__(self, settings: LLMSettings, *, max_prompts: int, metrics: bool = False) -> None:
+    def __init__(
+        self,
+        settings: LLMSettings,
+        *,
+        max_prompts: int,
+        book: CallBook,
+        metrics: bool = False,
+        exact: bool = False,
+    ) -> None:
         use_allowed_hosts()
         # vLLM has a limit of its own for the lists of one route.
         os.environ["VLLM_MAX_COMPLETION_PROMPTS"] = str(max_prompts)
@@ -127,14 +142,20 @@ class VLLMEngine:
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
         steps = _Steps()
+        counters = EngineCounters()
+        self.counters = counters if metrics or exact else None
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
             usage_context=UsageContext.OPENAI_API_SERVER,
             stat_loggers=[
                 *([lambda *_: steps] if settings.batcher.goals else []),
                 *([EngineMetrics] if metrics else []),
+                # vLLM has statistics wherever there is a logger for them.
+                *([lambda *_: counters] if self.counters else []),
             ],
         )
+        self._book = book
+        count_sequences(self.llm, book)
         self.llm.stream_interval = StreamInterval()
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
@@ -207,7 +228,8 @@ class VLLMEngine:
 
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Warm the engine up, start the batcher; return vLLM's application and the paths of its routes."""
-        await warm_up(self.llm)
+        # A task of its own: the part of the warm-up is not to be that of tasks that are started here.
+        await asyncio.create_task(self._warm_up())
         await self.batcher.start()
         await self._texts.start()
         tasks = await self.llm.get_supported_tasks()
@@ -226,6 +248,16 @@ class VLLMEngine:
         enable_envs_cache()
         _hide_refusals()
         return cast(ASGIApp, app), {getattr(route, "path", "") for route in app.router.routes}
+
+    async def _warm_up(self) -> None:
+        call = self._book.open(Origin(source="warm_up"))
+        part = call.part()
+        set_part(part)
+        try:
+            await warm_up(self.llm)
+        finally:
+            part.end()
+            call.close()
 
     async def tokenize(self, prompts: list[str]) -> list[list[int] | RequestError]:
         """Return the token ids of each prompt, with the model's special tokens, or its error.

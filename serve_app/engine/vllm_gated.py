@@ -3,6 +3,7 @@
 Only files whose names begin with vllm_ import vllm. The imports are those of vLLM 0.32.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -17,13 +18,17 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from batcher import BatcherError, ContinuousBatcher, Slot
 from serve_app.api.errors import RequestError
 from serve_app.engine.admission import current, refusal_of
 from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.vllm_usage import set_part
 from serve_app.relay.resume import ResumeMode, StreamTokens
 from serve_app.relay.usage import PromptUsage
+from serve_app.usage.calls import Part
+from serve_app.usage.rows import Outcome
 
 GREEDY = 1e-5
 """Below this temperature vLLM draws nothing and takes the likeliest token."""
@@ -90,9 +95,11 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 if (stream := result.stream) is not None:
                     stream.resume = _resume_mode(prompt, sampling_params)
                 async for output in self._stream(results, sampling_params, slot, request_id, stream):
+                    admitted.last = output
                     yield output
                 return
             async for output in results:
+                admitted.last = output
                 slot.report(sum(len(each.token_ids) for each in output.outputs))
                 yield output
 
@@ -117,10 +124,12 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         if request.max_tokens is not None:
             params.max_tokens = min(params.max_tokens, request.max_tokens)
         results = search(prompt=prompt, params=params, **options)
-        async with self._slot(length, params.max_tokens, params.beam_width) as slot, aclosing(results):
+        admitted = self._slot(length, params.max_tokens, params.beam_width)
+        async with admitted as slot, aclosing(results):
             self.prompt_tokens += length
             result.searching = True
             async for output in results:
+                admitted.last = output
                 slot.report(sum(len(each.token_ids) for each in output.outputs))
                 yield output
 
@@ -278,8 +287,10 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         length = _prompt_length(prompt, self.model_config.max_model_len)
         results = super().encode(prompt, pooling_params, request_id, **options)
-        async with _AdmittedSlot(self.batcher, self._blocks(length), 0, length), aclosing(results):
+        admitted = _AdmittedSlot(self.batcher, self._blocks(length), 0, length)
+        async with admitted, aclosing(results):
             async for result in results:
+                admitted.last = result
                 yield result
 
     def _blocks(self, tokens: int) -> int:
@@ -289,14 +300,20 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
 
 
 class _AdmittedSlot:
-    """A slot of the batcher for a request of vLLM; it fills in the request's `AdmissionResult`."""
+    """A slot of the batcher for a request of vLLM; it fills in the request's `AdmissionResult`.
 
-    __slots__ = ("_length", "_result", "_slot")
+    Attributes:
+        last: The last output of vLLM.
+    """
+
+    __slots__ = ("_length", "_part", "_result", "_slot", "last")
 
     def __init__(
         self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int, n: int = 1
     ) -> None:
         self._length = length
+        self._part: Part | None = None
+        self.last: Any = None
         request, self._result = current()
         # The first slot of a request is refused when the queue is full; once it has one, the others wait, and
         # its deadline is met: a list may be longer than the queue.
@@ -321,16 +338,38 @@ class _AdmittedSlot:
             self._result.refusal = refusal_of(error)
             raise RefusedError(self._result.refusal) from None
         self._result.admitted = True
+        if (call := self._result.call) is not None:
+            self._part = call.part(slot.started_at - slot.submitted_at)
+            # vLLM adds its sequences in this task, before it does anything else.
+            set_part(self._part)
         return slot
 
     async def __aexit__(self, *exc: Any) -> None:
         slot = self._slot
+        if self._part is not None:
+            # Its sequences have ended before: their generator is closed first.
+            self._part.end(self._outcome(exc[0]))
         await slot.__aexit__(*exc)
+        cached = getattr(self.last, "num_cached_tokens", None) or 0
         self._result.usage.add(
             PromptUsage(
-                slot.submitted_at, slot.started_at, time.monotonic(), self._length, slot.output_tokens
+                slot.submitted_at,
+                slot.started_at,
+                time.monotonic(),
+                self._length,
+                slot.output_tokens,
+                # A stream that goes on has more in the cache than its prompt.
+                min(cached, self._length),
             )
         )
+
+    def _outcome(self, error: type[BaseException] | None) -> Outcome:
+        # A reader may leave the last output without waiting for the end.
+        if error is None or (self.last is not None and self.last.finished):
+            return "ok"
+        if issubclass(error, (asyncio.CancelledError, GeneratorExit)):
+            return "cancelled"
+        return "lost" if issubclass(error, EngineDeadError) else "failed"
 
 
 def _resume_mode(prompt: Any, params: SamplingParams) -> ResumeMode:

@@ -85,6 +85,8 @@ class Forward:
             raise RequestError(403, "permission_error", message)
         fields = SchedulingFields(service_tier="flex" if creates else None)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
+        if caller:
+            scheduling = scheduling._replace(key=caller.key.name)
         upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""
         body = b"" if upload else await small_body(request, BODY_BYTES)
         query = request.scope["query_string"]

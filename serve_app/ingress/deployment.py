@@ -43,6 +43,7 @@ from serve_app.settings.schema import FunctionSettings, Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry
+from serve_app.telemetry.request_tracker import with_request_id
 
 logger = logging.getLogger("ray.serve")
 
@@ -259,7 +260,7 @@ class Ingress:
         caller = request.scope.get("caller")
         chosen = self._routing.choose(model, path, caller.models if caller else None)
         relay = self._relays[chosen]
-        given = request.scope["headers"]
+        given = with_request_id(request.scope)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
         headers = self._telemetry.assign(request.scope, chosen, scheduling, headers)
@@ -284,6 +285,7 @@ class Ingress:
             max_tokens=most,
             prefix=key.prefix,
             tokens=key.tokens,
+            key=caller.key.name if caller else "",
         )
         self._lost.check(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers

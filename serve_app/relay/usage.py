@@ -13,7 +13,7 @@ STATUS_KEY = "saturate.status"
 MAX_PROMPTS = 64
 """Prompts of one request that are kept one by one; a request may have thousands."""
 
-_FIELDS = struct.Struct(">IIff")
+_FIELDS = struct.Struct(">IIffI")
 
 
 class PromptUsage(NamedTuple):
@@ -24,6 +24,7 @@ class PromptUsage(NamedTuple):
     ended_at: float
     prompt_tokens: int
     output_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class RequestUsage:
         output_tokens: Tokens out.
         wait_s: Seconds in the batcher's queue; of several prompts, the longest wait.
         engine_s: Seconds from the submission of the first prompt to the end of the last one.
+        cached_tokens: Tokens in that were in the engine's prefix cache.
         prompts: The first `MAX_PROMPTS` prompts; they don't cross the relay.
     """
 
@@ -42,6 +44,7 @@ class RequestUsage:
     output_tokens: int = 0
     wait_s: float = 0.0
     engine_s: float = 0.0
+    cached_tokens: int = 0
     prompts: list[PromptUsage] = field(default_factory=list)
     _since: float = float("inf")
 
@@ -49,6 +52,7 @@ class RequestUsage:
         """Add a prompt that has ended."""
         self.prompt_tokens += prompt.prompt_tokens
         self.output_tokens += prompt.output_tokens
+        self.cached_tokens += prompt.cached_tokens
         self.wait_s = max(self.wait_s, prompt.started_at - prompt.submitted_at)
         self._since = min(self._since, prompt.submitted_at)
         self.engine_s = prompt.ended_at - self._since
@@ -57,7 +61,9 @@ class RequestUsage:
 
     def pack(self) -> bytes:
         """Return the totals as bytes."""
-        return _FIELDS.pack(self.prompt_tokens, self.output_tokens, self.wait_s, self.engine_s)
+        return _FIELDS.pack(
+            self.prompt_tokens, self.output_tokens, self.wait_s, self.engine_s, self.cached_tokens
+        )
 
     @classmethod
     def unpack(cls, data: bytes) -> "RequestUsage":

@@ -464,6 +464,63 @@ class BatchesSettings(Strict):
         return self
 
 
+class LedgerSettings(Strict):
+    """Ledger of the calls that the engines ran.
+
+    Attributes:
+        folder: Directory, on a volume that outlives the node, or a URL: `s3://BUCKET/PREFIX`, `gs://...`.
+            All replicas may have the same.
+        format: Form of the files of days that are over, and of all files at a URL; "parquet" needs the extra
+            `usage`.
+        spool: Directory in which a node keeps rows until they are at the URL.
+        upload_s: Seconds after which rows are uploaded to the URL.
+        max_spool_bytes: Most bytes that wait for their upload; beyond it rows are dropped, and counted.
+        keep_days: Days after which files are removed from the directory; by default never.
+    """
+
+    folder: Annotated[str, AfterValidator(_content)]
+    format: Literal["parquet", "jsonl"] = "parquet"
+    spool: Annotated[str, AfterValidator(_folder)] = "~/.local/state/saturate/usage"
+    upload_s: Seconds = 300.0
+    max_spool_bytes: Positive = 1 << 30
+    keep_days: Positive | None = None
+
+
+Price = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+class PriceSettings(Strict):
+    """Price of a model, per million tokens.
+
+    Attributes:
+        input: Of prompts; of a function, per million of its records' cost.
+        cached_input: Of prompt tokens that are found in the prefix cache; by default as `input`.
+        output: Of answers.
+        batch_discount: Share, 0 to 1, that rows of `/v1/batches` cost less.
+    """
+
+    input: Price
+    cached_input: Price | None = None
+    output: Price = 0.0
+    batch_discount: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
+
+
+class UsageSettings(Strict):
+    """Accounting of what keys and tenants use.
+
+    Attributes:
+        ledger: A row for each call that an engine ran; left out: none are written.
+        prices: Prices by model id, for `saturate usage`.
+        currency: Currency of the prices.
+    """
+
+    ledger: LedgerSettings | None = None
+    prices: dict[ModelId, PriceSettings] = {}
+    currency: Annotated[str, Field(min_length=1, max_length=16)] = "USD"
+
+
+NO_USAGE = UsageSettings()
+
 SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)
 """Telemetry of a replica outside Ray Serve."""
 
@@ -477,6 +534,7 @@ class Settings(Strict):
         access: API keys; left out: requests need none.
         telemetry: Metrics, request log and traces.
         batches: Files and batches of OpenAI's API; left out: there are none.
+        usage: Accounting of what keys and tenants use.
     """
 
     models: Annotated[list[ModelSettings], Field(min_length=1)]
@@ -484,6 +542,7 @@ class Settings(Strict):
     access: AccessSettings | None = None
     telemetry: TelemetrySettings = TelemetrySettings()
     batches: BatchesSettings | None = None
+    usage: UsageSettings = NO_USAGE
 
     @model_validator(mode="after")
     def _ids_differ(self) -> "Settings":
@@ -520,4 +579,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("telemetry",): TelemetrySettings,
     ("telemetry", "traces"): TraceSettings,
     ("batches",): BatchesSettings,
+    ("usage",): UsageSettings,
+    ("usage", "ledger"): LedgerSettings,
+    ("usage", "prices", "*"): PriceSettings,
 }

@@ -168,6 +168,25 @@ TENANT_WAIT = Metric(
     ("model", "tenant"),
 )
 
+USAGE_CALLS = Metric(
+    "saturate_usage_calls_total", "counter", "Calls that an engine ran, by tenant", ("model", "tenant")
+)
+USAGE_TOKENS = Metric(
+    "saturate_usage_tokens_total",
+    "counter",
+    "Tokens of a tenant as an engine counts them, by kind: prompt, cached (a part of prompt), output",
+    ("model", "tenant", "kind"),
+)
+USAGE_ROWS = Metric("saturate_usage_rows_total", "counter", "Rows that were written to the usage ledger")
+USAGE_DROPPED = Metric(
+    "saturate_usage_rows_dropped_total",
+    "counter",
+    "Rows that were dropped from the usage ledger: they could not be written for too long",
+)
+USAGE_BEHIND = Metric(
+    "saturate_usage_behind_seconds", "gauge", "Seconds since the usage ledger was last written"
+)
+
 # Of a driver in the service's cluster.
 DRIVER_ROWS = Metric(
     "saturate_driver_rows_total",
@@ -207,6 +226,7 @@ BATCHES_LATE = Metric(
 BATCHES_BYTES = Metric("saturate_batches_file_bytes", "gauge", "Bytes of all stored files", ())
 
 INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
+USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND)
 BATCHER = (
     QUEUE_RECORDS,
     QUEUE_COST,
@@ -222,6 +242,7 @@ BATCHER = (
     TENANT_COST,
     TENANT_WAIT,
     LOOP_HELD,
+    *USAGE,
 )
 LLM = (
     CAPACITY,

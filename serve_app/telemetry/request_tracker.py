@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
 
@@ -124,6 +125,14 @@ class TrackedRequest:
     def seconds(self) -> float:
         """Seconds from arrival to end."""
         return self.ended_at - self.started_at
+
+
+def with_request_id(scope: MutableMapping[str, Any]) -> Headers:
+    """Return the headers of a request, with an id if it came without one: log and ledger are joined by it."""
+    headers: Headers = scope["headers"]
+    if not any(name == b"x-request-id" for name, _ in headers):
+        headers = scope["headers"] = [*headers, (b"x-request-id", uuid.uuid4().hex.encode())]
+    return headers
 
 
 def tracked_request(scope: MutableMapping[str, Any]) -> TrackedRequest:

@@ -75,6 +75,7 @@ def start_pair(folder: Path) -> Service:
     model["engine_hang_timeout_s"] = 5.0
     model["batcher"] |= {"max_queue_size": QUEUE, "goals": {"ttft_p99_s": 1.0}}
     use_exact_arithmetic(config)
+    app["args"]["usage"] = {"ledger": {"folder": f"{folder}/usage"}}
     for deployment in app["deployments"]:
         # Two engines fit on any machine where Ray doesn't count cores.
         deployment |= {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0}}

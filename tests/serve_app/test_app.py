@@ -13,7 +13,7 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.app import INGRESS_RESOURCE, ROUTER, build
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
-from serve_app.settings.schema import LLMSettings, SettingsError, TelemetrySettings
+from serve_app.settings.schema import LLMSettings, SettingsError, TelemetrySettings, UsageSettings
 
 DEMO = {"id": "demo", "source": "saturate://demo"}
 OTHER = {"id": "org/other", "source": "org/other", "engine": {"max_num_seqs": 8}}
@@ -56,6 +56,7 @@ def test_each_engine_gets_its_own_model_and_the_limit_of_prompts() -> None:
         LLMSettings(id="demo", source="saturate://demo"),
         7,
         TelemetrySettings(),
+        UsageSettings(),
     )
     model, *_ = arguments["Engine:org/other"]
     assert (model.id, model.engine.max_num_seqs) == ("org/other", 8)
@@ -67,7 +68,7 @@ def test_a_function_is_a_deployment_of_its_own_class() -> None:
     assert classes["Engine:demo"] is Engine
     assert classes["Engine:rank"] is FunctionEngine
     arguments: dict[str, Any] = {deployment.name: deployment.init_args for deployment in app.deployments}
-    settings, most, _ = arguments["Engine:rank"]
+    settings, most, *_ = arguments["Engine:rank"]
     assert (settings.id, settings.target, most) == ("rank", "no.such.module:Class", 7)
 
 

@@ -102,8 +102,8 @@ def report(step: int) -> dict[str, Any]:
         "models": {
             "demo": {
                 "replicas": [
-                    {"replica": "wlpttx3i", "batcher": asdict(first)},
-                    {"replica": "a3v9rxga", "batcher": asdict(second)},
+                    {"replica": "wlpttx3i", "batcher": asdict(first), "usage": used(3_000)},
+                    {"replica": "a3v9rxga", "batcher": asdict(second), "usage": used(500)},
                 ]
             },
             "minilm": {"replicas": [{"replica": "uo3am0dc", "batcher": asdict(FUNCTION)}]},
@@ -111,6 +111,12 @@ def report(step: int) -> dict[str, Any]:
             "<b>odd": {"replicas": [], "error": "no <i>answer"},
         }
     }
+
+
+def used(prompt: int) -> dict[str, Any]:
+    """Return the usage of a replica."""
+    sums = {"calls": 7, "prompt": prompt, "cached": 1_200, "output": 40, "cost": 0}
+    return {"tenants": {"<i>acme": sums, "bits": sums | {"prompt": 1}}, "own": sums}
 
 
 @pytest.fixture
@@ -153,6 +159,8 @@ def test_the_numbers_of_the_service_are_on_the_page(url: str, tmp_path: Path) ->
         "1.4 s",
         "asleep asleep",
         "9.0 to a batch",
+        # The usage of both replicas together.
+        "tenant calls prompt tokens cached tokens output tokens &lt;i&gt;acme 14 3.5K 2.4K 80 bits 14 2",
     ):
         assert shown in text, (shown, text)
     assert "of 262K tokens" in text

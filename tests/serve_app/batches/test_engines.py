@@ -28,7 +28,7 @@ LIMIT_S = 20.0
 BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
 
 
-ANNA = Scheduling(TIER_PRIORITY["flex"], "anna", weight=3.0)
+ANNA = Scheduling(TIER_PRIORITY["flex"], "anna", weight=3.0, key="ada")
 
 
 def client_of(engines: dict[str, Engine], **ingress: Any) -> EngineClient:
@@ -50,6 +50,7 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
     assert (request.method, request.path, from_json(request.body)) == ("POST", CHAT, BODY)
     assert request.scheduling == ANNA
     assert request.max_tokens == 9
+    assert (request.source, request.key) == ("batch", "ada")
     assert request.tokens > 0
     assert engines["demo"].answers[0].stopped.is_set()
 

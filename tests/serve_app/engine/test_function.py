@@ -20,6 +20,7 @@ from serve_app.relay import frame
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, SettingsError, parse
+from serve_app.usage.rows import Row
 
 
 class Upper:
@@ -316,7 +317,7 @@ async def test_the_log_names_the_request_that_holds_the_loop(caplog: pytest.LogC
             assert held.wait(10)
             return super().__iter__()
 
-    async def hold(relayed: RelayRequest, usage: object) -> bytes:
+    async def hold(relayed: RelayRequest, *_: object) -> bytes:
         return b"%d" % len(list(Stuck(["a"])))
 
     vars(engine)["_answer_embeddings"] = hold
@@ -376,3 +377,27 @@ async def test_the_end_finishes_what_was_taken_in(upper: FunctionEngine) -> None
     with pytest.raises(RequestError) as caught:
         await upper.process({"records": ["a"]})
     assert caught.value.status == 503
+
+
+# Its calls
+
+
+def rows(engine: FunctionEngine) -> list[Row]:
+    return [call.row(0.0) for call in engine._book.take()[1]]
+
+
+async def test_a_call_has_a_row_with_the_cost_of_its_records(upper: FunctionEngine) -> None:
+    upper._book.keep_ended()
+    await relay(upper, "/process", {"records": ["a", "b"]}, Scheduling(1, "acme"))
+    await upper.process({"records": ["a"], "tenant": "bits"})
+    first, second = rows(upper)
+    assert (first.tenant, first.tier, first.endpoint, first.source) == ("acme", "flex", "/process", "http")
+    assert (first.cost, first.prompt_tokens, first.output_tokens, first.outcome) == (2, 0, 0, "ok")
+    assert (second.tenant, second.endpoint, second.source, second.cost) == ("bits", "process", "handle", 1)
+
+
+async def test_a_refused_call_of_a_function_has_no_row(upper: FunctionEngine) -> None:
+    upper._book.keep_ended()
+    status, _, _ = await relay(upper, "/process", {"records": []})
+    assert status == 400
+    assert rows(upper) == []

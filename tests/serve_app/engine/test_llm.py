@@ -9,6 +9,7 @@ import pytest
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.llm import Engine
@@ -17,6 +18,9 @@ from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import SILENT
 from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.usage.calls import CallBook
+from serve_app.usage.rows import Row, Tokens
+from tests.serve_app.usage.crashing import FakeSequence
 
 REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
 
@@ -34,6 +38,8 @@ def made(app: Any, *, died: bool = False) -> Any:
     # The constructor would start vLLM.
     parts: Any = Engine.__new__(Engine)
     parts._engine = FakeEngine(died)
+    parts._book = CallBook("demo")
+    parts._book.keep_ended()
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1, 1.0)
@@ -229,3 +235,99 @@ async def test_the_tokens_of_a_call_over_the_handle_are_estimated() -> None:
         await engine.generate({"prompts": ["x" * 4_000], "max_tokens": 24})
     assert reported == [{"tokens": 1_024}]
     assert engine.record_routing_stats() == {"tokens": 0}
+
+
+def rows(engine: Any) -> list[Row]:
+    return [call.row(0.0) for call in engine._book.take()[1]]
+
+
+def working(part_ends: bool = True) -> Any:
+    """Return an application whose engine samples three tokens."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        result = current().result
+        assert result.call
+        result.admitted = True
+        part = result.call.part()
+        part.begin(FakeSequence(Tokens(10, 4, 3)))
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": part_ends is False})
+        if part_ends:
+            part.end()
+        else:
+            try:
+                await receive()
+                await receive()
+            finally:
+                part.end("cancelled")
+
+    return app
+
+
+STREAM = [(b"content-type", b"text/event-stream")]
+
+
+async def test_a_call_that_the_engine_ran_has_a_row_with_its_origin() -> None:
+    engine = made(working())
+    request = replace(
+        REQUEST,
+        headers=[(b"x-request-id", b"r-1")],
+        scheduling=Scheduling(1, "acme"),
+        key="ada",
+        source="batch",
+        resumes=True,
+    )
+    async for _ in engine.relay(request):
+        pass
+    (row,) = rows(engine)
+    assert (row.key, row.tenant, row.tier, row.source) == ("ada", "acme", "flex", "batch")
+    assert (row.endpoint, row.request_id, row.resumed) == ("/v1/completions", "r-1", True)
+    assert (row.prompt_tokens, row.cached_tokens, row.output_tokens) == (10, 4, 3)
+    assert row.outcome == "ok"
+
+
+async def test_the_row_of_a_call_whose_client_left_waits_for_the_end_of_its_work() -> None:
+    engine = made(working(part_ends=False))
+    messages = engine.relay(REQUEST)
+    await anext(messages)
+    await messages.aclose()
+    # The application is told, and ends what it began.
+    assert rows(engine) == []
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert [(row.outcome, row.output_tokens) for row in rows(engine)] == [("cancelled", 3)]
+
+
+async def test_a_call_of_an_engine_that_died_is_lost() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await working()(scope, receive, send)
+        engine._engine.died = True
+
+    engine = made(app)
+    async for _ in engine.relay(REQUEST):
+        pass
+    assert [row.outcome for row in rows(engine)] == ["lost"]
+
+
+async def test_a_refused_call_has_no_row() -> None:
+    engine = made(failing(refused=True))
+    await answer(engine)
+    assert rows(engine) == []
+
+
+async def test_a_call_over_the_handle_has_a_row() -> None:
+    engine = made(failing())
+    parts: Any = engine
+    parts._max_prompts = 1
+
+    async def generate(request: Any, scheduling: Any, usage: Any, call: Any) -> Any:
+        part = call.part()
+        part.begin(FakeSequence(Tokens(10, 4, 3)))
+        part.end()
+        raise RequestError(400, "invalid_request_error", "no")
+
+    parts._generate = generate
+    with pytest.raises(RequestError):
+        await engine.generate({"prompts": ["a"], "tenant": "acme", "service_tier": "priority"})
+    (row,) = rows(engine)
+    assert (row.source, row.endpoint, row.tenant, row.tier) == ("handle", "generate", "acme", "priority")

@@ -5,9 +5,14 @@ import json
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.replica import answer, routing_stats
+from serve_app.api.scheduling import Scheduling
+from serve_app.engine.replica import answer, origin_of, replica_tag, routing_stats, usage_stats
 from serve_app.relay.frame import Head, Piece, unpack
+from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
+from serve_app.usage.calls import CallBook, Origin
+from serve_app.usage.rows import Tokens
+from tests.serve_app.usage.crashing import ran
 
 
 async def test_a_body_is_answered_as_json() -> None:
@@ -49,3 +54,28 @@ def test_the_tokens_that_a_replica_reports_are_rounded(tokens: int, reported: in
 
 def test_a_load_that_hardly_changes_is_reported_once() -> None:
     assert len({routing_stats(tokens)["tokens"] for tokens in range(60_000, 69_000)}) <= 2
+
+
+def test_the_usage_has_the_largest_tenants_and_the_sum_of_the_others() -> None:
+    book = CallBook("demo")
+    for tenant, output in (("a", 1), ("b", 30), ("c", 2), ("b", 10), ("", 7)):
+        ran(book, Tokens(3, 1, output), tenant)
+    stats = usage_stats(book, 1)
+    assert stats["tenants"]["b"] == {"calls": 2, "prompt": 6, "cached": 2, "output": 40, "cost": 0}
+    assert stats["tenants"]["other"]["output"] == 3
+    # Of the replica itself.
+    assert stats["own"]["output"] == 7
+    assert usage_stats(CallBook("demo"), 20)["tenants"] == {}
+
+
+def test_the_origin_of_a_call_is_that_of_its_request() -> None:
+    headers = [(b"x-request-id", b"r-1")]
+    request = RelayRequest(
+        "POST", "/generate", b"", headers, b"", Scheduling(-1, "acme"), key="ada", source="batch"
+    )
+    assert origin_of(request) == Origin("ada", "acme", -1, "/generate", "batch", headers)
+    assert origin_of(request).request_id == "r-1"
+
+
+def test_outside_of_ray_serve_a_replica_has_no_name() -> None:
+    assert replica_tag() == ""

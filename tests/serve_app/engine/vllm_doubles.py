@@ -1,15 +1,24 @@
 """A GatedLLM around an engine client that the test scripts; vLLM's own engine is not started."""
 
+import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from batcher import ContinuousBatcher
 from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm_gated import GatedLLM
+from serve_app.engine.vllm_usage import EngineCounters, count_sequences
+from serve_app.usage.calls import CallBook
 
 BLOCK = 16
 CONTEXT = 128
@@ -75,3 +84,112 @@ def gated(
     llm.shutdown = lambda *_: None
     result: GatedLLM = llm
     return result
+
+
+class SteppedEngine:
+    """An engine whose steps a test makes; vLLM's own output processor counts them.
+
+    Attributes:
+        counters: vLLM's counters.
+        cached: Prompt tokens that were found in the cache.
+    """
+
+    def __init__(self) -> None:
+        self.processor = OutputProcessor(None, log_stats=True)
+        self.counters = EngineCounters()
+        self.cached = 0
+        self._numbers = itertools.count()
+
+    async def run(
+        self, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        """Do as vLLM's own `generate` and `encode`."""
+        name = f"{request_id}-{next(self._numbers)}"
+        queue = RequestOutputCollector(params.output_kind, name)
+        request = self._request(prompt, params, request_id, name)
+        if isinstance(params, SamplingParams) and params.n > 1:
+            parent = ParentRequest(request)
+            for index in range(params.n):
+                child, own = parent.get_child_info(index)
+                self.processor.add_request(
+                    self._request(prompt, own, request_id, child), None, parent, index, queue
+                )
+        else:
+            self.processor.add_request(request, None, None, 0, queue)
+        try:
+            finished = False
+            while not finished:
+                output = queue.get_nowait() or await queue.get()
+                finished = output.finished
+                yield output
+        except (asyncio.CancelledError, GeneratorExit):
+            self.processor.abort_requests([name], internal=True)
+            raise
+
+    def _request(self, prompt: Any, params: Any, external: str, name: str) -> EngineCoreRequest:
+        sampling = params if isinstance(params, SamplingParams) else None
+        pooling = None if sampling else params
+        return EngineCoreRequest(
+            name,
+            prompt["prompt_token_ids"],
+            None,
+            sampling,
+            pooling,
+            0.0,
+            None,
+            None,
+            None,
+            external_req_id=external,
+        )
+
+    @property
+    def running(self) -> list[str]:
+        """The sequences that run."""
+        return list(self.processor.request_states)
+
+    def step(
+        self, *names: str, tokens: int = 1, cached: int = 0, finish: bool = False, output: Any = None
+    ) -> None:
+        """Make a step.
+
+        Args:
+            names: Sequences that get tokens; by default all. Those that have ended meanwhile get them too.
+            tokens: Tokens of each.
+            cached: Prompt tokens in the cache, of a sequence that gets its first tokens.
+            finish: The sequences end with it.
+            output: The result of a pooling model.
+        """
+        outputs = []
+        for name in names or self.running:
+            state = self.processor.request_states.get(name)
+            prefill = None
+            if state is not None and state.is_prefilling:
+                prefill = PrefillStats()
+                cached = min(cached, state.prompt_len)
+                prefill.set(state.prompt_len, cached, 0)
+                self.cached += cached
+            outputs.append(
+                EngineCoreOutput(
+                    name,
+                    [] if output is not None else [7] * tokens,
+                    finish_reason=FinishReason.LENGTH if finish else None,
+                    prefill_stats=prefill,
+                    pooling_output=output,
+                )
+            )
+        stats = IterationStats()
+        self.processor.process_outputs(outputs, 1.0, stats)
+        self.counters.record(None, stats)
+
+
+def stepped(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, book: CallBook
+) -> tuple[GatedLLM, SteppedEngine]:
+    """Return a client whose engine makes steps, and counts its sequences for a book."""
+    engine = SteppedEngine()
+    llm = gated(monkeypatch, Script(), batcher)
+    for method in ("generate", "encode"):
+        monkeypatch.setattr(AsyncLLM, method, lambda self, *args, **options: engine.run(*args, **options))
+    llm.output_processor = engine.processor
+    count_sequences(llm, book)
+    return llm, engine

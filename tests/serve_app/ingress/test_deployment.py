@@ -712,3 +712,11 @@ async def test_a_limit_on_output_goes_along_for_requests_that_state_none() -> No
     async with Client(max_tokens=10) as client:
         await client.post(CHAT, json={})
         assert client.engine.requests[0].max_tokens == 10
+
+
+async def test_a_request_without_an_id_gets_one_for_the_engine() -> None:
+    async with Client() as client:
+        await client.post(CHAT, content=b"{}")
+        (request,) = client.engine.requests
+    assert len(dict(request.headers)[b"x-request-id"]) == 32
+    assert (request.key, request.source) == ("", "http")

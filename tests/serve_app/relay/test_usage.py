@@ -4,14 +4,15 @@ from serve_app.relay.usage import MAX_PROMPTS, PromptUsage, RequestUsage
 def test_the_usage_of_a_request_is_that_of_its_prompts() -> None:
     usage = RequestUsage()
     usage.add(PromptUsage(10.0, 10.5, 12.0, prompt_tokens=3, output_tokens=4))
-    usage.add(PromptUsage(9.0, 11.0, 13.0, prompt_tokens=5, output_tokens=6))
+    usage.add(PromptUsage(9.0, 11.0, 13.0, prompt_tokens=5, output_tokens=6, cached_tokens=4))
     assert (usage.prompt_tokens, usage.output_tokens) == (8, 10)
+    assert usage.cached_tokens == 4
     assert usage.wait_s == 2.0
     assert usage.engine_s == 4.0
 
 
 def test_the_totals_cross_the_relay() -> None:
-    usage = RequestUsage(3, 4, 0.5, 1.5)
+    usage = RequestUsage(3, 4, 0.5, 1.5, 2)
     assert RequestUsage.unpack(usage.pack()) == usage
 
 

@@ -22,9 +22,12 @@ from serve_app.settings.schema import (
     FunctionSettings,
     GoalSettings,
     IngressSettings,
+    LedgerSettings,
     LLMSettings,
+    PriceSettings,
     Settings,
     SettingsError,
+    UsageSettings,
     parse,
 )
 
@@ -52,6 +55,7 @@ FULL: JSON = {
     ],
     "ingress": {"max_body_bytes": 1000, "max_prompts": 7},
     "access": {"keys_env": "KEYS"},
+    "usage": {"ledger": {"folder": "/usage"}, "prices": {"demo": {"input": 0.5}}},
 }
 
 
@@ -84,6 +88,26 @@ def test_access_says_where_the_keys_are(access: JSON, words: str) -> None:
 
 def test_without_access_there_are_no_keys() -> None:
     assert parse(one()).access is None
+
+
+@pytest.mark.parametrize(
+    ("usage", "words"),
+    [
+        ({"ledger": {"folder": "usage"}}, "args.usage.ledger.folder: must be an absolute path"),
+        ({"ledger": {"folder": "/usage", "format": "csv"}}, "args.usage.ledger.format: "),
+        ({"ledger": {"folder": "s3://b/x", "spool": "x"}}, "args.usage.ledger.spool: must be an absolute"),
+        ({"prices": {"demo": {"input": -1.0}}}, "args.usage.prices.demo.input: "),
+        ({"prices": {"demo": {}}}, "args.usage.prices.demo.input: required"),
+        ({"prices": {"demo": {"input": 1.0, "batch_discount": 50.0}}}, "args.usage.prices.demo.batch_"),
+    ],
+)
+def test_a_mistake_in_usage_is_named(usage: JSON, words: str) -> None:
+    (line,) = mistakes(one() | {"usage": usage})
+    assert line.startswith(words)
+
+
+def test_a_service_keeps_no_ledger_unless_told() -> None:
+    assert parse(one()).usage.ledger is None
 
 
 def only(args: JSON) -> LLMSettings:
@@ -226,6 +250,9 @@ SECTIONS: list[tuple[str, list[str | int], list[str]]] = [
     ("args", [], list(Settings.model_fields)),
     ("args.ingress", ["ingress"], list(IngressSettings.model_fields)),
     ("args.access", ["access"], list(AccessSettings.model_fields)),
+    ("args.usage", ["usage"], list(UsageSettings.model_fields)),
+    ("args.usage.ledger", ["usage", "ledger"], list(LedgerSettings.model_fields)),
+    ("args.usage.prices.demo", ["usage", "prices", "demo"], list(PriceSettings.model_fields)),
     ("args.models[0]", ["models", 0], list(LLMSettings.model_fields)),
     ("args.models[1]", ["models", 1], list(LLMSettings.model_fields)),
     ("args.models[2]", ["models", 2], list(FunctionSettings.model_fields)),

@@ -1,0 +1,281 @@
+"""The command `saturate usage`."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from serve_app.settings.schema import UsageSettings, parse
+from serve_app.usage.disk import LocalDisk
+from serve_app.usage.files import PRICES
+from serve_app.usage.prices import Prices, prices_of, unpack
+from serve_app.usage.remote import Remote
+from serve_app.usage.report import BY, Files, Line, Report, ReportError, Total, read
+
+IMPORT_PATH = "serve_app.app:build"
+
+UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+NUMBERS = ("calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "engine_s")
+
+
+def _columns(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    """Return the columns that an option names, with commas between them."""
+    names = tuple(part.strip() for part in value.split(",") if part.strip())
+    for name in names:
+        if name not in BY:
+            raise click.BadParameter(f"{name!r} is no column; take some of {', '.join(BY)}")
+    return names
+
+
+def _moment(context: click.Context, parameter: click.Parameter, value: str | None) -> datetime | None:
+    """Return the time that an option states, in UTC: so long ago, or a date."""
+    if value is None:
+        return None
+    try:
+        if match := re.fullmatch(r"(\d{1,6})([mhdw])", value):
+            return datetime.now(UTC) - timedelta(**{UNITS[match[2]]: int(match[1])})
+        moment = datetime.fromisoformat(value)
+        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        message = f"{value!r} is no time; write 90m, 24h, 7d, 4w, or 2026-11-01, or 2026-11-01T12:00"
+        raise click.BadParameter(message) from None
+
+
+@click.command()
+@click.argument("ledger", required=False)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    help="A Serve config: its args.usage has the place of the ledger, and the prices.",
+)
+@click.option(
+    "--by",
+    callback=_columns,
+    default="tenant",
+    show_default=True,
+    metavar="COLUMN[,COLUMN]",
+    help=f"Sum up by these columns: {', '.join(BY)}.",
+)
+@click.option(
+    "--since",
+    callback=_moment,
+    default="30d",
+    show_default=True,
+    metavar="TIME",
+    help="Calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. All times are UTC.",
+)
+@click.option("--until", callback=_moment, metavar="TIME", help="Calls that ended before.  [default: now]")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "csv", "json"]),
+    default="table",
+    show_default=True,
+    help="A table for people, CSV or JSON for programs.",
+)
+def usage(
+    ledger: str | None,
+    config: Path | None,
+    by: tuple[str, ...],
+    since: datetime,
+    until: datetime | None,
+    form: str,
+) -> None:
+    """Sum up who used what, from the files of LEDGER.
+
+    LEDGER is the folder or URL that args.usage.ledger.folder of a config names; with --config it is found
+    there. The service needn't run.
+
+    \b
+    calls          calls that an engine ran
+    prompt_tokens  tokens in, as the engine counts them; with those from its cache
+    cached_tokens  the part of them that was in its prefix cache
+    output_tokens  tokens out, also those that no client has got
+    cost           of the records of a function
+    engine_s       seconds in the engine, summed over calls that ran side by side
+    price          where there are prices: of the config, or those beside the files
+
+    Calls that run now are in it with their tokens so far (outcome `running`), and so are those of a replica
+    that was killed (`lost`): at most their last second is missing. Lost and failed calls cost nothing.
+
+    \b
+    Examples:
+      saturate usage /var/lib/saturate/usage
+      saturate usage --config serve.yaml --by tenant --since 7d
+      saturate usage --config serve.yaml --by day,tenant --since 2026-11-01 --until 2026-12-01 --format csv
+      saturate usage s3://bucket/usage --by key,model --format json
+    """
+    settings = _settings(config) if config else UsageSettings()
+    place = ledger or (settings.ledger.folder if settings.ledger else "")
+    if not place:
+        where = f": {config} has no args.usage.ledger" if config else ""
+        raise click.UsageError(f"name the ledger's folder or URL, or a config with one (--config){where}")
+    if until and until <= since:
+        raise click.UsageError("--until must be later than --since")
+    report = Report(by, since=since, until=until)
+    try:
+        files, folder = _open(place)
+        read(files, folder, report)
+        prices = prices_of(settings) or _kept_prices(files, folder)
+    except (ReportError, ImportError) as error:
+        raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise click.ClickException(f"{place}: {error.strerror or error}") from None
+    if report.wrong:
+        click.echo(f"warning: {report.wrong} lines are no rows of the ledger; they are left out", err=True)
+    lines = report.lines(prices)
+    print(FORMS[form](by, lines, prices, since, until), end="")
+
+
+def _settings(path: Path) -> UsageSettings:
+    """Return the part `usage` of a config."""
+    try:
+        content = yaml.safe_load(path.read_text())
+        apps = content["applications"] if isinstance(content, dict) else []
+        found = [parse(app.get("args") or {}).usage for app in apps if app.get("import_path") == IMPORT_PATH]
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise click.ClickException(f"{path}: {error}") from None
+    except (KeyError, TypeError, AttributeError):
+        raise click.ClickException(f"{path}: this is no config of Ray Serve") from None
+    with_ledger = [each for each in found if each.ledger]
+    if len({each.ledger.folder for each in with_ledger if each.ledger}) > 1:
+        raise click.ClickException(f"{path}: its applications have several ledgers; name one of them")
+    return next(iter([*with_ledger, *found]), UsageSettings())
+
+
+def _open(place: str) -> tuple[Files, Path]:
+    if "://" in place:
+        try:
+            remote = Remote(place)
+        except ValueError as error:
+            raise ReportError(f"{place}: {error}") from None
+        return remote, remote.root
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise ReportError(f"{place}: there is no such folder")
+    return LocalDisk(), folder
+
+
+def _kept_prices(files: Files, folder: Path) -> Prices | None:
+    """Return the prices that the service has left beside its rows."""
+    try:
+        return unpack(files.read(folder / PRICES))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _numbers(lines: Sequence[Line], prices: Prices | None) -> list[str]:
+    """Return the columns of numbers that say something."""
+    shown = [name for name in NUMBERS if name != "cost" or any(line.total.cost for line in lines)]
+    return [*shown, *(["price"] if prices else [])]
+
+
+def _sum(lines: Sequence[Line], prices: Prices | None) -> Total:
+    price = sum(line.total.price or 0.0 for line in lines) if prices else None
+    sums = {name: sum(getattr(line.total, name) for line in lines) for name in NUMBERS}
+    return Total(**sums, price=price)
+
+
+def _table(
+    by: Sequence[str],
+    lines: Sequence[Line],
+    prices: Prices | None,
+    since: datetime,
+    until: datetime | None,
+) -> str:
+    """Return the sums for people, with a line for all."""
+    names = [name for name in _numbers(lines, prices) if name != "wait_s"]
+    period = f"calls that ended from {_time(since)} to {_time(until) if until else 'now'}, UTC"
+    if not lines:
+        return f"no {period}\n"
+    heads = [*by, *(_head(name, prices) for name in names)]
+    rows = [[*line.values, *(_shown(name, line.total) for name in names)] for line in lines]
+    total = _sum(lines, prices)
+    last = ["total", *([""] * (len(by) - 1)), *(_shown(name, total) for name in names)]
+    widths = [max(len(row[place]) for row in (heads, *rows, last)) for place in range(len(heads))]
+
+    def line_of(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if place < len(by) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    rule = "  ".join("─" * width for width in widths)
+    return "\n".join([period, "", line_of(heads), rule, *map(line_of, rows), rule, line_of(last)]) + "\n"
+
+
+def _csv(
+    by: Sequence[str],
+    lines: Sequence[Line],
+    prices: Prices | None,
+    since: datetime,
+    until: datetime | None,
+) -> str:
+    names = [*NUMBERS, *(["price"] if prices else [])]
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([*by, *names, *(["currency"] if prices else [])])
+    for line in lines:
+        currency = [prices.currency] if prices else []
+        writer.writerow([*line.values, *(_plain(name, line.total) for name in names), *currency])
+    return out.getvalue()
+
+
+def _json(
+    by: Sequence[str],
+    lines: Sequence[Line],
+    prices: Prices | None,
+    since: datetime,
+    until: datetime | None,
+) -> str:
+    names = [*NUMBERS, *(["price"] if prices else [])]
+
+    def fields(total: Total) -> dict[str, Any]:
+        return {name: _plain(name, total) for name in names}
+
+    body = {
+        "since": since.isoformat(),
+        "until": until.isoformat() if until else None,
+        "currency": prices.currency if prices else None,
+        "rows": [dict(zip(by, line.values, strict=True)) | fields(line.total) for line in lines],
+        "total": fields(_sum(lines, prices)),
+    }
+    return json.dumps(body, indent=1, ensure_ascii=False) + "\n"
+
+
+Form = Callable[[Sequence[str], Sequence[Line], Prices | None, datetime, datetime | None], str]
+
+FORMS: dict[str, Form] = {"table": _table, "csv": _csv, "json": _json}
+
+
+def _head(name: str, prices: Prices | None) -> str:
+    if name == "price" and prices:
+        return prices.currency
+    return name.removesuffix("_tokens").replace("engine_s", "engine s")
+
+
+def _shown(name: str, total: Total) -> str:
+    value = getattr(total, name)
+    if name == "price":
+        return f"{value:,.4f}" if value < 1 else f"{value:,.2f}"
+    return f"{value:,.1f}" if name == "engine_s" else f"{value:,}"
+
+
+def _plain(name: str, total: Total) -> Any:
+    value = getattr(total, name)
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _time(moment: datetime) -> str:
+    return moment.strftime("%Y-%m-%d %H:%M")

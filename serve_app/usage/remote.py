@@ -1,0 +1,74 @@
+"""A ledger at a URL: `s3://`, `gs://`, or any other that fsspec knows."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NEEDS = "a ledger at a URL needs fsspec and the package of its scheme: pip install 'saturate[storage]' s3fs"
+
+
+class Remote:
+    """The files of a ledger at a URL. It has no states of running calls: those stay in the spools.
+
+    Args:
+        url: The URL.
+
+    Raises:
+        ImportError: A package is missing; the message names it.
+        ValueError: No package knows the scheme.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs
+        except ImportError as error:
+            raise ImportError(f"{url}: {NEEDS} ({error})") from None
+        try:
+            found: tuple[Any, str] = url_to_fs(url)
+        except ImportError as error:
+            raise ImportError(f"{url}: {NEEDS} ({error})") from None
+        self._fs, root = found
+        self.root = Path(root)
+
+    def uploader(self, spool: Path) -> Callable[[Path], None]:
+        """Return what uploads a file of a spool to its place here."""
+
+        def upload(path: Path) -> None:
+            # An object is there as a whole or not at all.
+            target = self.root / path.relative_to(spool)
+            self._into(target, lambda: self._fs.put_file(str(path), str(target)))
+
+        return upload
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Write a file.
+
+        Args:
+            path: Its path below the URL.
+            data: Its content.
+        """
+        target = self.root / path
+        self._into(target, lambda: self._fs.pipe_file(str(target), data))
+
+    def _into(self, target: Path, write: Callable[[], None]) -> None:
+        """Write a file, into a new folder where there are folders."""
+        try:
+            write()
+        except FileNotFoundError:
+            self._fs.makedirs(str(target.parent), exist_ok=True)
+            write()
+
+    def read(self, path: Path) -> bytes:
+        """Return the content of a file."""
+        content: bytes = self._fs.cat_file(str(path))
+        return content
+
+    def files(self, folder: Path, pattern: str) -> list[Path]:
+        """Return the files below a folder that match a pattern, in order."""
+        # A listing that is remembered would hide what others write.
+        self._fs.invalidate_cache()
+        return sorted(map(Path, self._fs.glob(f"{folder}/{pattern}")))
+
+    def locked(self, path: Path) -> bool:
+        """Return whether a process has the lock of a file; nothing here has a lock."""
+        return False

@@ -1,0 +1,125 @@
+"""Rows of the ledger: one for each call that an Engine ran, never with content."""
+
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple
+
+import msgspec
+
+Outcome = Literal["ok", "cancelled", "failed", "lost", "running"]
+"""How a call ended: `cancelled` its client left, `failed` the engine or the function had an error, `lost` its
+Engine died. A `running` call has not ended: its row holds the tokens so far."""
+
+Source = Literal["http", "handle", "batch", "warm_up", "engine"]
+"""Origin of a call. `warm_up` is the replica's own, `engine` is work that belongs to no call."""
+
+
+class Tokens(NamedTuple):
+    """Tokens of an engine's work, as vLLM's own counters have them.
+
+    Attributes:
+        prompt: Tokens of prompts, those found in the prefix cache too; once for each sequence.
+        cached: Those found in the prefix cache.
+        output: Tokens that were sampled, also those that no client has got.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def plus(self, other: "Tokens") -> "Tokens":
+        """Return the sums with other tokens."""
+        return Tokens(self.prompt + other.prompt, self.cached + other.cached, self.output + other.output)
+
+
+class Row(msgspec.Struct, kw_only=True, frozen=True):
+    """One call that an Engine ran.
+
+    Attributes:
+        call: Id of the call in the ledger, unique; several rows with it are states of the same call.
+        time: When it ended; of a running one, the time of its state. UTC.
+        key: Name of the API key; empty: there was none.
+        tenant: The tenant.
+        model: Id of the model.
+        adapter: Name of the adapter; empty: none.
+        tier: Service tier: `priority`, `default`, `flex`.
+        endpoint: The route, or the method of the handle.
+        source: Origin of the call.
+        prompt_tokens: Tokens of prompts that the engine took.
+        cached_tokens: Those of them that it found in its prefix cache.
+        output_tokens: Tokens that it sampled.
+        cost: Cost of the records of a function; 0 for a language model.
+        wait_s: Seconds in the batcher's queue; of several prompts, the longest wait.
+        engine_s: Seconds from the first start of a prompt in the engine to the last end.
+        outcome: How it ended.
+        resumed: It went on with a stream that broke in another Engine.
+        request_id: Id of the request, which all rows of a request share; empty: it has none.
+        replica: The Engine replica.
+    """
+
+    call: str
+    time: datetime
+    key: str = ""
+    tenant: str = ""
+    model: str = ""
+    adapter: str = ""
+    tier: str = "default"
+    endpoint: str = ""
+    source: Source = "http"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    cost: int = 0
+    wait_s: float = 0.0
+    engine_s: float = 0.0
+    outcome: Outcome = "ok"
+    resumed: bool = False
+    request_id: str = ""
+    replica: str = ""
+
+    @property
+    def day(self) -> str:
+        """The day of `time`, as YYYY-MM-DD."""
+        return self.time.date().isoformat()
+
+
+FIELDS = Row.__struct_fields__
+"""Names of the columns, in their order."""
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Row)
+
+
+def utc(seconds: float) -> datetime:
+    """Return a time of the ledger, to the millisecond.
+
+    Args:
+        seconds: Seconds since the epoch.
+    """
+    return datetime.fromtimestamp(round(seconds, 3), UTC)
+
+
+def as_lost(row: Row) -> Row:
+    """Return the row of a call whose process has died, from the last state that it wrote."""
+    return msgspec.structs.replace(row, outcome="lost") if row.outcome == "running" else row
+
+
+def encode(row: Row) -> bytes:
+    """Return a row as a line of JSON, with its end."""
+    return _encoder.encode(row) + b"\n"
+
+
+def decode(data: bytes) -> tuple[list[Row], int]:
+    """Read the lines that `encode` wrote.
+
+    A crash may leave a part of the last line, and only of that one.
+
+    Returns:
+        The rows, and the number of whole lines that are none.
+    """
+    rows, wrong = [], 0
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            rows.append(_decoder.decode(line))
+        except msgspec.MsgspecError:
+            wrong += 1
+    return rows, wrong

@@ -1,0 +1,74 @@
+"""CPU of the ledger in an Engine replica.
+
+python -m tests.benchmarks.ledger
+"""
+
+import tempfile
+import time
+from pathlib import Path
+
+from serve_app.usage.calls import CallBook, Origin
+from serve_app.usage.ledger import Ledger
+from serve_app.usage.rows import Tokens
+
+CALLS = 2_000
+ROUNDS = 20
+RUNNING = 256
+
+
+class Sequence:
+    """Stands for a sequence of vLLM: five attributes are read."""
+
+    __slots__ = ("cached", "counted", "output", "prompt", "stats")
+
+    def __init__(self) -> None:
+        self.prompt, self.cached, self.output, self.counted, self.stats = 100, 40, 200, True, True
+
+    def tokens(self) -> Tokens:
+        if not self.counted or not self.stats:
+            return Tokens()
+        return Tokens(self.prompt, self.cached, self.output)
+
+    def ended(self) -> bool:
+        return True
+
+
+def run(book: CallBook, number: int) -> None:
+    """Make and end a call."""
+    headers = [(b"content-type", b"application/json"), (b"x-request-id", b"%032d" % number)]
+    call = book.open(Origin("ada", "acme", 0, "/v1/chat/completions", "http", headers))
+    part = call.part(0.01)
+    part.begin(Sequence())
+    part.end()
+    call.close()
+
+
+def main() -> None:
+    """Print microseconds of CPU per call, on the event loop and in the writer's thread."""
+    with tempfile.TemporaryDirectory() as folder:
+        book = CallBook("demo", "Engine:demo#abcdefgh", "Engine-demo-abcdefgh-01234567")
+        ledger = Ledger(book, Path(folder))
+        loop: list[float] = []
+        thread: list[float] = []
+        for _ in range(ROUNDS):
+            began = time.thread_time()
+            for number in range(CALLS):
+                run(book, number)
+            loop.append((time.thread_time() - began) / CALLS)
+            began = time.thread_time()
+            ledger.round()
+            thread.append((time.thread_time() - began) / CALLS)
+        print(f"event loop: {1e6 * min(loop):.2f} to {1e6 * max(loop):.2f} µs per call")
+        print(f"writer:     {1e6 * min(thread):.2f} to {1e6 * max(thread):.2f} µs per call")
+        for _ in range(RUNNING):
+            book.open(Origin("ada", "acme", 0, "/v1/chat/completions")).part().begin(Sequence())
+        states: list[float] = []
+        for _ in range(ROUNDS):
+            began = time.thread_time()
+            ledger.round()
+            states.append((time.thread_time() - began) * 1e3)
+        print(f"{RUNNING} running calls: {min(states):.2f} to {max(states):.2f} ms per round, two a second")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The ledger against vLLM's own counters, while replicas and engines die and clients leave."""
+
+import asyncio
+import itertools
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from click.testing import CliRunner
+
+from serve_app.api.protocol import JSON
+from serve_app.cli.main import saturate
+from serve_app.usage.disk import LocalDisk
+from serve_app.usage.report import Line, Report, read
+from tests.e2e.fault_injection import CORE, LIMIT_S, inject, wait_until_whole
+from tests.e2e.load import BODY, PROMPTS
+from tests.e2e.service import Service
+from tests.e2e.services import wait_until
+from tests.e2e.test_faults import ENGINE, INGRESS
+
+LOST_S = 1.0
+"""Seconds of which a crash may lose the tokens."""
+
+FAULTS_S = 600.0
+"""Length of the long run of faults."""
+
+HANDLE = """
+import json
+from ray import serve
+handle = serve.get_deployment_handle("Engine:demo", app_name="llm")
+body = {"prompts": ["What is 47+28?"], "tenant": "handles", "max_tokens": 20, "ignore_eos": True}
+print(json.dumps(handle.generate.remote(body).result(timeout_s=60)["usage"]))
+"""
+
+
+@dataclass
+class Counters:
+    """vLLM's own counters of each Engine replica, as they were seen last.
+
+    Attributes:
+        seen: By replica, the time of each look and the tokens in and out.
+    """
+
+    url: str
+    seen: dict[str, list[tuple[float, int, int]]] = field(default_factory=dict)
+
+    def look(self) -> set[str]:
+        """Look at all replicas; return those that answer."""
+        at = time.monotonic()
+        found = httpx.get(f"{self.url}/stats", timeout=30).json()["models"]["demo"]["replicas"]
+        for replica in found:
+            engine = replica["usage"]["engine"]
+            seen = self.seen.setdefault(replica["replica"], [])
+            seen.append((at, engine["prompt"], engine["output"]))
+        return {replica["replica"] for replica in found}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look some times a second until the block ends."""
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.1):
+                with suppress(httpx.HTTPError, KeyError, ValueError):
+                    self.look()
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def at_least(self, replica: str) -> tuple[int, int]:
+        """Return the tokens of a replica that has died which have to be in the ledger."""
+        seen = self.seen[replica]
+        last = seen[-1][0] - LOST_S
+        _, prompt, output = max((each for each in seen if each[0] <= last), default=(0.0, 0, 0))
+        return prompt, output
+
+
+def folder(service: Service) -> Path:
+    return Path(service.config["applications"][0]["args"]["usage"]["ledger"]["folder"])
+
+
+def lines(service: Service, *by: str) -> dict[tuple[str, ...], Line]:
+    report = read(LocalDisk(), folder(service), Report(by))
+    assert report.wrong == 0
+    return {line.values: line for line in report.lines() if "minilm" not in line.values}
+
+
+def tokens(service: Service, replica: str) -> tuple[int, int]:
+    """Return the tokens in and out of a replica in the ledger."""
+    line = lines(service, "replica").get((replica,))
+    return (line.total.prompt_tokens, line.total.output_tokens) if line else (0, 0)
+
+
+async def leave_streams(url: str, stop: asyncio.Event) -> None:
+    """Open streams, and leave each in its middle."""
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        for number in itertools.count():
+            if stop.is_set():
+                return
+            body = BODY | {"prompt": PROMPTS[number % len(PROMPTS)], "stream": True, "n": 1 + number % 2}
+            headers = {"x-tenant": "leavers"}
+            with suppress(httpx.HTTPError):
+                async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+                    async for _ in answer.aiter_lines():
+                        if number % 3:
+                            break
+                        await asyncio.sleep(0.05)
+                        break
+
+
+def run_batch(service: Service) -> None:
+    """Run a batch to its end."""
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=3, timeout=60) as client:
+        rows = [
+            {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+            | {"body": {"model": "demo", "prompt": prompt, "max_tokens": 20, "temperature": 0}}
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", LIMIT_S)
+
+
+def replicas_agree(service: Service, counters: Counters) -> bool:
+    """Return whether the ledger has what the counters of all living replicas say, to the token."""
+    return all(tokens(service, name) == counters.seen[name][-1][1:] for name in counters.look())
+
+
+async def compare(service: Service, faults: list[tuple[str, signal.Signals]], seconds: float) -> None:
+    """Inject faults, and compare the ledger with the counters.
+
+    Args:
+        service: Two replicas with a ledger.
+        faults: Processes and signals, one after the other.
+        seconds: Time after which no further fault is injected, but each once.
+    """
+    await asyncio.to_thread(wait_until_whole, service)
+    counters = Counters(service.url)
+    counters.look()
+    stop = asyncio.Event()
+    leaving = asyncio.create_task(leave_streams(service.url, stop))
+    began = time.monotonic()
+    try:
+        with counters.watched():
+            for number, (victim, sends) in enumerate(itertools.cycle(faults)):
+                found = await inject(service, victim, sends)
+                print(f"{victim}: {found.load.summary()}", flush=True)
+                if number + 1 >= len(faults) and time.monotonic() - began >= seconds:
+                    break
+            await asyncio.to_thread(service.run_python, HANDLE)
+            await asyncio.to_thread(run_batch, service)
+    finally:
+        stop.set()
+        await leaving
+    # All calls have ended; the last round is half a second away.
+    await asyncio.to_thread(wait_until, lambda: replicas_agree(service, counters), 60.0)
+    living = counters.look()
+    dead = counters.seen.keys() - living
+    assert living
+    for name in sorted(counters.seen):
+        found_tokens, last = tokens(service, name), counters.seen[name][-1][1:]
+        print(
+            f"{name}: {'dead' if name in dead else 'living'}, ledger {found_tokens}, vLLM {last}", flush=True
+        )
+    for name in living:
+        assert tokens(service, name) == counters.seen[name][-1][1:]
+    for name in dead:
+        for found_count, least in zip(tokens(service, name), counters.at_least(name), strict=True):
+            assert found_count >= least
+    outcomes = {values[0]: line.total.calls for values, line in lines(service, "outcome").items()}
+    print(outcomes, flush=True)
+    assert outcomes["ok"]
+    assert outcomes["cancelled"]
+    assert "running" not in outcomes
+    assert dead
+    assert outcomes["lost"]
+    assert ("handles",) in lines(service, "tenant")
+    assert {("http",), ("handle",), ("batch",), ("warm_up",)} <= lines(service, "source").keys()
+
+
+@pytest.mark.timeout(6 * LIMIT_S)
+async def test_the_ledger_is_what_vllm_counts_through_the_death_of_a_replica(pair: Service) -> None:
+    await compare(pair, [(ENGINE, signal.SIGKILL)], 0.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(6 * LIMIT_S + 2 * FAULTS_S)
+async def test_the_ledger_is_what_vllm_counts_through_minutes_of_faults(pair: Service) -> None:
+    faults = [
+        (ENGINE, signal.SIGKILL),
+        (INGRESS, signal.SIGKILL),
+        (CORE, signal.SIGKILL),
+        (CORE, signal.SIGSTOP),
+    ]
+    await compare(pair, faults, FAULTS_S)
+
+
+def test_the_command_sums_up_the_tenants_of_a_service(pair: Service) -> None:
+    headers = {"x-tenant": "table", "x-request-id": "ledger-1"}
+    body = {"model": "demo", "prompt": "What is 47+28?", "max_tokens": 4, "ignore_eos": True}
+    usage: JSON = httpx.post(f"{pair.url}/v1/completions", json=body, headers=headers, timeout=60).json()[
+        "usage"
+    ]
+
+    def found() -> list[Any]:
+        arguments = ["usage", str(folder(pair)), "--format", "json"]
+        rows = json.loads(CliRunner().invoke(saturate, arguments).stdout)["rows"]
+        return [row for row in rows if row["tenant"] == "table"]
+
+    wait_until(lambda: bool(found()), 10.0)
+    (row,) = found()
+    assert (row["calls"], row["prompt_tokens"], row["output_tokens"]) == (
+        1,
+        usage["prompt_tokens"],
+        usage["completion_tokens"],
+    )

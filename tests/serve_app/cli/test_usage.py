@@ -1,0 +1,143 @@
+"""The command `saturate usage`, on files of a ledger."""
+
+import csv
+import io
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from serve_app.cli.main import saturate
+from serve_app.settings.schema import PriceSettings, UsageSettings
+from serve_app.usage.prices import pack
+from serve_app.usage.rows import Row, encode, utc
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Path:
+    """Return the folder of a ledger."""
+    folder = tmp_path / "usage"
+    rows = [
+        Row(
+            call="a-1", time=utc(NOW.timestamp()), tenant="acme", key="ada", model="demo", output_tokens=1_500
+        ),
+        Row(call="a-2", time=utc(NOW.timestamp()), tenant="bits", model="demo", prompt_tokens=20),
+        Row(call="a-3", time=utc((NOW - timedelta(days=9)).timestamp()), tenant="acme", output_tokens=7),
+    ]
+    for row in rows:
+        path = folder / f"day={row.day}" / "a.00000.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(encode(row))
+    return folder
+
+
+def ask(*arguments: object) -> Result:
+    return CliRunner().invoke(saturate, ["usage", *map(str, arguments)])
+
+
+def config(path: Path, usage: Any) -> Path:
+    args = {"models": [{"id": "demo", "source": "x"}], "usage": usage}
+    app = {"name": "llm", "import_path": "serve_app.app:build", "args": args}
+    path.write_text(yaml.safe_dump({"applications": [app]}))
+    return path
+
+
+def test_a_table_has_a_line_per_tenant_and_one_for_all(ledger: Path) -> None:
+    result = ask(ledger)
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[2] == ["tenant", "calls", "prompt", "cached", "output", "engine", "s"]
+    assert lines[4][:5] == ["acme", "2", "0", "0", "1,507"]
+    assert lines[5][:3] == ["bits", "1", "20"]
+    assert lines[7][:5] == ["total", "3", "20", "0", "1,507"]
+
+
+def test_since_and_until_bound_the_time(ledger: Path) -> None:
+    assert "1,500" in ask(ledger, "--since", "7d").stdout
+    early = ask(ledger, "--since", "4w", "--until", "7d").stdout
+    assert "1,500" not in early
+    assert "7" in early
+    assert ask(ledger, "--since", "2h", "--until", "1h").stdout.startswith("no calls that ended")
+
+
+def test_csv_and_json_have_plain_numbers(ledger: Path) -> None:
+    (first, *_) = csv.DictReader(io.StringIO(ask(ledger, "--format", "csv", "--by", "tenant,key").stdout))
+    assert (first["tenant"], first["key"], first["output_tokens"]) == ("acme", "ada", "1500")
+    body = json.loads(ask(ledger, "--format", "json", "--by", "model").stdout)
+    assert [row["model"] for row in body["rows"]] == ["demo", ""]
+    assert body["total"]["output_tokens"] == 1_507
+    assert body["currency"] is None
+
+
+def test_the_prices_of_the_config_make_a_cost(ledger: Path, tmp_path: Path) -> None:
+    usage = {
+        "ledger": {"folder": str(ledger), "format": "jsonl"},
+        "prices": {"demo": {"input": 0.0, "output": 2_000.0}},
+        "currency": "CHF",
+    }
+    result = ask("--config", config(tmp_path / "serve.yaml", usage), "--since", "7d")
+    assert result.exit_code == 0, result.output
+    assert "CHF" in result.stdout
+    assert "3.00" in result.stdout
+
+
+def test_without_a_config_the_prices_are_those_beside_the_files(ledger: Path) -> None:
+    settings = UsageSettings(prices={"demo": PriceSettings(input=0.0, output=1_000.0)}, currency="EUR")
+    (ledger / "prices.json").write_bytes(pack(settings))
+    body = json.loads(ask(ledger, "--format", "json").stdout)
+    assert (body["currency"], body["total"]["price"]) == ("EUR", 1.5)
+
+
+def test_lines_that_are_no_rows_are_told_and_left_out(ledger: Path) -> None:
+    (ledger / f"day={NOW.date()}" / "b.00000.jsonl").write_bytes(b"what\n")
+    result = ask(ledger)
+    assert "1 lines are no rows" in result.stderr
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name the ledger's folder or URL, or a config"),
+        (["/no/such/folder"], "/no/such/folder: there is no such folder"),
+        (["x", "--by", "colour"], "'colour' is no column; take some of tenant, key"),
+        (["x", "--since", "yesterday"], "'yesterday' is no time; write 90m"),
+        (["x", "--since", "1h", "--until", "2h"], "--until must be later"),
+        (["--config", "/no/such.yaml"], "/no/such.yaml: No such file or directory"),
+        (["nosuch://bucket"], "nosuch://bucket: "),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None:
+    result = ask(*arguments)
+    assert result.exit_code
+    assert message in result.output
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("usage", "message"),
+    [({}, "has no args.usage.ledger"), ({"ledgers": {}}, "args.usage.ledgers: unknown key")],
+)
+def test_a_config_without_a_ledger_is_told(tmp_path: Path, usage: Any, message: str) -> None:
+    result = ask("--config", config(tmp_path / "serve.yaml", usage))
+    assert result.exit_code
+    assert message in result.output
+
+
+def test_a_file_that_is_no_config_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("applications: [1]")
+    assert "is no config of Ray Serve" in ask("--config", path).output
+
+
+def test_the_help_teaches() -> None:
+    text = ask("--help").stdout
+    assert "saturate usage --config serve.yaml --by tenant --since 7d" in text
+    assert "cached_tokens" in text

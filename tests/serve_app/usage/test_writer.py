@@ -1,0 +1,173 @@
+"""The threads that write a ledger, on real files."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.settings.schema import LedgerSettings, PriceSettings, SettingsError, UsageSettings
+from serve_app.usage.calls import CallBook
+from serve_app.usage.disk import LocalDisk
+from serve_app.usage.remote import Remote
+from serve_app.usage.report import Report, read
+from serve_app.usage.rows import Tokens
+from serve_app.usage.writer import Writer, new_book, start_writer
+from tests.serve_app.usage.crashing import FakeSequence, call_of, ran
+
+FAST = {"interval_s": 0.01, "closing_s": 0.01}
+LIMIT_S = 20.0
+
+
+def settings(folder: str | Path, **fields: Any) -> UsageSettings:
+    return UsageSettings(ledger=LedgerSettings(folder=str(folder), **fields))
+
+
+def outputs(folder: Path, files: Any = None) -> dict[str, int]:
+    lines = read(files or LocalDisk(), folder, Report(["outcome"])).lines()
+    return {line.values[0]: line.total.output_tokens for line in lines}
+
+
+def wait_for(condition: Any) -> None:
+    """Wait for what a thread does."""
+    tick = threading.Event()
+    for _ in range(int(LIMIT_S / 0.01)):
+        if condition():
+            return
+        tick.wait(0.01)
+    raise AssertionError("it never came")
+
+
+def test_rows_are_there_soon_and_running_calls_too(tmp_path: Path) -> None:
+    book = new_book("demo", "Engine:demo#1")
+    writer = Writer(settings(tmp_path), book, **FAST).start()
+    ran(book, Tokens(output=3))
+    call = call_of(book)
+    part = call.part()
+    part.begin(FakeSequence(Tokens(output=4)))
+    try:
+        wait_for(lambda: outputs(tmp_path) == {"ok": 3, "running": 4})
+        part.end()
+        call.close()
+        wait_for(lambda: outputs(tmp_path) == {"ok": 7})
+    finally:
+        writer.stop()
+    assert outputs(tmp_path) == {"ok": 7}
+    assert writer.ledger.written == 2
+
+
+def test_a_writer_that_stops_leaves_parquet_and_no_lock(tmp_path: Path) -> None:
+    book = new_book("demo", "Engine:demo#1")
+    writer = Writer(settings(tmp_path), book, **FAST).start()
+    ran(book, Tokens(output=3))
+    writer.stop()
+    writer.stop()
+    (path,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert path.name.startswith("Engine-demo-1-")
+    assert path.suffix == ".parquet"
+    assert outputs(tmp_path) == {"ok": 3}
+
+
+def test_a_new_writer_finishes_the_work_of_a_dead_one(tmp_path: Path) -> None:
+    dead = CallBook("demo", "old", "old-1")
+    ran(dead, Tokens(output=1))
+    old = Writer(settings(tmp_path), dead)
+    ran(dead, Tokens(output=3))
+    call_of(dead).part().begin(FakeSequence(Tokens(output=4)))
+    old.flush()
+    # The system gives its lock back.
+    lock = tmp_path / "open" / "old-1.lock"
+    old._disk._locks[lock].close()
+    book = new_book("demo", "new")
+    writer = Writer(settings(tmp_path), book, **FAST).start()
+    try:
+        wait_for(lambda: not lock.exists())
+    finally:
+        writer.stop()
+    assert outputs(tmp_path) == {"ok": 3, "lost": 4}
+    assert {path.suffix for path in tmp_path.glob("day=*/*")} == {".parquet"}
+
+
+def test_a_ledger_at_a_url_is_uploaded_from_a_spool(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/far"
+    options = settings(url, spool=str(tmp_path / "spool"), upload_s=0.01, format="jsonl")
+    book = new_book("demo", "r")
+    writer = Writer(options, book, **FAST).start()
+    remote = Remote(url)
+    try:
+        ran(book, Tokens(output=3))
+        wait_for(lambda: outputs(remote.root, remote) == {"ok": 3})
+        ran(book, Tokens(output=4))
+    finally:
+        writer.stop()
+    assert outputs(remote.root, remote) == {"ok": 7}
+    assert not list((tmp_path / "spool").rglob("*.jsonl"))
+
+
+def test_rows_that_can_not_be_uploaded_wait_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise OSError("no such bucket")
+
+    url = f"local://{tmp_path}/far"
+    options = settings(url, spool=str(tmp_path / "spool"), upload_s=0.01, max_spool_bytes=1)
+    book = new_book("demo", "r")
+    writer = Writer(options, book, **FAST)
+    monkeypatch.setattr(writer._closer, "_upload", away)
+    writer.start()
+    try:
+        ran(book, Tokens(output=3))
+        wait_for(lambda: writer.ledger.segments.full)
+        ran(book, Tokens(output=4))
+        wait_for(lambda: writer.ledger.dropped == 1)
+        monkeypatch.undo()
+        wait_for(lambda: not writer.ledger.segments.full)
+    finally:
+        writer.stop()
+    remote = Remote(url)
+    assert outputs(remote.root, remote) == {"ok": 3}
+
+
+def test_the_prices_are_kept_beside_the_rows(tmp_path: Path) -> None:
+    options = UsageSettings(
+        ledger=LedgerSettings(folder=str(tmp_path)), prices={"demo": PriceSettings(input=1.0)}
+    )
+    writer = Writer(options, new_book("demo", "r"), **FAST).start()
+    try:
+        wait_for((tmp_path / "prices.json").exists)
+    finally:
+        writer.stop()
+    assert json.loads((tmp_path / "prices.json").read_text())["prices"]["demo"]["input"] == 1.0
+
+
+def test_files_of_old_days_are_removed(tmp_path: Path) -> None:
+    old = tmp_path / "day=2020-01-01" / "a.00000.parquet"
+    old.parent.mkdir()
+    old.write_bytes(b"")
+    book = new_book("demo", "r")
+    writer = Writer(settings(tmp_path, keep_days=30), book, **FAST).start()
+    try:
+        ran(book, Tokens(output=3))
+        wait_for(lambda: not old.exists())
+    finally:
+        writer.stop()
+    assert outputs(tmp_path) == {"ok": 3}
+
+
+def test_a_service_without_a_ledger_has_no_writer() -> None:
+    assert start_writer(UsageSettings(), new_book("demo", "r")) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"folder": "nosuch://x"}, "usage.ledger.folder"), ({"folder": "s3://bucket/x"}, "s3fs")],
+)
+def test_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fields: Any, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(SettingsError, match=message):
+        Writer(UsageSettings(ledger=LedgerSettings(spool=str(tmp_path), **fields)), new_book("m", "r"))
