@@ -8,7 +8,7 @@ from serve_app.api.validation import field_path
 
 Place = tuple[int | str, ...]
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
-"""The model of each section, by its path; the key behind "models" is a model's kind."""
+"""The model of each section, by its path; the key behind "models" is a model's kind, and "*" is any key."""
 
 
 def describe_errors(error: ValidationError, sections: Sections, root: str = "args") -> str:
@@ -25,7 +25,8 @@ def describe_errors(error: ValidationError, sections: Sections, root: str = "arg
         path = field_path(_as_written(place), root)
         match item["type"]:
             case "extra_forbidden":
-                section = sections[tuple(part for part in place[:-1] if isinstance(part, str))]
+                names = tuple(part for part in place[:-1] if isinstance(part, str))
+                section = sections.get(names) or sections[(*names[:-1], "*")]
                 lines.append(f"{path}: unknown key; allowed here: {', '.join(section.model_fields)}")
             case "missing":
                 lines.append(f"{path}: required, but missing")
