@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from serve_app.api.protocol import Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path
-from serve_app.settings.schema import Positive, SettingsError, Strict, Weight
+from serve_app.settings.schema import Positive, Quota, SettingsError, Strict, Weight
 from serve_app.system.command_line import run
 
 Tier = Literal["priority", "default", "flex"]
@@ -46,6 +46,7 @@ class Key(Strict):
         requests_per_minute: Size of a token bucket that is refilled within a minute; by default no limit.
             Each Ingress replica counts by itself.
         max_concurrency: Most requests in flight at one Ingress replica; by default no limit.
+        quota: Limits for all replicas together; needs `args.usage.quotas`.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
@@ -56,6 +57,7 @@ class Key(Strict):
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = ("priority", "default", "flex")
     requests_per_minute: Positive | None = None
     max_concurrency: Positive | None = None
+    quota: Quota | None = None
 
     def priorities(self) -> dict[int, str]:
         """Return the names of `tiers` by priority."""
@@ -137,7 +139,8 @@ def plain_keys(text: str, keys: list[Key]) -> list[str]:
 
 def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
     if type == "extra_forbidden":
-        message = f"unknown field; allowed are {', '.join(Key.model_fields)}"
+        fields = Quota.model_fields if "quota" in place[:-1] else Key.model_fields
+        message = f"unknown field; allowed are {', '.join(fields)}"
     return f"{field_path(place)}: {message.removeprefix('Value error, ')}"
 
 

@@ -72,6 +72,7 @@ class KeyStore:
         settings: Sources of the keys.
         environment: Environment variables, for `keys_env`.
         clock: Monotonic clock of the rate limits, in seconds.
+        quotas: The service keeps quotas: without it, a key that has one is refused.
 
     Raises:
         SettingsError: The keys can't be read.
@@ -83,7 +84,9 @@ class KeyStore:
         *,
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
+        quotas: bool = True,
     ) -> None:
+        self._quotas = quotas
         self._file = Path(settings.keys_file) if settings.keys_file else None
         self._clock = clock
         self._fixed: list[Key] = []
@@ -140,6 +143,8 @@ class KeyStore:
                 raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
             keys = keys + _read(text, f"access.keys_file ({self._file})")
         check_together(keys, "access: keys_file and keys_env together")
+        if not self._quotas and (limited := [key.name for key in keys if key.quota]):
+            raise SettingsError(f"access: the quota of the key {limited[0]!r} needs args.usage.quotas")
         # One assignment, since other threads read it meanwhile.
         self._callers = {key.sha256: Caller(key, self._rate_limit(key)) for key in keys}
 

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
+from serve_app.api.token_bound import TokenDemand
 
 
 @dataclass(slots=True, frozen=True)
@@ -23,6 +24,7 @@ class RelayRequest:
         max_tokens: Most output tokens of an answer that states no limit of its own; None: the context.
         prefix: Hashes of the beginning of its prompt, by which the Ingress chooses a replica.
         tokens: About how many tokens it takes up, of prompt and answer.
+        demand: What the Engine reserves for it; None: its sender has reserved it, or no quota can apply.
         upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
     """
 
@@ -39,6 +41,7 @@ class RelayRequest:
     prefix: tuple[int, ...] = ()
     tokens: int = 0
     upload: str = ""
+    demand: TokenDemand | None = None
 
     def scheduling_now(self) -> Scheduling:
         """Return the scheduling from now on: the time that it has waited elsewhere counts.

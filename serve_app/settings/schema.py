@@ -492,7 +492,7 @@ def _state_url(url: str) -> str:
 
 
 class QuotasSettings(Strict):
-    """Quotas of keys and tenants, kept by a deployment of their own, `Quotas`. Keys have theirs in their file.
+    """Quotas of keys and tenants, kept by the deployment `Quotas`. Those of keys are in their file.
 
     Attributes:
         tenants: Quotas by the names of tenants.

@@ -118,7 +118,8 @@ class Lease:
     @property
     def is_active(self) -> bool:
         """True if the service has something to learn or to recall."""
-        return bool(self.need or self.free or self._past or self._numbers() != self._acknowledged)
+        held = self.free or self._account.reserved
+        return bool(held or self.need or self._past or self._numbers() != self._acknowledged)
 
     def remaining(self, now: float) -> list[LimitState]:
         """Return the states of its limits now."""
@@ -239,7 +240,7 @@ class Reservation:
         """End the request. Further calls do nothing.
 
         Args:
-            tokens: The tokens that it has used; None: all that were reserved, since no better number is known.
+            tokens: The tokens that it has used; None: unknown, so all that were reserved.
             request: The request counts; False: it never ran, as one whose client left while it waited.
         """
         holder, self._holder = self._holder, None
