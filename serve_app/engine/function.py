@@ -14,14 +14,22 @@ from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
+from serve_app.api.token_bound import NOTHING
 from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.loop_watch import LoopWatch
+from serve_app.engine.quotas import EngineQuotas, Handle
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats
-from serve_app.relay.frame import split
+from serve_app.relay.frame import pack_error, split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import SILENT, FunctionSettings, SettingsError, TelemetrySettings
+from serve_app.settings.schema import (
+    SILENT,
+    FunctionSettings,
+    QuotasSettings,
+    SettingsError,
+    TelemetrySettings,
+)
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.catalogue import LOOP_HELD
 from serve_app.telemetry.engine import EngineTelemetry
@@ -42,6 +50,8 @@ class FunctionEngine:
         settings: The model.
         max_records: Most records that one call may carry.
         telemetry: What is measured and logged.
+        quota_settings: Quotas of tenants; None: there are none.
+        quotas: The handle of the Quotas deployment.
 
     Raises:
         SettingsError: There is no such class, it doesn't take the options, or it has no `process`.
@@ -49,11 +59,17 @@ class FunctionEngine:
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, settings: FunctionSettings, max_records: int, telemetry: TelemetrySettings = SILENT
+        self,
+        settings: FunctionSettings,
+        max_records: int,
+        telemetry: TelemetrySettings = SILENT,
+        quota_settings: QuotasSettings | None = None,
+        quotas: Handle | None = None,
     ) -> None:
         flush_warnings()
         self._id = settings.id
         self._max_records = max_records
+        self._quotas = EngineQuotas(quota_settings, quotas)
         self._model = _build(settings)
         self._batcher: DynamicBatcher[Any, Any] = DynamicBatcher(
             self._model.process,
@@ -79,17 +95,26 @@ class FunctionEngine:
         """
         if not isinstance(request, ProcessRequest):
             request = parse_process(request, max_records=self._max_records)
-        return await self._process(request, request.scheduling())
+        scheduling = request.scheduling()
+        # Its records are no tokens: it counts as one request.
+        async with self._quotas.reserved(scheduling.tenant, NOTHING, None, RequestUsage()):
+            return await self._process(request, scheduling)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         usage = RequestUsage()
-        embeds = request.path == "/v1/embeddings"
-        body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
-        async with aclosing(with_keepalive(answer(body, usage))) as messages:
-            async for message in messages:
-                for part in split(message, request.path):
-                    yield part
+        tenant = request.scheduling.tenant
+        try:
+            async with self._quotas.reserved(tenant, request.demand, None, usage):
+                embeds = request.path == "/v1/embeddings"
+                body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
+                async with aclosing(with_keepalive(answer(body, usage))) as messages:
+                    async for message in messages:
+                        for part in split(message, request.path):
+                            yield part
+        except RequestError as error:
+            # Of a quota: all others are in the messages.
+            yield pack_error(error, request.path)
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics."""
@@ -113,6 +138,8 @@ class FunctionEngine:
             watch.stop()
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
+        if quotas := getattr(self, "_quotas", None):
+            quotas.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
         return lambda: meters.record(LOOP_HELD, self._loop_watch.take_longest(), self._id)

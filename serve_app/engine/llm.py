@@ -25,6 +25,7 @@ from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
 from serve_app.engine.loop_watch import LoopWatch
+from serve_app.engine.quotas import EngineQuotas, Handle, generate_demand
 from serve_app.engine.replica import DRAIN_S, answer, replica_stats, routing_stats
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
@@ -33,7 +34,7 @@ from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import SILENT, LLMSettings, TelemetrySettings
+from serve_app.settings.schema import SILENT, LLMSettings, QuotasSettings, TelemetrySettings
 from serve_app.settings.user_config import parse_user_config
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.parent_death import tie_children
@@ -66,6 +67,8 @@ class Engine:
         settings: The model.
         max_prompts: Most prompts that one call may carry.
         telemetry: What is measured and logged.
+        quota_settings: Quotas of tenants; None: there are none.
+        quotas: The handle of the Quotas deployment.
     """
 
     _held = 0
@@ -73,7 +76,12 @@ class Engine:
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, settings: LLMSettings, max_prompts: int, telemetry: TelemetrySettings = SILENT
+        self,
+        settings: LLMSettings,
+        max_prompts: int,
+        telemetry: TelemetrySettings = SILENT,
+        quota_settings: QuotasSettings | None = None,
+        quotas: Handle | None = None,
     ) -> None:
         tie_children()
         flush_warnings()
@@ -85,6 +93,8 @@ class Engine:
             )
         self._id = settings.id
         self._max_prompts = max_prompts
+        self._default_output = settings.sampling.max_tokens
+        self._quotas = EngineQuotas(quota_settings, quotas)
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm_engine import VLLMEngine
@@ -133,8 +143,12 @@ class Engine:
                 request = parse_generate(request, max_prompts=self._max_prompts)
             if self._engine.died:
                 raise engine_failed()
+            usage, scheduling = RequestUsage(), request.scheduling()
+            demand = generate_demand(request, self._default_output) if self._quotas.on else None
+            context = self._engine.max_model_len
             try:
-                response = await self._generate(request, request.scheduling(), RequestUsage())
+                async with self._quotas.reserved(scheduling.tenant, demand, context, usage):
+                    response = await self._generate(request, scheduling, usage)
             except RequestError:
                 if self._engine.died:
                     raise EngineLostError from None
@@ -149,16 +163,21 @@ class Engine:
             # The request was not there when it did, so it may be tried on any other engine.
             yield pack_error(engine_failed(), request.path)
             return
-        if request.path == "/generate":
-            messages = with_keepalive(self._answer_generate(request, usage))
-        else:
-            messages = self._answer_openai(request, began, usage)
+        tenant, context = request.scheduling.tenant, self._engine.max_model_len
         try:
-            with self._holding(request.tokens):
-                async with aclosing(messages):
-                    async for message in messages:
-                        for part in split(message, request.path):
-                            yield part
+            async with self._quotas.reserved(tenant, request.demand, context, usage):
+                if request.path == "/generate":
+                    messages = with_keepalive(self._answer_generate(request, usage))
+                else:
+                    messages = self._answer_openai(request, began, usage)
+                with self._holding(request.tokens):
+                    async with aclosing(messages):
+                        async for message in messages:
+                            for part in split(message, request.path):
+                                yield part
+        except RequestError as error:
+            # Of a quota: all others are in the messages.
+            yield pack_error(error, request.path)
         finally:
             self._telemetry.answered(request.headers, began, usage)
 
@@ -227,6 +246,8 @@ class Engine:
             await engine.stop(DRAIN_S)
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
+        if quotas := getattr(self, "_quotas", None):
+            quotas.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
         engine, model, watch = self._engine, self._id, self._loop_watch

@@ -305,6 +305,11 @@ class Ingress:
         context = self._contexts.get(chosen)
         if context is None and demand is not NOTHING:
             context = await self._context(chosen)
+        if path == GENERATE and demand.output is None:
+            # The config may set a limit for calls that state none.
+            served_model = self._routing.find(chosen)
+            if not isinstance(served_model, FunctionSettings):
+                demand = demand._replace(output=served_model.sampling.max_tokens)
         tokens = demand.most(context)
         reservation = await reserve(self._quotas, request.scope, scheduling.tenant, tokens, quota)
         try:

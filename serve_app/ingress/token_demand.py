@@ -13,11 +13,17 @@ MEDIA = re.compile(
 )
 """Names in bodies whose prompts have other tokens than those of their bytes."""
 
-WITHOUT_MODEL = {"/tokenize", "/detokenize"}
-PAIRS = {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
+WITHOUT_MODEL = {
+    "/tokenize",
+    "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/messages/count_tokens",
+}
+PAIRS = {"/v1/score", "/v1/rerank"}
 """Routes that put the same text into several prompts."""
 
-WITHOUT_ANSWER = PAIRS | {"/v1/embeddings", "/pooling", "/classify", "/v2/embed"}
+WITHOUT_ANSWER = PAIRS | {"/v1/embeddings"}
 """Routes that generate no tokens."""
 
 COUNT = 1 << 30

@@ -206,6 +206,14 @@ BATCHES_LATE = Metric(
 )
 BATCHES_BYTES = Metric("saturate_batches_file_bytes", "gauge", "Bytes of all stored files", ())
 
+# Of the quotas.
+QUOTA_USED = Metric(
+    "saturate_quota_used_ratio",
+    "gauge",
+    "Share of a limit that is used or reserved in its current window, 0 to 1, by key or tenant",
+    ("subject", "limit"),
+)
+
 INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 BATCHER = (
     QUEUE_RECORDS,
@@ -245,6 +253,7 @@ BATCHES = (
     BATCHES_LATE,
     BATCHES_BYTES,
 )
+QUOTAS = (QUOTA_USED,)
 
 ENGINE = (
     ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
@@ -265,7 +274,7 @@ ENGINE = (
 )
 """vLLM's metrics that the dashboard and the alerts use."""
 
-ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES)
+ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS)
 
 
 def table() -> str:

@@ -58,6 +58,8 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"tiers": ["best"]}, "[0].tiers[0]: "),
         ({"requests_per_minute": 0}, "[0].requests_per_minute: "),
         ({"max_concurrency": "5"}, "[0].max_concurrency: "),
+        ({"quota": {"tokens": 5}}, "[0].quota.tokens: unknown field; allowed are tokens_per_minute, "),
+        ({"quota": {"tokens_per_day": -5}}, "[0].quota.tokens_per_day: "),
         ({"key": SECRET}, "[0].key: unknown field; allowed are name, sha256, tenant"),
     ],
 )

@@ -74,8 +74,8 @@ async def test_100_concurrent_requests_through_3_replicas_stay_within_the_limit_
 
 @virtual
 async def test_no_minute_has_more_than_its_limit_over_many_restarts() -> None:
-    fleet = Fleet(Quota(tokens_per_minute=LIMIT, requests_per_minute=400, max_concurrency=60))
-    load = Load(fleet, until=200.0)
+    fleet = Fleet(Quota(tokens_per_minute=20_000, requests_per_minute=60, max_concurrency=20))
+    load = Load(fleet, until=100.0)
 
     async def faults() -> None:
         draws = random.Random(0)
@@ -84,10 +84,10 @@ async def test_no_minute_has_more_than_its_limit_over_many_restarts() -> None:
             fleet.restart()
             fleet.jump_s += draws.choice([0, 0, 30, -30, 3600, -3600])
 
-    await asyncio.gather(faults(), *(load.worker(fleet.clients[n % 3], n) for n in range(100)))
-    assert max(load.used.values()) <= LIMIT
-    assert load.most_flying <= 60
-    assert load.answered > 400
+    await asyncio.gather(faults(), *(load.worker(fleet.clients[n % 3], n) for n in range(30)))
+    assert max(load.used.values()) <= 20_000
+    assert load.most_flying <= 20
+    assert load.answered > 60
     fleet.stop()
 
 
