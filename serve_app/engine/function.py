@@ -97,7 +97,7 @@ class FunctionEngine:
             request = parse_process(request, max_records=self._max_records)
         scheduling = request.scheduling()
         # Its records are no tokens: it counts as one request.
-        async with self._quotas.reserved(scheduling.tenant, NOTHING, None, RequestUsage()):
+        async with self._quotas.reserved(scheduling.tenant, NOTHING, _no_context, RequestUsage()):
             return await self._process(request, scheduling)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
@@ -105,7 +105,7 @@ class FunctionEngine:
         usage = RequestUsage()
         tenant = request.scheduling.tenant
         try:
-            async with self._quotas.reserved(tenant, request.demand, None, usage):
+            async with self._quotas.reserved(tenant, request.demand, _no_context, usage):
                 embeds = request.path == "/v1/embeddings"
                 body = self._answer_embeddings(request, usage) if embeds else self._answer_process(request)
                 async with aclosing(with_keepalive(answer(body, usage))) as messages:
@@ -166,6 +166,10 @@ class FunctionEngine:
         if call.errors is not None:
             response["errors"] = [error.model_dump() for error in call.errors]
         return response
+
+
+def _no_context() -> None:
+    """Return the context of a function."""
 
 
 def _build(settings: FunctionSettings) -> Any:

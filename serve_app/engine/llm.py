@@ -74,6 +74,9 @@ class Engine:
     _held = 0
     """Tokens of the calls that this replica answers, as their callers estimate them."""
 
+    _quotas = EngineQuotas()
+    """Quotas of tenants; by default there are none."""
+
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
         self,
@@ -145,9 +148,8 @@ class Engine:
                 raise engine_failed()
             usage, scheduling = RequestUsage(), request.scheduling()
             demand = generate_demand(request, self._default_output) if self._quotas.on else None
-            context = self._engine.max_model_len
             try:
-                async with self._quotas.reserved(scheduling.tenant, demand, context, usage):
+                async with self._quotas.reserved(scheduling.tenant, demand, self._context, usage):
                     response = await self._generate(request, scheduling, usage)
             except RequestError:
                 if self._engine.died:
@@ -163,9 +165,9 @@ class Engine:
             # The request was not there when it did, so it may be tried on any other engine.
             yield pack_error(engine_failed(), request.path)
             return
-        tenant, context = request.scheduling.tenant, self._engine.max_model_len
+        tenant = request.scheduling.tenant
         try:
-            async with self._quotas.reserved(tenant, request.demand, context, usage):
+            async with self._quotas.reserved(tenant, request.demand, self._context, usage):
                 if request.path == "/generate":
                     messages = with_keepalive(self._answer_generate(request, usage))
                 else:
@@ -196,6 +198,9 @@ class Engine:
     def record_replica_metadata(self) -> dict[str, int]:
         """Return the size of the KV cache in tokens; Serve calls it by this name, once."""
         return {"token_capacity": self._engine.batcher.capacity}
+
+    def _context(self) -> int:
+        return self._engine.max_model_len
 
     @contextmanager
     def _holding(self, tokens: int) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Quotas in an Engine: reservations of calls that come past the Ingress, over a handle or from a batch."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 from uuid import uuid4
@@ -55,7 +55,11 @@ class EngineQuotas:
 
     @asynccontextmanager
     async def reserved(
-        self, tenant: str, demand: TokenDemand | None, context: int | None, usage: RequestUsage
+        self,
+        tenant: str,
+        demand: TokenDemand | None,
+        context: Callable[[], int | None],
+        usage: RequestUsage,
     ) -> AsyncGenerator[None, None]:
         """Return a context with the tokens of a call, which gives back at its end what was not used.
 
@@ -64,7 +68,7 @@ class EngineQuotas:
         Args:
             tenant: Its tenant.
             demand: What to reserve; None: nothing.
-            context: Context of the model, in tokens.
+            context: Returns the context of the model, in tokens; None: it has none.
             usage: Its usage, once it has ended.
 
         Raises:
@@ -74,7 +78,7 @@ class EngineQuotas:
             yield
             return
         self._client.start()
-        reservation = await self._client.reserve(tenant, demand.most(context))
+        reservation = await self._client.reserve(tenant, demand.most(context()))
         try:
             yield
         except RequestError:

@@ -15,7 +15,11 @@ from serve_app.usage.messages import Answer, Report
 from serve_app.usage.quota_service import QuotaService
 from tests.serve_app.usage.fleet import START, MemoryState, inline
 
-CONTEXT = 1000
+
+def context() -> int:
+    return 1000
+
+
 DEMAND = TokenDemand(300, output=100)
 
 
@@ -62,7 +66,7 @@ async def test_a_call_gives_back_what_it_did_not_use(
     usage = RequestUsage()
 
     async def call() -> None:
-        async with quotas.reserved("t", DEMAND, CONTEXT, usage):
+        async with quotas.reserved("t", DEMAND, context, usage):
             usage.prompt_tokens, usage.output_tokens = prompt, output
             if error:
                 raise error
@@ -79,9 +83,9 @@ async def test_a_call_gives_back_what_it_did_not_use(
 async def test_a_call_beyond_the_quota_is_refused() -> None:
     handle = Handle(Quota(tokens_per_day=500))
     quotas = EngineQuotas(handle.settings, handle)
-    async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
+    async with quotas.reserved("t", DEMAND, context, RequestUsage()):
         with pytest.raises(RequestError, match="tenant t: tokens_per_day 500"):
-            async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
+            async with quotas.reserved("t", DEMAND, context, RequestUsage()):
                 raise AssertionError("it has run")
     quotas.stop()
 
@@ -90,7 +94,7 @@ async def test_what_the_ingress_has_reserved_is_not_counted_twice() -> None:
     handle = Handle(Quota(tokens_per_day=500))
     quotas = EngineQuotas(handle.settings, handle)
     usage = RequestUsage(prompt_tokens=5, output_tokens=5)
-    async with quotas.reserved("t", None, CONTEXT, usage):
+    async with quotas.reserved("t", None, context, usage):
         pass
     assert await handle.used() == 0
     quotas.stop()
@@ -99,7 +103,7 @@ async def test_what_the_ingress_has_reserved_is_not_counted_twice() -> None:
 async def test_without_a_deployment_nothing_is_reserved() -> None:
     quotas = EngineQuotas()
     assert not quotas.on
-    async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
+    async with quotas.reserved("t", DEMAND, context, RequestUsage()):
         pass
     quotas.stop()
 
