@@ -102,7 +102,8 @@ class Lease:
         self.hold_s = 1.0
         self.used_share = 1.0
         self._account = _Account(NO_PERIOD)
-        self._sent = self._acknowledged = (0, 0, 0)
+        self._sent = (0, 0, 0)
+        self._acknowledged: tuple[int, int, int] | None = (0, 0, 0)
         self._past: list[_Account] = []
         self._local: dict[str, WindowSum] = {}
         self._active_at = now
@@ -288,6 +289,7 @@ class LeaseHolder:
         self.gave_back = gave_back
         self._leases: dict[LeaseID, Lease] = {}
         self._number = 0
+        self._service = ""
         self._table = ""
         self._reported_at = clock()
         self._closing: list[_Past] = []
@@ -385,7 +387,15 @@ class LeaseHolder:
                 past.append(_message(lease.id, account, closed=closed))
                 if closed:
                     self._closing.append(_Past(lease, account))
-        return Report(self.name, self._number, self._table, tuple(current), tuple(past), tuple(keys.items()))
+        return Report(
+            self.name,
+            self._number,
+            self._service,
+            self._table,
+            tuple(current),
+            tuple(past),
+            tuple(keys.items()),
+        )
 
     def apply(self, answer: Answer, sent_at: float) -> bool:
         """Take over the answer to the last report.
@@ -407,6 +417,12 @@ class LeaseHolder:
             if account in lease._past:
                 lease._past.remove(account)
         self._closing, self._reported = [], []
+        if answer.service != self._service:
+            # It may not know what the last one was told.
+            self._service = answer.service
+            for lease in self._leases.values():
+                lease._acknowledged = None
+            returned = True
         self._table = answer.table
         return returned
 

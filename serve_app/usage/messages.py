@@ -62,6 +62,7 @@ class Report(NamedTuple):
     Attributes:
         holder: Its name, unique and never used again.
         number: Number of the report, from 1 on.
+        service: Name of the process whose answers it has had; that one has heard of all its accounts.
         table: Version of the tenants' quotas that it knows.
         current: The accounts that it takes from, or wants to.
         past: Accounts of windows that are over, and those that it opened while the service was away.
@@ -70,6 +71,7 @@ class Report(NamedTuple):
 
     holder: str
     number: int
+    service: str = ""
     table: str = ""
     current: tuple[Account, ...] = ()
     past: tuple[Account, ...] = ()
@@ -125,11 +127,13 @@ class Answer(NamedTuple):
 
     Attributes:
         grants: The current accounts, in the report's order; without those that have no limit any more.
+        service: Name of the process that answers.
         table: Version of the tenants' quotas.
         tenants: The quotas, where the holder has another version; None: it has this one.
     """
 
     grants: tuple[Grant, ...]
+    service: str
     table: str
     tenants: dict[str, Quota] | None = None
 

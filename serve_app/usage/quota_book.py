@@ -126,9 +126,11 @@ class QuotaBook:
     Args:
         state: What `take_changes` returned, over all earlier processes.
         at: Time on a monotonic clock, in seconds: holders of the state count as seen now.
+        name: Name of this process, never used again.
     """
 
-    def __init__(self, state: Mapping[str, str], at: float) -> None:
+    def __init__(self, state: Mapping[str, str], at: float, name: str) -> None:
+        self._name = name
         self._quotas: dict[str, Quota] = {}
         self._tenants: dict[str, Quota] = {}
         self._table = ""
@@ -162,18 +164,23 @@ class QuotaBook:
         self._sweep(now, at)
         holder = self._holders.setdefault(report.holder, _Holder(at))
         if report.number <= holder.number:
-            return Answer((), self._table)
+            return Answer((), self._name, self._table)
+        # The state may be older than what another process has told the holder, and the first report may be a
+        # late one: until this process has heard of all accounts, reports only add to what is known.
+        latest = report.service == self._name
         holder.number, holder.seen_at = report.number, at
         for subject, quota in report.keys:
             # Replicas read a new file at different times: the one that has seen it last must not undo it.
             if holder.keys.get(subject) != quota or subject not in self._quotas:
                 holder.keys[subject] = self._quotas[subject] = quota
-        self._forget_closed(holder, report)
+        if latest:
+            self._forget(holder, report)
         for account in (*report.past, *report.current):
-            self._settle(report.holder, account, now)
+            self._settle(report.holder, account, now, latest)
         grants = [self._grant(report.holder, account, now, at) for account in report.current]
         return Answer(
             tuple(grant for grant in grants if grant is not None),
+            self._name,
             self._table,
             None if report.table == self._table else self._tenants,
         )
@@ -215,8 +222,12 @@ class QuotaBook:
 
     # Accounts
 
-    def _settle(self, holder: str, account: Account, now: float) -> None:
-        """Take over what an account's holder reports."""
+    def _settle(self, holder: str, account: Account, now: float, latest: bool) -> None:
+        """Take over what an account's holder reports.
+
+        A grant that it doesn't know, since the answer was lost, it can't use any more: no later answer than
+        that to its last report reaches it.
+        """
         period = account.period
         if period == NO_PERIOD:
             return
@@ -228,7 +239,7 @@ class QuotaBook:
             entry = self._enter(holder, account.lease, period, now)
         self._change(
             entry,
-            max(entry.granted, account.granted),
+            account.granted if latest else max(entry.granted, account.granted),
             max(entry.used, account.used),
             max(entry.returned, account.returned),
             account.reserved,
@@ -237,13 +248,20 @@ class QuotaBook:
             entry.closed = self.urgent = True
             self._touched.add(entry)
 
-    def _forget_closed(self, holder: _Holder, report: Report) -> None:
-        """Forget the closed accounts that a report no longer has: their holder knows that they are closed."""
-        if not any(entry.closed for entry in holder.entries.values()):
-            return
+    def _forget(self, holder: _Holder, report: Report) -> None:
+        """Forget what a report no longer has.
+
+        Its holder knows that a closed account is closed. Of any other it has nothing free: what is free in
+        the book was granted by an answer that was lost.
+        """
         named = {(account.lease, account.period) for account in (*report.past, *report.current)}
-        for key in [key for key, entry in holder.entries.items() if entry.closed and key not in named]:
-            self._remove(holder.entries[key])
+        for key in [key for key in holder.entries if key not in named]:
+            entry = holder.entries[key]
+            if not entry.closed and entry.free:
+                known = entry.used + entry.returned + entry.reserved
+                self._change(entry, known, entry.used, entry.returned, entry.reserved)
+            if entry.closed or not entry.granted:
+                self._remove(entry)
 
     def _enter(self, holder: str, lease: LeaseID, period: str, now: float) -> _Entry:
         """Add an account: to the windows of its period, as far as they last, or to the current ones."""

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from uuid import uuid4
 
 from serve_app.settings.schema import QuotasSettings
 from serve_app.usage.messages import Answer, LimitState, Report
@@ -57,7 +58,7 @@ class QuotaService:
         self._monotonic = monotonic
         stored = state.load()
         self._tenants = TenantQuotas(settings, stored.pop(_HELD, None))
-        self._book = QuotaBook(stored, monotonic())
+        self._book = QuotaBook(stored, monotonic(), uuid4().hex)
         self._clock = WindowClock(wall, monotonic, self._book.last_seen)
         self._pending: dict[str, str | None] = {}
         self._set_tenants()

@@ -25,7 +25,7 @@ class Site:
 
     def __init__(self, quota: Quota = QUOTA) -> None:
         self.at = 0.0
-        self.book = QuotaBook({}, 0.0)
+        self.book = QuotaBook({}, 0.0, "process 1")
         self.book.set_tenants({"t": quota}, "1")
         self.holder = LeaseHolder("h", lambda: self.at)
         self.leases = [

@@ -34,12 +34,14 @@ class Service:
     now: float = START
     at: float = 0.0
     disk: dict[str, str] = field(default_factory=dict)
+    starts: int = 0
 
     def __post_init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self.book = QuotaBook(self.disk, self.at)
+        self.starts += 1
+        self.book = QuotaBook(self.disk, self.at, f"process {self.starts}")
         self.book.set_tenants({"t": self.quota}, "1")
 
     def exchange(self, report: Report) -> Answer:
@@ -209,6 +211,7 @@ def actions(*more: str) -> Any:
         st.tuples(
             st.sampled_from((*STEPS, *more)), st.integers(0, 2), st.integers(1, 300), st.sampled_from(FATES)
         ),
+        min_size=10,
         max_size=80,
     )
 
@@ -346,17 +349,17 @@ def test_the_quota_of_a_key_is_the_one_that_was_changed_last() -> None:
     for number, (holder, quota, expected) in enumerate(
         [("a", old, 10), ("b", old, 10), ("a", new, 20), ("b", old, 20), ("b", new, 20)], 1
     ):
-        answer = service.exchange(Report(holder, number, "1", (account,), (), (("key ada", quota),)))
+        answer = service.exchange(Report(holder, number, "", "1", (account,), (), (("key ada", quota),)))
         assert answer.grants[0].limits[0].limit == expected
 
 
 @pytest.mark.parametrize("table", ["", "0"])
 def test_a_holder_gets_the_quotas_of_tenants_that_it_does_not_know(table: str) -> None:
     service = Service()
-    assert service.exchange(Report("a", 1, table)).tenants == {"t": QUOTA}
-    assert service.exchange(Report("a", 2, "1")).tenants is None
+    assert service.exchange(Report("a", 1, "", table)).tenants == {"t": QUOTA}
+    assert service.exchange(Report("a", 2, "", "1")).tenants is None
 
 
 def test_a_subject_without_a_quota_is_granted_nothing() -> None:
     account = Account(LeaseID("tenant other", "tokens"), "", need=1)
-    assert Service().exchange(Report("a", 1, "1", (account,))).grants == ()
+    assert Service().exchange(Report("a", 1, "", "1", (account,))).grants == ()

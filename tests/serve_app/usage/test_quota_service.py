@@ -21,7 +21,7 @@ def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) 
 
 
 def ask(number: int, need: int, holder: str = "h") -> Report:
-    return Report(holder, number, "", (Account(TOKENS, "", need=need),))
+    return Report(holder, number, "", "", (Account(TOKENS, "", need=need),))
 
 
 def remaining(service: QuotaService) -> int:
