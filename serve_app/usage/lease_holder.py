@@ -407,22 +407,24 @@ class LeaseHolder:
         Returns:
             Whether the next report is due at once: others wait for what it gives back.
         """
-        returned = False
-        for lease in self._reported:
-            lease._acknowledged = lease._sent
+        heard = answer.service == self._service
+        returned = not heard
+        if heard:
+            for lease in self._reported:
+                lease._acknowledged = lease._sent
         for grant in answer.grants:
             returned |= self._leases[grant.lease]._apply(grant, sent_at)
-        for lease, account in self._closing:
-            # An account that was granted more meanwhile is the current one again.
-            if account in lease._past:
-                lease._past.remove(account)
-        self._closing, self._reported = [], []
-        if answer.service != self._service:
-            # It may not know what the last one was told.
+        if heard:
+            for lease, account in self._closing:
+                # An account that was granted more meanwhile is the current one again.
+                if account in lease._past:
+                    lease._past.remove(account)
+        else:
+            # A new process takes over what is reported from the next report on, which has all accounts.
             self._service = answer.service
             for lease in self._leases.values():
                 lease._acknowledged = None
-            returned = True
+        self._closing, self._reported = [], []
         self._table = answer.table
         return returned
 

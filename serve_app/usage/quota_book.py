@@ -165,18 +165,18 @@ class QuotaBook:
         holder = self._holders.setdefault(report.holder, _Holder(at))
         if report.number <= holder.number:
             return Answer((), self._name, self._table)
-        # The state may be older than what another process has told the holder, and the first report may be a
-        # late one: until this process has heard of all accounts, reports only add to what is known.
-        latest = report.service == self._name
+        # The first reports to this process may be late ones, and the state is older than they are: they
+        # count once the holder knows this process, and so tells it of all accounts.
+        complete = report.service == self._name
         holder.number, holder.seen_at = report.number, at
         for subject, quota in report.keys:
             # Replicas read a new file at different times: the one that has seen it last must not undo it.
             if holder.keys.get(subject) != quota or subject not in self._quotas:
                 holder.keys[subject] = self._quotas[subject] = quota
-        if latest:
+        if complete:
             self._forget(holder, report)
-        for account in (*report.past, *report.current):
-            self._settle(report.holder, account, now, latest)
+            for account in (*report.past, *report.current):
+                self._settle(report.holder, account, now)
         grants = [self._grant(report.holder, account, now, at) for account in report.current]
         return Answer(
             tuple(grant for grant in grants if grant is not None),
@@ -222,7 +222,7 @@ class QuotaBook:
 
     # Accounts
 
-    def _settle(self, holder: str, account: Account, now: float, latest: bool) -> None:
+    def _settle(self, holder: str, account: Account, now: float) -> None:
         """Take over what an account's holder reports.
 
         A grant that it doesn't know, since the answer was lost, it can't use any more: no later answer than
@@ -239,7 +239,7 @@ class QuotaBook:
             entry = self._enter(holder, account.lease, period, now)
         self._change(
             entry,
-            account.granted if latest else max(entry.granted, account.granted),
+            account.granted,
             max(entry.used, account.used),
             max(entry.returned, account.returned),
             account.reserved,
