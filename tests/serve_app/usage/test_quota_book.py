@@ -178,6 +178,11 @@ class Fleet:
         match action:
             case "take":
                 self.take(number, amount)
+            case "ask":
+                # As a client does: the service is asked only if the lease doesn't cover the request.
+                if not self.take(number, amount):
+                    self.report(number, fate)
+                    self.take(number, amount)
             case "settle":
                 self.settle(amount, (amount % 11) / 10)
             case "report":
@@ -202,7 +207,7 @@ def limit(quota: Quota, name: str) -> int:
     return 1 << 60 if value is None else int(value)
 
 
-STEPS = ("take", "take", "take", "settle", "settle", "report", "report", "report", "pass", "save")
+STEPS = ("ask", "ask", "ask", "ask", "take", "settle", "settle", "report", "report", "report", "pass", "save")
 FATES = ("arrives", "arrives", "arrives", "unanswered", "lost", "late")
 
 
