@@ -454,5 +454,21 @@ def _span(limit: str) -> Span:
 
 def tightest(leases: Iterable[Lease], kind: str, now: float) -> LimitState | None:
     """Return the limit of a kind of which the least remains; None: there is none."""
-    states = [state for lease in leases if lease.id.kind == kind for state in lease.remaining(now)]
-    return min(states, key=lambda state: state.remaining, default=None)
+    found: LimitState | None = None
+    least = 0
+    for lease in leases:
+        if lease.id.kind != kind:
+            continue
+        since, spent = now - lease.states_at, lease._base - lease.free
+        for state in lease.states:
+            # As `Lease.remaining`, which makes an object of each.
+            remaining = state.limit if since >= state.ends_in_s else state.remaining - spent
+            if found is None or remaining < least:
+                found, least = state, remaining
+                found_since = since
+    if found is None:
+        return None
+    remaining = max(0, min(found.limit, least))
+    return LimitState(
+        found.name, found.limit, remaining, found.reserved, max(0.0, found.ends_in_s - found_since)
+    )

@@ -42,6 +42,11 @@ RETRY_S = 0.25
 
 LEAST_RETRY_S = 0.1
 
+_HEADERS = {
+    kind: tuple(f"x-ratelimit-{value}-{kind}".encode() for value in ("limit", "remaining", "reset"))
+    for kind in ("requests", "tokens")
+}
+
 Exchange = Callable[[Report], Awaitable[Answer]]
 
 
@@ -184,15 +189,12 @@ class QuotaClient:
         """Return OpenAI's headers of the tightest limits of tokens and of requests."""
         now = self._clock()
         headers = []
-        for kind in ("requests", "tokens"):
+        for kind, (limit, remaining, reset) in _HEADERS.items():
             if (state := tightest(leases, kind, now)) is not None:
-                reset = _duration(state.ends_in_s) if state.remaining < state.limit else "0s"
-                for name, value in (
-                    ("limit", state.limit),
-                    ("remaining", state.remaining),
-                    ("reset", reset),
-                ):
-                    headers.append((f"x-ratelimit-{name}-{kind}".encode(), str(value).encode()))
+                used = state.remaining < state.limit
+                headers.append((limit, b"%d" % state.limit))
+                headers.append((remaining, b"%d" % state.remaining))
+                headers.append((reset, _duration(state.ends_in_s).encode() if used else b"0s"))
         return headers
 
     # Reports
