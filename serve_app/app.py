@@ -12,7 +12,8 @@ from serve_app.batches.deployment import Batches
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import BATCHES, engine_name
+from serve_app.ingress.health import BATCHES, QUOTAS, engine_name
+from serve_app.ingress.quota_deployment import Quotas
 from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings, parse
 
 UNBOUNDED = 100_000
@@ -37,6 +38,9 @@ DRAIN_EVERY_S = 0.5
 
 BATCHES_GRACE_S = 15.0
 """Seconds in which the Batches deployment stops. The next one sends again the rows that take longer."""
+
+QUOTAS_GRACE_S = 5.0
+"""Seconds in which the Quotas deployment stops; requests that no lease covers wait for the next one."""
 
 INGRESS_RESOURCE = "SATURATE_INGRESS_RESOURCE"
 """Environment variable: the custom resource of Ray that nodes offer which may hold an Ingress."""
@@ -68,10 +72,10 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": 1, "resources": _ingress_resources()},
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
-    engines = {model.id: _engine(model, settings) for model in settings.models}
-    if settings.batches is None:
-        return ingress.bind(settings, engines)
-    return ingress.bind(settings, engines, _batches(settings, engines))
+    quotas = _quotas(settings) if settings.usage.quotas else None
+    engines = {model.id: _engine(model, settings, quotas) for model in settings.models}
+    more: list[Application] = [] if settings.batches is None else [_batches(settings, engines)]
+    return ingress.bind(settings, engines, *more, **({} if quotas is None else {"quotas": quotas}))
 
 
 def _ingress_resources() -> dict[str, float]:
@@ -96,7 +100,23 @@ def _batches(settings: Settings, engines: dict[str, Application]) -> Application
     return deployment.options(name=BATCHES).bind(settings, engines)
 
 
-def _engine(model: ModelSettings, settings: Settings) -> Application:
+def _quotas(settings: Settings) -> Application:
+    deployment = serve.deployment(
+        # One: two would grant the same tokens.
+        num_replicas=1,
+        max_ongoing_requests=UNBOUNDED,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=10,
+        graceful_shutdown_timeout_s=QUOTAS_GRACE_S,
+        graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
+        # It mostly waits, and takes no core from a model.
+        ray_actor_options={"num_cpus": 0, "resources": _ingress_resources()},
+        logging_config=QUIET,
+    )(Quotas)
+    return deployment.options(name=QUOTAS).bind(settings)
+
+
+def _engine(model: ModelSettings, settings: Settings, quotas: Application | None) -> Application:
     kind: type[Any] = FunctionEngine
     router: dict[str, Any] = {}
     if not isinstance(model, FunctionSettings):
@@ -116,6 +136,7 @@ def _engine(model: ModelSettings, settings: Settings) -> Application:
         logging_config=QUIET,
         request_router_config=RequestRouterConfig(**router),
     )(kind)
+    more: dict[str, Any] = {} if quotas is None else {"quotas": quotas}
     return deployment.options(name=engine_name(model.id)).bind(
-        model, settings.ingress.max_prompts, settings.telemetry, settings.usage
+        model, settings.ingress.max_prompts, settings.telemetry, settings.usage, **more
     )

@@ -319,6 +319,17 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "A tenant that asks for more than its share waits longer; the others should not.",
             ),
             Panel(
+                "Use of quotas",
+                "percentunit",
+                (
+                    Query(
+                        f"topk(10, {highest(c.QUOTA_USED, 'subject, limit', SERVE)})", "{{subject}} {{limit}}"
+                    ),
+                ),
+                "Share of each limit that is used or reserved in its current window, in UTC.",
+                1.0,
+            ),
+            Panel(
                 "Rows of datasets per second",
                 "short",
                 (

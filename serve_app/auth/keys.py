@@ -19,7 +19,7 @@ from serve_app.api.addresses import Network
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path
-from serve_app.settings.schema import ModelId, Positive, SettingsError, Strict, Weight
+from serve_app.settings.schema import ModelId, Positive, Quota, SettingsError, Strict, Weight
 
 Tier = Literal["priority", "default", "flex"]
 State = Literal["valid", "disabled", "expired"]
@@ -96,6 +96,7 @@ class Key(Strict):
         expires: Moment, in UTC, from which on the key is invalid; by default never.
         disabled: The key is invalid, until this changes.
         admin: The key may list the keys and their use.
+        quota: Limits for all replicas together; needs `args.usage.quotas`.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
@@ -111,6 +112,7 @@ class Key(Strict):
     expires: Annotated[datetime, PlainValidator(_expiry)] | None = None
     disabled: Flag = False
     admin: Flag = False
+    quota: Quota | None = None
 
     @property
     def hashes(self) -> tuple[str, ...]:
@@ -263,5 +265,6 @@ def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
         # pydantic adds whether it is one hash or a list of them.
         place = place[:2] + place[3:]
     if type == "extra_forbidden":
-        message = f"unknown field; allowed are {', '.join(Key.model_fields)}"
+        fields = Quota.model_fields if "quota" in place[:-1] else Key.model_fields
+        message = f"unknown field; allowed are {', '.join(fields)}"
     return f"{field_path(place)}: {message.removeprefix('Value error, ')}"

@@ -85,6 +85,7 @@ class KeyStore:
         environment: Environment variables, for `keys_env`.
         clock: Monotonic clock of the rate limits, in seconds.
         now: Time of day, in seconds since the epoch, at which keys expire.
+        quotas: The service keeps quotas: without it, a key that has one is refused.
 
     Attributes:
         trusted_proxies: Proxies whose `X-Forwarded-For` counts.
@@ -100,7 +101,9 @@ class KeyStore:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
+        quotas: bool = True,
     ) -> None:
+        self._quotas = quotas
         self._file = Path(settings.keys_file) if settings.keys_file else None
         self._clock = clock
         self._now = now
@@ -172,6 +175,8 @@ class KeyStore:
             keys = keys + more
             places += [f"keys_file[{number}]" for number in range(len(more))]
         check_together(keys, places, "access")
+        if not self._quotas and (limited := [key.name for key in keys if key.quota]):
+            raise SettingsError(f"access: the quota of the key {limited[0]!r} needs args.usage.quotas")
         # A key keeps the state of its limits through a reload, and through a change of its secrets.
         self._rate_limits = {key.name: self._rate_limit(key) for key in keys}
         self._keys = keys

@@ -26,6 +26,7 @@ from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.retry import back_off, ran_there
 from serve_app.ingress.routing import GENERATE, Routing
 from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
+from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
@@ -48,6 +49,7 @@ class EngineClient:
 
     def __init__(self, settings: Settings, engines: Handles, health: Health) -> None:
         self._limits = settings.ingress
+        self._quotas = settings.usage.quotas is not None
         self._routing = Routing(settings.models)
         self._engines = dict(engines)
         self._health = health
@@ -114,9 +116,11 @@ class EngineClient:
         if endpoint == GENERATE:
             call = read_call(content, self._limits, "prompts", "messages")
             name, key = call.model, call_key(content, call, len(text))
+            demand = call_demand(content, call, len(text), self._limits)
         else:
             fields = read_openai(content, endpoint, self._limits)
             name, key = fields.model, openai_key(content, fields, len(text))
+            demand = openai_demand(content, fields, endpoint, text, self._limits)
         request = RelayRequest(
             "POST",
             endpoint,
@@ -129,6 +133,7 @@ class EngineClient:
             tokens=key.tokens,
             key=scheduling.key,
             source="batch",
+            demand=demand if self._quotas else None,
         )
         return self._routing.choose(name, endpoint), request
 

@@ -15,8 +15,10 @@ from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
+from serve_app.api.token_bound import NOTHING
 from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.loop_watch import LoopWatch
+from serve_app.engine.quotas import EngineQuotas, Handle
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
@@ -26,7 +28,7 @@ from serve_app.engine.replica import (
     usage_stats,
 )
 from serve_app.engine.usage_metrics import UsageMetrics
-from serve_app.relay.frame import split
+from serve_app.relay.frame import pack_error, split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -61,7 +63,8 @@ class FunctionEngine:
         settings: The model.
         max_records: Most records that one call may carry.
         telemetry: What is measured and logged.
-        usage: Accounting of the calls.
+        usage: Accounting of the calls, and the quotas of tenants.
+        quotas: The handle of the Quotas deployment; None: there is none.
 
     Raises:
         SettingsError: There is no such class, it doesn't take the options, or it has no `process`.
@@ -74,6 +77,7 @@ class FunctionEngine:
         max_records: int,
         telemetry: TelemetrySettings = SILENT,
         usage: UsageSettings = NO_USAGE,
+        quotas: Handle | None = None,
     ) -> None:
         flush_warnings()
         self._id = settings.id
@@ -81,6 +85,7 @@ class FunctionEngine:
         self._tenants = telemetry.tenants
         self._book = new_book(settings.id, replica_tag())
         self._writer = start_writer(usage, self._book)
+        self._quotas = EngineQuotas(usage.quotas, quotas)
         self._model = _build(settings)
         self._batcher: DynamicBatcher[Any, Any] = DynamicBatcher(
             self._model.process,
@@ -108,20 +113,28 @@ class FunctionEngine:
             request = parse_process(request, max_records=self._max_records)
         scheduling = request.scheduling()
         origin = Origin("", scheduling.tenant, scheduling.priority, "process", "handle")
-        return await self._process(request, scheduling, self._book.open(origin))
+        # Its records are no tokens: it counts as one request.
+        async with self._quotas.reserved(scheduling.tenant, NOTHING, _no_context, RequestUsage()):
+            return await self._process(request, scheduling, self._book.open(origin))
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         usage = RequestUsage()
-        account = self._book.open(origin_of(request))
-        if request.path == "/v1/embeddings":
-            body = self._answer_embeddings(request, usage, account)
-        else:
-            body = self._answer_process(request, account)
-        async with aclosing(with_keepalive(answer(body, usage))) as messages:
-            async for message in messages:
-                for part in split(message, request.path):
-                    yield part
+        tenant = request.scheduling.tenant
+        try:
+            async with self._quotas.reserved(tenant, request.demand, _no_context, usage):
+                account = self._book.open(origin_of(request))
+                if request.path == "/v1/embeddings":
+                    body = self._answer_embeddings(request, usage, account)
+                else:
+                    body = self._answer_process(request, account)
+                async with aclosing(with_keepalive(answer(body, usage))) as messages:
+                    async for message in messages:
+                        for part in split(message, request.path):
+                            yield part
+        except RequestError as error:
+            # Of a quota: all others are in the messages.
+            yield pack_error(error, request.path)
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, and the usage since the start."""
@@ -147,6 +160,8 @@ class FunctionEngine:
             watch.stop()
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
+        if quotas := getattr(self, "_quotas", None):
+            quotas.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
         usage = UsageMetrics(self._book, ledger_of(self._writer), meters, self._tenants)
@@ -202,6 +217,10 @@ class FunctionEngine:
 
 def _has_result(ticket: Entry[Any]) -> bool:
     return ticket.done() and not ticket.cancelled() and ticket.exception() is None
+
+
+def _no_context() -> None:
+    """Return the context of a function."""
 
 
 def _build(settings: FunctionSettings) -> Any:

@@ -25,6 +25,7 @@ from serve_app.engine.error_mapping import blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
 from serve_app.engine.loop_watch import LoopWatch
+from serve_app.engine.quotas import EngineQuotas, Handle, generate_demand
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
@@ -77,11 +78,15 @@ class Engine:
         settings: The model.
         max_prompts: Most prompts that one call may carry.
         telemetry: What is measured and logged.
-        usage: Accounting of the calls.
+        usage: Accounting of the calls, and the quotas of tenants.
+        quotas: The handle of the Quotas deployment; None: there is none.
     """
 
     _held = 0
     """Tokens of the calls that this replica answers, as their callers estimate them."""
+
+    _quotas = EngineQuotas()
+    """Quotas of tenants; by default there are none."""
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
@@ -90,6 +95,7 @@ class Engine:
         max_prompts: int,
         telemetry: TelemetrySettings = SILENT,
         usage: UsageSettings = NO_USAGE,
+        quotas: Handle | None = None,
     ) -> None:
         tie_children()
         flush_warnings()
@@ -104,6 +110,8 @@ class Engine:
         self._tenants = telemetry.tenants
         self._book = new_book(settings.id, replica_tag())
         self._writer = start_writer(usage, self._book)
+        self._default_output = settings.sampling.max_tokens
+        self._quotas = EngineQuotas(usage.quotas, quotas)
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm_engine import VLLMEngine
@@ -154,15 +162,17 @@ class Engine:
                 request = parse_generate(request, max_prompts=self._max_prompts)
             if self._engine.died:
                 raise engine_failed()
-            scheduling = request.scheduling()
+            usage, scheduling = RequestUsage(), request.scheduling()
+            demand = generate_demand(request, self._default_output) if self._quotas.on else None
             origin = Origin("", scheduling.tenant, scheduling.priority, "generate", "handle")
-            with self._accounted(origin) as call:
-                try:
-                    response = await self._generate(request, scheduling, RequestUsage(), call)
-                except RequestError:
-                    if self._engine.died:
-                        raise EngineLostError from None
-                    raise
+            try:
+                async with self._quotas.reserved(scheduling.tenant, demand, self._context, usage):
+                    with self._accounted(origin) as call:
+                        response = await self._generate(request, scheduling, usage, call)
+            except RequestError:
+                if self._engine.died:
+                    raise EngineLostError from None
+                raise
             return response.model_dump(exclude_unset=True)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
@@ -173,16 +183,21 @@ class Engine:
             # The request was not there when it did, so it may be tried on any other engine.
             yield pack_error(engine_failed(), request.path)
             return
+        tenant = request.scheduling.tenant
         try:
-            with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
-                if request.path == "/generate":
-                    messages = with_keepalive(self._answer_generate(request, usage, call))
-                else:
-                    messages = self._answer_openai(request, began, usage, call)
-                async with aclosing(messages):
-                    async for message in messages:
-                        for part in split(message, request.path):
-                            yield part
+            async with self._quotas.reserved(tenant, request.demand, self._context, usage):
+                with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
+                    if request.path == "/generate":
+                        messages = with_keepalive(self._answer_generate(request, usage, call))
+                    else:
+                        messages = self._answer_openai(request, began, usage, call)
+                    async with aclosing(messages):
+                        async for message in messages:
+                            for part in split(message, request.path):
+                                yield part
+        except RequestError as error:
+            # Of a quota: all others are in the messages.
+            yield pack_error(error, request.path)
         finally:
             self._telemetry.answered(request.headers, began, usage)
 
@@ -207,6 +222,9 @@ class Engine:
     def record_replica_metadata(self) -> dict[str, int]:
         """Return the size of the KV cache in tokens; Serve calls it by this name, once."""
         return {"token_capacity": self._engine.batcher.capacity}
+
+    def _context(self) -> int:
+        return self._engine.max_model_len
 
     @contextmanager
     def _holding(self, tokens: int) -> Iterator[None]:
@@ -270,6 +288,8 @@ class Engine:
             await asyncio.to_thread(writer.stop)
         if telemetry := getattr(self, "_telemetry", None):
             telemetry.stop()
+        if quotas := getattr(self, "_quotas", None):
+            quotas.stop()
 
     def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
         engine, model, watch = self._engine, self._id, self._loop_watch

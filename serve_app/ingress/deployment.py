@@ -21,6 +21,7 @@ from serve_app.api.errors import ErrorType, RequestError, error_response
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.api.token_bound import NOTHING, TokenDemand
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.ingress import admin, batches
@@ -35,9 +36,18 @@ from serve_app.ingress.limits import CallFields, OpenAIFields, read_call, read_j
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
+from serve_app.ingress.quotas import (
+    RATE_LIMIT_HEADERS,
+    QuotaMiddleware,
+    ReservedResponse,
+    key_quota,
+    quota_client,
+    reserve,
+)
 from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
+from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
@@ -66,7 +76,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=list(origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
+            expose_headers=["retry-after", "x-request-id", *RATE_LIMIT_HEADERS],
             max_age=600,
         )
     ]
@@ -79,6 +89,7 @@ class Ingress:
         settings: The config's `args`.
         engines: The handle of each model's Engine, by model id.
         batch_handle: The handle of the Batches deployment; None: there is none.
+        quotas: The handle of the Quotas deployment; None: there is none.
     """
 
     def __init__(
@@ -86,6 +97,7 @@ class Ingress:
         settings: Settings,
         engines: Mapping[str, DeploymentHandle[Any]],
         batch_handle: DeploymentHandle[Any] | None = None,
+        quotas: DeploymentHandle[Any] | None = None,
     ) -> None:
         flush_warnings()
         self._settings = settings
@@ -101,7 +113,8 @@ class Ingress:
         self._started = int(time.time())
         self._contexts: dict[str, int] = {}
         self._lost = LostEngines()
-        self._access = KeyStore(settings.access) if settings.access else None
+        self._quotas = quota_client(settings.usage.quotas, quotas, context.replica_tag)
+        self._access = KeyStore(settings.access, quotas=self._quotas is not None) if settings.access else None
         if self._access:
             self._access.watch()
         elif warning := bind_check.warning(bind_check.serve_host(), keys=False):
@@ -134,6 +147,7 @@ class Ingress:
                 self._telemetry.middleware,
                 *_cors(self._settings.ingress.allow_origins),
                 *([Middleware(AuthMiddleware, self._access)] if self._access else []),
+                *([Middleware(QuotaMiddleware, self._quotas)] if self._quotas else []),
                 Middleware(BodyBudgetMiddleware, self._bodies),
                 Middleware(HTTP10Middleware),
             ],
@@ -176,39 +190,43 @@ class Ingress:
         limits = self._settings.ingress
         body = await read_body(request, limits)
 
-        def read() -> tuple[CallFields, RoutingKey]:
+        def read() -> tuple[CallFields, RoutingKey, TokenDemand]:
             content = read_json(body, limits)
             fields = read_call(content, limits, "prompts", "messages")
-            return fields, call_key(content, fields, len(body))
+            demand = call_demand(content, fields, len(body), limits) if self._quotas else NOTHING
+            return fields, call_key(content, fields, len(body)), demand
 
-        fields, key = await look(len(body), read)
-        return self._relay(fields.model, request, body, GENERATE, fields, key)
+        fields, key, demand = await look(len(body), read)
+        return await self._relay(fields.model, request, body, GENERATE, fields, key, demand)
 
     async def _process(self, request: Request) -> Response:
         limits = self._settings.ingress
         body = await read_body(request, limits)
         fields = await look(len(body), lambda: read_call(read_json(body, limits), limits, "records"))
-        return self._relay(fields.model, request, body, PROCESS, fields)
+        return await self._relay(fields.model, request, body, PROCESS, fields)
 
     async def _openai(self, request: Request) -> Response:
         body = await read_body(request, self._settings.ingress)
         path = _path(request)
 
-        def read() -> tuple[OpenAIFields, RoutingKey, bytes]:
+        def read() -> tuple[OpenAIFields, RoutingKey, TokenDemand, bytes]:
             if not _is_json(request, body):
                 # A form with a file: vLLM takes the model from there too.
                 model = form_field(body, request.headers.get("content-type", ""), "model")
-                return OpenAIFields(model=model or request.query_params.get("model")), NO_KEY, body
+                fields = OpenAIFields(model=model or request.query_params.get("model"))
+                return fields, NO_KEY, TokenDemand(None), body
             content = read_json(body, self._settings.ingress)
             fields = read_openai(content, path, self._settings.ingress)
             key = openai_key(content, fields, len(body))
+            limits = self._settings.ingress
+            demand = openai_demand(content, fields, path, body, limits) if self._quotas else NOTHING
             # OpenAI's newer name of "priority", which vLLM refuses.
             fast = fields.service_tier == "fast"
-            return fields, key, content.replaced("service_tier", "priority") if fast else body
+            return fields, key, demand, content.replaced("service_tier", "priority") if fast else body
 
-        fields, key, body = await look(len(body), read)
+        fields, key, demand, body = await look(len(body), read)
         tier = SchedulingFields(service_tier=fields.service_tier)
-        return self._relay(fields.model, request, body, MOVED.get(path, path), tier, key)
+        return await self._relay(fields.model, request, body, MOVED.get(path, path), tier, key, demand)
 
     async def _forward(self, request: Request) -> Response:
         if self._batches is None:
@@ -248,7 +266,7 @@ class Ingress:
                 self._contexts[name] = replica["max_model_len"]
         return self._contexts.get(name, model.engine.max_model_len)
 
-    def _relay(
+    async def _relay(
         self,
         model: str | None,
         request: Request,
@@ -256,7 +274,8 @@ class Ingress:
         path: str,
         fields: SchedulingFields,
         key: RoutingKey = NO_KEY,
-    ) -> ProxyResponse:
+        demand: TokenDemand = NOTHING,
+    ) -> Response:
         caller = request.scope.get("caller")
         chosen = self._routing.choose(model, path, caller.models if caller else None)
         relay = self._relays[chosen]
@@ -289,7 +308,25 @@ class Ingress:
         )
         self._lost.check(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
-        return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
+        if self._quotas is None:
+            return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
+        quota = key_quota(caller.key.name, caller.key.quota) if caller else None
+        context = self._contexts.get(chosen)
+        if context is None and demand is not NOTHING:
+            context = await self._context(chosen)
+        if path == GENERATE and demand.output is None:
+            # The config may set a limit for calls that state none.
+            served_model = self._routing.find(chosen)
+            if not isinstance(served_model, FunctionSettings):
+                demand = demand._replace(output=served_model.sampling.max_tokens)
+        tokens = demand.most(context)
+        reservation = await reserve(self._quotas, request.scope, scheduling.tenant, tokens, quota)
+        try:
+            response = ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
+        except BaseException:
+            reservation.settle(0, request=False)
+            raise
+        return ReservedResponse(response, reservation)
 
 
 async def _no_metrics(request: Request) -> Response:

@@ -20,6 +20,9 @@ MAX_AGE_AWAITED_S = 0.5
 BATCHES = "Batches"
 """Name of the deployment of files and batches."""
 
+QUOTAS = "Quotas"
+"""Name of the deployment of the quotas."""
+
 
 def engine_name(model: str) -> str:
     """Return the name of a model's deployment."""

@@ -20,6 +20,7 @@ from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
 from serve_app.api.addresses import Network
 from serve_app.api.protocol import Flag, SamplingFields
+from serve_app.api.scheduling import Tenant
 from serve_app.settings.messages import describe_errors
 from serve_app.simulation.profiles import Profile, read_profile
 
@@ -505,15 +506,78 @@ class PriceSettings(Strict):
     batch_discount: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
 
 
+class Quota(Strict):
+    """Limits of a key or of a tenant, for all replicas together. A limit left out doesn't exist.
+
+    A request counts in the windows of the calendar, in UTC, in which it was admitted. Its tokens are those of
+    its prompts and of its answers.
+
+    Attributes:
+        tokens_per_minute: Most tokens in a minute.
+        tokens_per_day: Most tokens in a day.
+        tokens_per_month: Most tokens in a month.
+        requests_per_minute: Most requests in a minute.
+        max_concurrency: Most requests in flight.
+    """
+
+    tokens_per_minute: Positive | None = None
+    tokens_per_day: Positive | None = None
+    tokens_per_month: Positive | None = None
+    requests_per_minute: Positive | None = None
+    max_concurrency: Positive | None = None
+
+
+def _state_url(url: str) -> str:
+    if not re.fullmatch(r"(postgres(ql)?|rediss?)://\S+", url):
+        raise ValueError(
+            "must be a URL such as postgresql://USER@HOST/DATABASE or redis://HOST:6379/0; leave it out for "
+            "SQLite in the folder"
+        )
+    return url
+
+
+class QuotasSettings(Strict):
+    """Quotas of keys and tenants, kept by the deployment `Quotas`. Those of keys are in their file.
+
+    Attributes:
+        tenants: Quotas by the names of tenants.
+        file: YAML or JSON file with more of them, which go before those of `tenants`. It is read again when
+            it changes.
+        folder: Directory of the state, on a volume that outlives the node; by default that of the batches.
+        database: URL of a PostgreSQL or Redis database for the state; by default that of the batches, or
+            SQLite in the folder.
+        database_env: Environment variable with that URL, which may hold a password.
+        when_away: Treatment of requests that no lease covers while the deployment doesn't answer:
+            `fail_closed` answers 503, `fail_open` lets each replica grant its share of each limit by itself.
+        away_s: Seconds without an answer after which that begins.
+    """
+
+    tenants: dict[Tenant, Quota] = {}
+    file: Annotated[str, AfterValidator(_absolute)] | None = None
+    folder: Annotated[str, AfterValidator(_folder)] | None = None
+    database: Annotated[str, AfterValidator(_state_url)] | None = None
+    database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    when_away: Literal["fail_closed", "fail_open"] = "fail_closed"
+    away_s: Seconds = 2.0
+
+    @model_validator(mode="after")
+    def _has_one_place(self) -> "QuotasSettings":
+        if sum(place is not None for place in (self.folder, self.database, self.database_env)) > 1:
+            raise ValueError("give one of folder, database and database_env")
+        return self
+
+
 class UsageSettings(Strict):
     """Accounting of what keys and tenants use.
 
     Attributes:
+        quotas: Quotas of keys and tenants; left out: there are none.
         ledger: A row for each call that an engine ran; left out: none are written.
         prices: Prices by model id, for `saturate usage`.
         currency: Currency of the prices.
     """
 
+    quotas: QuotasSettings | None = None
     ledger: LedgerSettings | None = None
     prices: dict[ModelId, PriceSettings] = {}
     currency: Annotated[str, Field(min_length=1, max_length=16)] = "USD"
@@ -551,6 +615,13 @@ class Settings(Strict):
             raise ValueError(f"models: the id {twice[0]!r} is used twice; each model needs its own")
         return self
 
+    @model_validator(mode="after")
+    def _quotas_have_a_place(self) -> "Settings":
+        quotas = self.usage.quotas
+        if quotas and not self.batches and not (quotas.folder or quotas.database or quotas.database_env):
+            raise ValueError("usage.quotas: give folder, database or database_env for their state")
+        return self
+
 
 def parse(args: dict[str, Any]) -> Settings:
     """Check the `args` of a Serve config.
@@ -582,4 +653,6 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("usage",): UsageSettings,
     ("usage", "ledger"): LedgerSettings,
     ("usage", "prices", "*"): PriceSettings,
+    ("usage", "quotas"): QuotasSettings,
+    ("usage", "quotas", "tenants", "*"): Quota,
 }

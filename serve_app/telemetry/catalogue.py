@@ -225,6 +225,14 @@ BATCHES_LATE = Metric(
 )
 BATCHES_BYTES = Metric("saturate_batches_file_bytes", "gauge", "Bytes of all stored files", ())
 
+# Of the quotas.
+QUOTA_USED = Metric(
+    "saturate_quota_used_ratio",
+    "gauge",
+    "Share of a limit that is used or reserved in its current window, 0 to 1, by key or tenant",
+    ("subject", "limit"),
+)
+
 INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND)
 BATCHER = (
@@ -266,6 +274,7 @@ BATCHES = (
     BATCHES_LATE,
     BATCHES_BYTES,
 )
+QUOTAS = (QUOTA_USED,)
 
 ENGINE = (
     ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
@@ -286,7 +295,7 @@ ENGINE = (
 )
 """vLLM's metrics that the dashboard and the alerts use."""
 
-ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES)
+ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS)
 
 
 def table() -> str:

@@ -62,6 +62,16 @@ def test_each_engine_gets_its_own_model_and_the_limit_of_prompts() -> None:
     assert (model.id, model.engine.max_num_seqs) == ("org/other", 8)
 
 
+def test_quotas_are_one_deployment_that_every_replica_reaches() -> None:
+    assert "Quotas" not in {deployment.name for deployment in built(DEMO).deployments}
+    app = built(DEMO, FUNCTION, usage={"quotas": {"folder": "/x"}})
+    deployments: dict[str, Any] = {deployment.name: deployment for deployment in app.deployments}
+    assert deployments["Quotas"].ray_actor_options["num_cpus"] == 0
+    for name in ("Ingress", "Engine:demo", "Engine:rank"):
+        assert deployments[name].init_kwargs["quotas"].deployment_name == "Quotas"
+    assert deployments["Engine:demo"].init_args[3].quotas.folder == "/x"
+
+
 def test_a_function_is_a_deployment_of_its_own_class() -> None:
     app = built(DEMO, FUNCTION, ingress={"max_prompts": 7})
     classes = {deployment.name: deployment.func_or_class for deployment in app.deployments}

@@ -80,6 +80,8 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"expires": "0001-01-01T00:00:00+14:00"}, "[0].expires: must be a date"),
         ({"disabled": "yes"}, "[0].disabled: "),
         ({"admin": 1}, "[0].admin: "),
+        ({"quota": {"tokens": 5}}, "[0].quota.tokens: unknown field; allowed are tokens_per_minute, "),
+        ({"quota": {"tokens_per_day": -5}}, "[0].quota.tokens_per_day: "),
         ({"key": SECRET}, "[0].key: unknown field; allowed are name, sha256, tenant"),
     ],
 )

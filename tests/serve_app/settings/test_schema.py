@@ -457,6 +457,40 @@ def test_wrong_batches_are_told_with_the_fix(fields: JSON, line: str) -> None:
     assert found.startswith(line)
 
 
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        (
+            {"tenants": {"a": {"tokens": 5}}},
+            "args.usage.quotas.tenants.a.tokens: unknown key; allowed here: tokens_per_minute",
+        ),
+        (
+            {"tenants": {"a": {"tokens_per_day": -5}}},
+            "args.usage.quotas.tenants.a.tokens_per_day: Input should be greater than or equal to 1, not -5",
+        ),
+        ({"file": "quotas.yaml"}, "args.usage.quotas.file: must be an absolute path"),
+        ({"database": "mysql://x"}, "args.usage.quotas.database: must be a URL such as postgresql://"),
+        (
+            {"database": "redis://x", "database_env": "X"},
+            "args.usage.quotas: give one of folder, database and database_env",
+        ),
+        ({"away_s": 0}, "args.usage.quotas.away_s: "),
+        ({"when_away": "wait"}, "args.usage.quotas.when_away: "),
+        ({"limits": {}}, "args.usage.quotas.limits: unknown key; allowed here: tenants, file, folder"),
+        ({}, "args: usage.quotas: give folder, database or database_env for their state"),
+    ],
+)
+def test_wrong_quotas_are_told_with_the_fix(fields: JSON, line: str) -> None:
+    (found,) = mistakes(one() | {"usage": {"quotas": fields}})
+    assert found.startswith(line)
+
+
+def test_quotas_are_kept_beside_the_batches_or_in_a_place_of_their_own() -> None:
+    quotas = {"tenants": {"a": {"tokens_per_minute": 5}}}
+    assert parse(one() | {"usage": {"quotas": quotas}, "batches": {"folder": "/x"}}).usage.quotas
+    assert parse(one() | {"usage": {"quotas": quotas | {"database": "redis://x:1/0"}}}).usage.quotas
+
+
 def test_batches_may_be_in_a_home() -> None:
     settings = parse(one() | {"batches": {"folder": "~/x", "content": "s3://bucket/x"}})
     assert settings.batches

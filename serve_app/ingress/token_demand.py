@@ -1,0 +1,78 @@
+"""The most tokens that a request asks for, from its body."""
+
+import re
+
+from serve_app.api.token_bound import NOTHING, TEMPLATE_TOKENS, TokenDemand
+from serve_app.ingress.body import JSONBody
+from serve_app.ingress.limits import CHAT_BATCH, PROMPT_LISTS, CallFields, OpenAIFields
+from serve_app.settings.schema import IngressSettings
+
+MEDIA = re.compile(
+    rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|video|video_url|prompt_embeds|'
+    rb'previous_response_id)"'
+)
+"""Names in bodies whose prompts have other tokens than those of their bytes."""
+
+WITHOUT_MODEL = {
+    "/tokenize",
+    "/detokenize",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/v1/messages/count_tokens",
+}
+PAIRS = {"/v1/score", "/v1/rerank"}
+"""Routes that put the same text into several prompts."""
+
+WITHOUT_ANSWER = PAIRS | {"/v1/embeddings"}
+"""Routes that generate no tokens."""
+
+COUNT = 1 << 30
+"""More than any list has: every list is counted."""
+
+
+def openai_demand(
+    content: JSONBody, fields: OpenAIFields, path: str, body: bytes, limits: IngressSettings
+) -> TokenDemand:
+    """Return the demand of a request of OpenAI's or Anthropic's API.
+
+    Args:
+        content: Its body, which has been looked into.
+        fields: The fields of the body that have been read.
+        path: Its route.
+        body: The text of the body.
+        limits: The limits of the Ingress.
+    """
+    if path in WITHOUT_MODEL:
+        return NOTHING
+    names = (*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS
+    counts = [content.count(name, 0) or 1 for name in names]
+    # The lists of two fields may be combined.
+    prompts = max(1, sum(count for count in counts if count > 1))
+    prompt: int | None = (len(body) if path not in PAIRS else len(body) * prompts) + prompts * TEMPLATE_TOKENS
+    if MEDIA.search(body):
+        prompt = None
+    if path in WITHOUT_ANSWER:
+        return TokenDemand(prompt, prompts, output=0)
+    answers = max(1, fields.n or 1, fields.best_of or 1)
+    stated = [
+        value
+        for value in (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens)
+        if value is not None
+    ]
+    # Routes differ in which of the fields goes before the others.
+    output = max(stated) if stated else limits.max_tokens
+    return TokenDemand(prompt, prompts, answers, output)
+
+
+def call_demand(content: JSONBody, fields: CallFields, size: int, limits: IngressSettings) -> TokenDemand:
+    """Return the demand of a `/generate` call.
+
+    Args:
+        content: Its body, which has been looked into.
+        fields: The fields of the body that have been read.
+        size: Bytes of the body.
+        limits: The limits of the Ingress.
+    """
+    prompts = content.count("prompts", 0) or content.count("messages", 0) or 1
+    output = fields.max_tokens if fields.max_tokens is not None else limits.max_tokens
+    return TokenDemand(size + prompts * TEMPLATE_TOKENS, prompts, 1, output)

@@ -1,0 +1,121 @@
+"""Quotas of tenants: those of the config, and a file that is read again when it changes."""
+
+import hashlib
+import logging
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from serve_app.api.scheduling import Tenant
+from serve_app.api.validation import field_path
+from serve_app.settings.schema import Quota, QuotasSettings, SettingsError
+
+logger = logging.getLogger("ray.serve")
+
+_QUOTAS = TypeAdapter(dict[Tenant, Quota])
+
+
+def read_quotas(text: str, source: str) -> dict[str, Quota]:
+    """Read the quotas of tenants, by name.
+
+    Args:
+        text: YAML or JSON.
+        source: Its origin, for errors.
+
+    Raises:
+        SettingsError: A quota is wrong; the message has its path.
+    """
+    try:
+        content = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise SettingsError(f"{source}: this is not YAML: {error.problem}{line}") from None
+    except yaml.YAMLError:
+        raise SettingsError(f"{source}: this is not YAML") from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"{source}: must be an object with a quota for each tenant")
+    try:
+        return _QUOTAS.validate_python(content)
+    except ValidationError as error:
+        lines = []
+        for item in error.errors():
+            path = field_path(item["loc"])
+            if item["type"] == "extra_forbidden":
+                lines.append(f"{path}: unknown key; allowed are {', '.join(Quota.model_fields)}")
+            else:
+                lines.append(f"{path}: {item['msg'].removeprefix('Value error, ')}, not {item['input']!r}")
+        raise SettingsError(f"{source}: " + "; ".join(lines)) from None
+
+
+class TenantQuotas:
+    """The quotas of all tenants.
+
+    Args:
+        settings: Their sources.
+        held: The text that `held` was in the last process; None: there was none.
+
+    Attributes:
+        quotas: The quotas, by tenant.
+        held: The text of the file that holds; None: there is no file.
+
+    Raises:
+        SettingsError: The file can't be read, and no earlier process has read it.
+    """
+
+    def __init__(self, settings: QuotasSettings, held: str | None = None) -> None:
+        self._fixed = settings.tenants
+        self._file = Path(settings.file) if settings.file else None
+        self.held = held if self._file else None
+        self.quotas: dict[str, Quota] = dict(self._fixed)
+        if self._file is None:
+            return
+        self._seen = _signature(self._file)
+        try:
+            self._load()
+        except SettingsError as error:
+            if held is None:
+                raise
+            logger.error("the quotas of tenants stay as they were: %s", error)
+            self.quotas = {**self._fixed, **read_quotas(held, "the quotas that held")}
+
+    @property
+    def version(self) -> str:
+        """A name for these quotas, the same in every process."""
+        text = "".join(f"{name}\0{quota!r}\0" for name, quota in sorted(self.quotas.items()))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def refresh(self) -> bool:
+        """Read the file again if it has changed; return whether other quotas hold now.
+
+        They stay as they were if it can't be read.
+        """
+        if self._file is None or (signature := _signature(self._file)) == self._seen:
+            return False
+        self._seen = signature
+        try:
+            self._load()
+        except SettingsError as error:
+            logger.warning("the quotas of tenants stay as they were: %s", error)
+            return False
+        logger.info("read the quotas of tenants again: %d hold now", len(self.quotas))
+        return True
+
+    def _load(self) -> None:
+        assert self._file is not None
+        source = f"usage.quotas.file ({self._file})"
+        try:
+            text = self._file.read_text()
+        except (OSError, ValueError) as error:
+            reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
+            raise SettingsError(f"{source}: {reason}") from None
+        self.quotas = {**self._fixed, **read_quotas(text, source)}
+        self.held = text
+
+
+def _signature(path: Path) -> object:
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.errno
+    return status.st_mtime_ns, status.st_size, status.st_ino

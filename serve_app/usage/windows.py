@@ -1,0 +1,110 @@
+"""Calendar windows in UTC, sums of what is used in them, and a clock that never goes back."""
+
+from calendar import monthrange
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Literal, NamedTuple
+
+Span = Literal["minute", "day", "month"]
+
+MINUTE_S = 60
+DAY_S = 86_400
+
+STEP_S = 1.0
+"""Seconds by which the wall clock may run ahead and is followed at once: its ordinary corrections."""
+
+SETTLED_S = 60.0
+"""Seconds after which a jump ahead is taken for the right time. One that is undone before changes nothing."""
+
+
+class Window(NamedTuple):
+    """One window: a minute, a day or a month of the calendar.
+
+    Attributes:
+        span: Its length.
+        starts_at: Its first second, since the epoch.
+        ends_at: The first second behind it.
+    """
+
+    span: Span
+    starts_at: int
+    ends_at: int
+
+
+def window_at(span: Span, at: float) -> Window:
+    """Return the window that holds a time, in seconds since the epoch."""
+    if span != "month":
+        length = MINUTE_S if span == "minute" else DAY_S
+        starts_at = int(at // length) * length
+        return Window(span, starts_at, starts_at + length)
+    first = datetime.fromtimestamp(at, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    starts_at = int(first.timestamp())
+    return Window(span, starts_at, starts_at + monthrange(first.year, first.month)[1] * DAY_S)
+
+
+class WindowSum:
+    """Sum of the current window of a span; a new window begins with nothing.
+
+    Args:
+        span: Length of the windows.
+    """
+
+    __slots__ = ("_span", "_sum", "_window")
+
+    def __init__(self, span: Span) -> None:
+        self._span: Span = span
+        self._window = Window(span, 0, 0)
+        self._sum = 0
+
+    def add(self, amount: int, since: int) -> None:
+        """Add to the window that starts `since`; what belongs to one that is over changes nothing."""
+        if since == self._window.starts_at:
+            self._sum += amount
+
+    def at(self, now: float) -> tuple[Window, int]:
+        """Return the current window and its sum. A time before it counts as its beginning."""
+        if now >= self._window.ends_at:
+            self._window = window_at(self._span, now)
+            self._sum = 0
+        return self._window, self._sum
+
+
+class WindowClock:
+    """Seconds since the epoch, for windows: they never go back, and one jump of the wall clock moves nothing.
+
+    The time follows the wall clock. Where that jumps ahead, it runs on by the monotonic clock, and follows
+    when the jump has lasted for `SETTLED_S`. Where the wall clock is behind, it runs at half speed until both
+    agree: so it never stands still, and no window comes twice.
+
+    Args:
+        wall: Seconds since the epoch.
+        monotonic: Seconds of a clock that never jumps.
+        not_before: The last time that an earlier process has seen.
+    """
+
+    def __init__(
+        self, wall: Callable[[], float], monotonic: Callable[[], float], not_before: float = 0.0
+    ) -> None:
+        self._wall = wall
+        self._monotonic = monotonic
+        self._at = monotonic()
+        self._now = max(wall(), not_before)
+        self._ahead_since: float | None = None
+
+    def now(self) -> float:
+        """Return the time."""
+        at, wall = self._monotonic(), self._wall()
+        elapsed = max(0.0, at - self._at)
+        self._at = at
+        due = self._now + elapsed
+        if wall - due <= STEP_S:
+            self._ahead_since = None
+            self._now = max(wall, self._now + elapsed / 2)
+            return self._now
+        self._now = due
+        if self._ahead_since is None:
+            self._ahead_since = at
+        elif at - self._ahead_since >= SETTLED_S:
+            self._ahead_since = None
+            self._now = wall
+        return self._now

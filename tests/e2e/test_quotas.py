@@ -1,0 +1,144 @@
+"""Quotas on a live service: many requests through three Ingress replicas, and a service that is killed."""
+
+import asyncio
+import copy
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from serve_app.auth.keys import hash_key, new_key
+from tests.e2e.service import ROOT, Service
+from tests.e2e.services import is_healthy, wait_until
+
+pytestmark = pytest.mark.usefixtures("starting_pair")
+
+PREFIX = "/metered"
+LIMIT = 60_000
+"""Tokens of a minute: each request reserves some 700, about one in a hundred of them."""
+
+KEYS = {name: new_key() for name in ("ada", "few", "free")}
+CHAT = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "What is 1+1?"}],
+    "temperature": 0,
+    "max_tokens": 100,
+}
+
+
+@pytest.fixture(scope="module")
+def metered(service: Service, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of three Ingress replicas with quotas, in front of the Engines of the shared service."""
+    folder: Path = tmp_path_factory.mktemp("quotas")
+    entries = [{"name": name, "sha256": hash_key(key.encode()), "tenant": name} for name, key in KEYS.items()]
+    entries[1]["quota"] = {"requests_per_minute": 3}  # type: ignore[assignment]
+    (folder / "keys.yaml").write_text(yaml.safe_dump(entries))
+    config = copy.deepcopy(service.config)
+    (app,) = config["applications"]
+    other = copy.deepcopy(app) | {"name": "metered", "route_prefix": PREFIX}
+    other["import_path"] = "tests.e2e.metered:build"
+    other["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
+    other["args"].pop("batches", None)
+    other["args"]["access"] = {"keys_file": str(folder / "keys.yaml")}
+    other["args"]["usage"] = {
+        "quotas": {"folder": str(folder), "tenants": {"ada": {"tokens_per_minute": LIMIT}}}
+    }
+    other["deployments"] = []
+    config["applications"].append(other)
+    service.deploy(config)
+    url = service.url + PREFIX
+    wait_until(lambda: is_healthy(url))
+    return url
+
+
+def headers_of(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {KEYS[name]}"}
+
+
+def wait_for_minute(least_s: float) -> None:
+    """Return when the current minute has that many seconds left."""
+    if 60 - time.time() % 60 < least_s:
+        wait_until(lambda: time.time() % 60 < 2)
+
+
+def test_answers_have_openai_s_headers(metered: str) -> None:
+    answer = httpx.post(f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("ada"), timeout=60)
+    assert answer.status_code == 200
+    assert answer.headers["x-ratelimit-limit-tokens"] == str(LIMIT)
+    assert 0 < int(answer.headers["x-ratelimit-remaining-tokens"]) < LIMIT
+    free = httpx.post(f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("free"), timeout=60)
+    assert "x-ratelimit-limit-tokens" not in free.headers
+
+
+def test_a_refusal_names_the_limit_and_the_time(metered: str) -> None:
+    wait_for_minute(20)
+    with httpx.Client(headers=headers_of("few"), timeout=60) as client:
+        answers = [client.post(f"{metered}/v1/chat/completions", json=CHAT) for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert answers[-1].json()["error"]["message"].startswith("key few: requests_per_minute 3: ")
+    assert 0 < int(answers[-1].headers["retry-after"]) <= 60
+
+
+async def test_100_concurrent_requests_never_pass_the_limit_and_use_it_up(metered: str) -> None:
+    wait_for_minute(59)
+    ends_at = time.time() // 60 * 60 + 58
+    used = answered = refused = 0
+
+    async def worker(client: httpx.AsyncClient) -> None:
+        nonlocal used, answered, refused
+        while time.time() < ends_at:
+            answer = await client.post(f"{metered}/v1/chat/completions", json=CHAT)
+            if answer.status_code == 429:
+                refused += 1
+                await asyncio.sleep(min(1.0, float(answer.headers["retry-after"])))
+                continue
+            assert answer.status_code == 200, answer.text
+            answered += 1
+            used += answer.json()["usage"]["total_tokens"]
+
+    limits = httpx.Limits(max_connections=100)
+    async with httpx.AsyncClient(headers=headers_of("ada"), timeout=60, limits=limits) as client:
+        await asyncio.gather(*(worker(client) for _ in range(100)))
+    print(f"limit {LIMIT}, used {used} ({used / LIMIT:.2%}), answered {answered}, refused {refused}")
+    assert used <= LIMIT
+    if refused:
+        assert used >= 0.98 * LIMIT
+
+
+def test_a_killed_service_of_quotas_keeps_its_sums(metered: str, service: Service) -> None:
+    wait_for_minute(40)
+    url = f"{metered}/v1/chat/completions"
+
+    def remaining() -> int:
+        answer = httpx.post(url, json=CHAT, headers=headers_of("ada"), timeout=60)
+        return int(answer.headers.get("x-ratelimit-remaining-tokens", -1))
+
+    before = remaining()
+    (pid,) = _pids_of("ServeReplica:metered:Quotas")
+    os.kill(pid, signal.SIGKILL)
+
+    def answered() -> bool:
+        answer: Any = httpx.post(url, json=CHAT, headers=headers_of("ada"), timeout=60)
+        return bool(answer.status_code == 200)
+
+    wait_until(lambda: answered() and _pids_of("ServeReplica:metered:Quotas") not in ([], [pid]))
+    assert 0 < remaining() < before
+
+
+def _pids_of(name: str) -> list[int]:
+    """Return the processes of a replica, by the name that Ray gives them."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                line = (folder / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if name.encode() in line:
+                found.append(int(folder.name))
+    return found

@@ -1,0 +1,113 @@
+"""The service of the quotas: a grant is saved before it leaves, and the next process goes on from there."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.settings.schema import Quota, QuotasSettings
+from serve_app.usage.messages import Account, LeaseID, Report
+from serve_app.usage.quota_service import QuotaService
+from serve_app.usage.state import StateError, TakenOverError, open_state
+from tests.serve_app.usage.fleet import START, MemoryState, inline
+
+SETTINGS = QuotasSettings(tenants={"t": Quota(tokens_per_day=1000)}, folder="/nowhere")
+TOKENS = LeaseID("tenant t", "tokens")
+
+
+def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) -> QuotaService:
+    return QuotaService(settings, state, wall=lambda: START, monotonic=lambda: 0.0, **options)
+
+
+def ask(number: int, need: int, holder: str = "h") -> Report:
+    return Report(holder, number, "", "", (Account(TOKENS, "", need=need),))
+
+
+def remaining(service: QuotaService) -> int:
+    (state,) = service.states()["tenant t"]
+    return state.remaining
+
+
+async def test_a_grant_is_saved_before_it_leaves() -> None:
+    state = MemoryState()
+    service = service_of(state, beside=inline)
+    service.start()
+    answer = await service.exchange(ask(1, 300))
+    assert answer.grants[0].granted == 300
+    saved = dict(state.texts)
+    again = service_of(state)
+    assert (await _unsaved(again, ask(2, 0))).grants[0].granted == 300
+    assert state.texts == saved
+    await service.close()
+
+
+async def _unsaved(service: QuotaService, report: Report) -> Any:
+    """Return the answer of a service that nothing has to be saved for."""
+    async with asyncio.timeout(5):
+        return await service.exchange(report)
+
+
+async def test_reports_that_come_together_are_saved_together() -> None:
+    state, saves = MemoryState(), 0
+
+    async def count(function: Any, *arguments: Any) -> None:
+        nonlocal saves
+        saves += 1
+        await asyncio.sleep(0)
+        function(*arguments)
+
+    service = service_of(state, beside=count)
+    service.start()
+    await asyncio.gather(*(service.exchange(ask(1, 10, f"h{n}")) for n in range(50)))
+    assert saves <= 2
+    assert remaining(service) == 1000
+    await service.close()
+
+
+async def test_a_failed_save_grants_nothing_and_the_next_one_makes_up_for_it() -> None:
+    state = MemoryState()
+    service = service_of(state, beside=inline)
+    service.start()
+    state.failing = True
+    with pytest.raises(StateError):
+        await service.exchange(ask(1, 300))
+    state.failing = False
+    assert (await service.exchange(ask(2, 300))).grants[0].granted == 300
+    service.check()
+    await service.close()
+
+
+async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
+    first = service_of(open_state(tmp_path, None))
+    first.start()
+    await first.exchange(ask(1, 300))
+    second = service_of(open_state(tmp_path, None))
+    second.start()
+    with pytest.raises(TakenOverError):
+        await first.exchange(ask(2, 600))
+    with pytest.raises(TakenOverError):
+        first.check()
+    assert (await second.exchange(ask(2, 600))).grants[0].granted == 600
+    await first.close()
+    await second.close()
+
+
+async def test_the_file_that_held_holds_after_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("t: {tokens_per_day: 70}")
+    settings = QuotasSettings(file=str(file), folder="/nowhere")
+    state = MemoryState()
+    service = service_of(state, settings, beside=inline)
+    await service.save()
+    file.write_text("t: {tokens_per_day: -70}")
+    assert remaining(service_of(state, settings)) == 70
+
+
+async def test_it_counts_the_replicas_that_report() -> None:
+    service = service_of(MemoryState(), beside=inline)
+    service.start()
+    await service.exchange(ask(1, 1, "a"))
+    await service.exchange(ask(1, 1, "b"))
+    assert service.holders == 2
+    await service.close()
