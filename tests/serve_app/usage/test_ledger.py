@@ -405,3 +405,13 @@ def test_the_sums_of_too_many_tenants_are_one(monkeypatch: pytest.MonkeyPatch) -
         "b": 1,
         "other": 2,
     }
+
+
+def test_a_sequence_that_begins_in_a_part_that_has_ended_is_counted() -> None:
+    process = Process(Store(), Clock(), "a", parquet=False)
+    call = call_of(process.book)
+    part = call.part()
+    part.end()
+    part.begin(FakeSequence(Tokens(output=2)))
+    call.close()
+    assert process.book.total().output == 2
