@@ -201,6 +201,7 @@ def test_an_administrator_sees_a_key_without_its_hashes() -> None:
         "models": ["demo"],
         "allow_from": ["10.0.0.0/8", "::1/128"],
         "admin": False,
+        "quota": None,
         "expires_at": 1801353600,
         "secrets": 2,
     }
