@@ -19,10 +19,12 @@ LAST = [
     # On the shared service: what measures all of it, what adds an application to it, what stops it.
     "test_prometheus",
     "test_access",
+    "test_quotas",
     "test_stop",
     # On the pair of replicas: what leaves it whole, what leaves it with one Engine, what asks for no more.
     "test_prefix_routing",
     "test_resumption",
+    "test_ledger",
     "test_faults",
     "test_sdk_errors",
     "test_poison",

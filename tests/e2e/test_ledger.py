@@ -195,6 +195,7 @@ async def compare(service: Service, faults: list[tuple[str, signal.Signals]], se
     assert {("http",), ("handle",), ("batch",), ("warm_up",)} <= lines(service, "source").keys()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(6 * LIMIT_S)
 async def test_the_ledger_is_what_vllm_counts_through_the_death_of_a_replica(pair: Service) -> None:
     await compare(pair, [(ENGINE, signal.SIGKILL)], 0.0)
