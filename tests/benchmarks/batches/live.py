@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import httpx
 import openai
 
 from serve_app.api.protocol import JSON
@@ -57,8 +58,8 @@ class API:
     """
 
     def __init__(self, server: Server) -> None:
-        url = f"http://127.0.0.1:{server.port}/v1"
-        self._client = openai.OpenAI(base_url=url, api_key="none", timeout=120)
+        self._url = f"http://127.0.0.1:{server.port}"
+        self._client = openai.OpenAI(base_url=f"{self._url}/v1", api_key="none", timeout=120)
 
     def create(self, path: Path) -> str:
         """Upload a file of requests and begin a batch; return the batch's id."""
@@ -71,6 +72,11 @@ class API:
         """Return how many rows of a batch are completed."""
         counts = self._client.batches.retrieve(id).request_counts
         return counts.completed if counts else 0
+
+    def tokens(self) -> int:
+        """Return the output tokens of the engine so far, of all that it runs."""
+        models = httpx.get(f"{self._url}/stats", timeout=60).json()["models"]
+        return sum(int(each["batcher"]["output_tokens"]) for each in models["demo"]["replicas"])
 
     def cancel(self, id: str) -> None:
         """Cancel a batch, and wait for its end."""
@@ -157,19 +163,20 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             progress(f"beside: round {number} of {options.rounds}, the batch alone")
             id = api.create(requests)
             time.sleep(traffic.warm_up_s)
-            before = api.completed(id)
-            begun = time.monotonic()
+            before, begun = api.tokens(), time.monotonic()
             time.sleep(traffic.seconds)
-            full = (api.completed(id) - before) / (time.monotonic() - begun)
+            full = (api.tokens() - before) / (time.monotonic() - begun)
             progress(f"beside: round {number} of {options.rounds}, both")
-            both, rows = asyncio.run(_both(server, traffic, api, id, 10 * number + 1))
+            both, made = asyncio.run(_both(server, traffic, api, 10 * number + 1))
             api.cancel(id)
             busy = both.figures(traffic)
+            # Rows end in waves, so tokens are counted; those of the live answers are not the batch's.
+            left = made - len(both.live) * CHAT_TOKENS / traffic.seconds
             alone.append(quiet["ttft_p99_ms"])
             p99s.append(busy["ttft_p99_ms"])
-            own.append(rows)
+            own.append(left)
             ratios_seen.append(busy["ttft_p99_ms"] / quiet["ttft_p99_ms"])
-            shares.append(rows / full)
+            shares.append(left / full)
     return Table(
         f"{about(options.model)}; live: {options.rate:g} streams/s, doubled in the middle, 64 tokens in and "
         f"{CHAT_TOKENS} out; batch: rows of 64 in and {fixed(0).tokens} out. The goal for the TTFT p99 is "
@@ -178,20 +185,20 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             Row("live alone: TTFT p99", "ms", alone),
             Row("live beside the batch: TTFT p99", "ms", p99s),
             Row("TTFT p99, beside / alone", "x", ratios_seen, at_most=1.4),
-            Row("batch beside live traffic", "rows/s", own),
+            Row("batch beside live traffic", "tokens/s", own),
             Row("batch, beside / alone", "x", shares, at_least=0.8),
         ],
     )
 
 
-async def _both(server: Server, traffic: Traffic, api: API, id: str, seed: int) -> tuple[Seen, float]:
-    """Send live traffic beside a batch; return what was seen, and the batch's rows per second."""
+async def _both(server: Server, traffic: Traffic, api: API, seed: int) -> tuple[Seen, float]:
+    """Send live traffic beside a batch; return what was seen, and the output tokens per second of both."""
     live = asyncio.create_task(send(server.port, traffic, seed=seed))
     await asyncio.sleep(traffic.warm_up_s)
-    before, begun = await asyncio.to_thread(api.completed, id), time.monotonic()
+    before, begun = await asyncio.to_thread(api.tokens), time.monotonic()
     await asyncio.sleep(traffic.seconds)
-    rows = (await asyncio.to_thread(api.completed, id) - before) / (time.monotonic() - begun)
-    return await live, rows
+    made = (await asyncio.to_thread(api.tokens) - before) / (time.monotonic() - begun)
+    return await live, made
 
 
 def main() -> None:
