@@ -45,6 +45,12 @@ EMPTY = {
     "Batch work beside live traffic: {{model}}": "this config has no goals",
     "Batch work beside live traffic: {{model}} at most": "this config has no goals",
     "SaturateGoalOutOfReach": "this config has no goals",
+    "Share of prompt tokens from the cache, by tenant: {{model}} {{tenant}}": "prompts are too short",
+    "Usage ledger: {{model}} rows per second": "this config has no ledger",
+    "Usage ledger: {{model}} dropped per second": "this config has no ledger",
+    "Usage ledger: {{model}} seconds behind": "this config has no ledger",
+    "Use of quotas: {{subject}} {{limit}}": "this config has no quotas",
+    "SaturateQuotaNear": "this config has no quotas",
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
 }
