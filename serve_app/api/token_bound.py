@@ -13,7 +13,7 @@ UNKNOWN_CONTEXT = 131_072
 
 
 class TokenDemand(NamedTuple):
-    """What a request may ask of an engine.
+    """Demand of a request for tokens of an engine.
 
     Attributes:
         prompt: Bound on the tokens of all its prompts by their bytes: a byte-level tokenizer makes no more

@@ -28,7 +28,7 @@ class UsageMetrics:
 
     def __call__(self) -> None:
         sums = self._book.by_tenant()
-        # What no tenant has asked for, such as the warm-up, is in vLLM's own metrics.
+        # Work without a tenant, such as the warm-up, is in vLLM's own metrics.
         sums.pop("", None)
         grown = {name: _grown(each, self._last.get(name, Sums())) for name, each in sums.items()}
         self._last = sums

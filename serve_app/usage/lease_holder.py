@@ -133,7 +133,7 @@ class Lease:
             states.append(state._replace(remaining=remaining, ends_in_s=max(0.0, left)))
         return states
 
-    # What follows is called by LeaseHolder and Reservation.
+    # LeaseHolder and Reservation call the methods below.
 
     def _take(self, amount: int) -> _Account:
         self.free -= amount
@@ -207,7 +207,7 @@ class Lease:
 
 
 class Reservation:
-    """What a request has reserved; `settle` gives back what it didn't use.
+    """Reservation of a request; `settle` gives back what it didn't use.
 
     Attributes:
         leases: The leases that it was taken from.

@@ -426,7 +426,7 @@ class QuotaBook:
             lease = LeaseID(subject, thing)
             sums = [self._sums.get((lease, span)) for span, _ in windows]
             starts = [since for _, since in windows]
-            # What it has used is in the stored sums already.
+            # Its use is in the stored sums already.
             kept = [
                 total
                 for total, since in zip(sums, starts, strict=True)

@@ -212,7 +212,7 @@ class QuotaClient:
     async def _run(self) -> None:
         assert self._wake is not None
         while True:
-            # What comes while a report is under way belongs to the next one.
+            # Requests that come while a report is under way belong to the next one.
             self._due = False
             self._wake.clear()
             try:
@@ -323,7 +323,7 @@ class QuotaClient:
         states = lease.remaining(now)
         if not states:
             return _away_error(self._settings.away_s)
-        # What requests in flight hold may come back; of the limits that leave too little, the last counts.
+        # Tokens of requests in flight may come back; of the limits that leave too little, the last counts.
         short = [state for state in states if state.remaining < amount] or [
             min(states, key=lambda state: state.remaining)
         ]

@@ -131,7 +131,7 @@ class QuotaService:
                 await self._beside(self._state.save, changes)
         except Exception as error:
             failed = error
-            # What was granted stays in the book, and is saved by the next try.
+            # A grant stays in the book, and is saved by the next try.
             self._pending = changes | self._pending
             self._unsaved = True
             if isinstance(error, TakenOverError):

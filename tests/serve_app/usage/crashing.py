@@ -17,7 +17,7 @@ class KilledError(BaseException):
 
 @dataclass
 class Store:
-    """What outlives a process."""
+    """State that outlives a process."""
 
     files: dict[Path, bytes] = field(default_factory=dict)
     locks: dict[Path, "MemoryDisk"] = field(default_factory=dict)

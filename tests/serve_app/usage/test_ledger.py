@@ -120,7 +120,7 @@ def check(store: Store, *processes: Process) -> None:
 
 
 class Turn(NamedTuple):
-    """What happens up to the end of a round.
+    """Events up to the end of a round.
 
     Attributes:
         begins: Calls that begin.
