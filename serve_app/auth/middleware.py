@@ -114,7 +114,7 @@ class KeyStore:
                 raise SettingsError(f"access.keys_env: the environment has no variable {name}")
             self._fixed = self._read(environment[name], f"access.keys_env ({name})")
         self._seen: object = None
-        self._keys: list[Key] = []
+        self._keys: dict[str, Key] = {}
         self._callers: dict[str, Caller] = {}
         self._rate_limits: dict[str, RateLimit] = {}
         if self._file:
@@ -160,7 +160,11 @@ class KeyStore:
     def describe(self) -> list[JSON]:
         """Return all keys for an administrator, without hashes; see `Key.describe`."""
         now = self._now()
-        return [key.describe(now) for key in self._keys]
+        return [key.describe(now) for key in self._keys.values()]
+
+    def named(self, name: str) -> Key | None:
+        """Return the key of that name, valid or not; None: there is none."""
+        return self._keys.get(name)
 
     def _load(self) -> None:
         keys = self._fixed
@@ -179,7 +183,7 @@ class KeyStore:
             raise SettingsError(f"access: the quota of the key {limited[0]!r} needs args.usage.quotas")
         # A key keeps the state of its limits through a reload, and through a change of its secrets.
         self._rate_limits = {key.name: self._rate_limit(key) for key in keys}
-        self._keys = keys
+        self._keys = {key.name: key for key in keys}
         callers = [Caller(key, self._rate_limits[key.name]) for key in keys]
         # One assignment, since other threads read it meanwhile.
         self._callers = {hash: caller for caller in callers for hash in caller.key.hashes}

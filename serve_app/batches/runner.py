@@ -44,7 +44,7 @@ class Runner:
         store: The state.
         content: The contents.
         client: The engines.
-        models: Returns the served models.
+        models: Returns the models that the rows of an API key's batches may name, by the key's name.
         limits: Limits on lines.
         concurrency: Limit on rows in flight.
         backoff: Waits between the tries of a row.
@@ -65,7 +65,7 @@ class Runner:
         store: Store,
         content: Contents,
         client: Client,
-        models: Callable[[], Collection[str]],
+        models: Callable[[str], Collection[str]],
         *,
         limits: Limits | None = None,
         concurrency: Concurrency | None = None,
@@ -294,7 +294,8 @@ class Runner:
     async def _validate(self, one: OpenBatch) -> None:
         batch = one.batch
         path = self._content.path(batch.input_file)
-        found = await asyncio.to_thread(validate, path, batch.endpoint, self._models(), self._limits)
+        models = self._models(batch.api_key)
+        found = await asyncio.to_thread(validate, path, batch.endpoint, models, self._limits)
         if found.errors:
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
         else:

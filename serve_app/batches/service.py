@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -15,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from serve_app.api.pacing import Auto
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.auth.middleware import KeyStore
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.client import Client
 from serve_app.batches.content import Content, Contents
@@ -53,6 +55,7 @@ class BatchService:
         content: The contents.
         client: The engines.
         models: Ids of the served models.
+        keys: The API keys, some of which allow some of the models only; None: the service has none.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class BatchService:
         content: Contents,
         client: Client,
         models: Collection[str],
+        keys: KeyStore | None = None,
     ) -> None:
         limits = Limits.of(settings)
         self.uploads = Uploads()
@@ -70,7 +74,7 @@ class BatchService:
             store,
             content,
             client,
-            lambda: models,
+            partial(_allowed, models, keys),
             limits=limits,
             concurrency=Auto(most=settings.max_rows_in_flight),
         )
@@ -87,7 +91,12 @@ class BatchService:
 
     @classmethod
     async def open(
-        cls, settings: BatchesSettings, client: Client, models: Collection[str], held_s: float = HELD_S
+        cls,
+        settings: BatchesSettings,
+        client: Client,
+        models: Collection[str],
+        keys: KeyStore | None = None,
+        held_s: float = HELD_S,
     ) -> "BatchService":
         """Open the folder, and go on with the batches in it.
 
@@ -95,6 +104,7 @@ class BatchService:
             settings: Place and limits.
             client: The engines.
             models: Ids of the served models.
+            keys: The API keys; None: the service has none.
             held_s: Seconds to wait while another process has the folder open.
 
         Raises:
@@ -111,7 +121,7 @@ class BatchService:
         except BaseException:
             store.close()
             raise
-        return cls(settings, store, content, client, models)
+        return cls(settings, store, content, client, models, keys)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
@@ -221,3 +231,9 @@ def _folder(settings: BatchesSettings) -> Path:
 def _scheduling(request: Request) -> Scheduling:
     scheduling: Scheduling = request.scope[SCHEDULING]
     return scheduling
+
+
+def _allowed(models: Collection[str], keys: KeyStore | None, key: str) -> Collection[str]:
+    """Return the served models that the rows of a key's batches may name."""
+    found = keys.named(key) if keys else None
+    return models if found is None or found.models is None else set(models) & set(found.models)

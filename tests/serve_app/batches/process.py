@@ -46,7 +46,7 @@ async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:
     remove_orphans(store, content)
     engine = LoggedEngine(calls)
     runner = Runner(
-        store, content, engine, lambda: {"demo"}, concurrency=Fixed(limit), clock=lambda: NOW, tick_s=0.05
+        store, content, engine, lambda key: {"demo"}, concurrency=Fixed(limit), clock=lambda: NOW, tick_s=0.05
     )
     reached = count(1)
     committed = asyncio.Event()

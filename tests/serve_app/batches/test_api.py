@@ -39,7 +39,7 @@ class Site:
             self.store,
             self.content,
             self.engine,
-            lambda: {"demo"},
+            lambda key: {"demo"},
             limits=LIMITS,
             clock=lambda: NOW,
             tick_s=0.05,

@@ -144,7 +144,7 @@ class Schedule:
                 store,
                 content,
                 self.engine,
-                lambda: {"demo"},
+                lambda key: {"demo"},
                 concurrency=Fixed(self.limit),
                 backoff=Backoff(0.0, 0.0),
                 clock=lambda: self.now,

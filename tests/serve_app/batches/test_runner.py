@@ -36,7 +36,7 @@ class Bench:
             store,
             content,
             engine,
-            lambda: {"demo"},
+            lambda key: {"demo"},
             backoff=options.pop("backoff", Backoff(0.0, 0.0)),
             clock=lambda: self.now,
             tick_s=options.pop("tick_s", 0.01),

@@ -25,7 +25,7 @@ def batch_site(folder: Path, status: Callable[[str], int] = lambda _: 200) -> It
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         store, content = opened(folder)
-        runner = Runner(store, content, Engine(status), lambda: {"demo"}, tick_s=0.05)
+        runner = Runner(store, content, Engine(status), lambda key: {"demo"}, tick_s=0.05)
         app.routes.extend(BatchAPI(store, content, runner.notice).routes())
         running = asyncio.create_task(runner.run())
         ready.set()
