@@ -95,7 +95,7 @@ class Key(Strict):
         allow_from: Ranges of addresses from which clients may use the key; by default all.
         expires: Moment, in UTC, from which on the key is invalid; by default never.
         disabled: The key is invalid, until this changes.
-        admin: The key may list the keys and their use.
+        admin: The key may list the keys and read what all have used.
         quota: Limits for all replicas together; needs `args.usage.quotas`.
     """
 

@@ -51,6 +51,7 @@ EMPTY = {
     "Usage ledger: {{model}} seconds behind": "this config has no ledger",
     "Use of quotas: {{subject}} {{limit}}": "this config has no quotas",
     "SaturateQuotaNear": "this config has no quotas",
+    "SaturateUsageLost": "this config has no ledger",
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
 }

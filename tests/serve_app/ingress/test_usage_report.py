@@ -1,7 +1,6 @@
 """Reports of a ledger's usage, by the command that makes them."""
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -9,17 +8,13 @@ import pytest
 from serve_app.api.errors import RequestError
 from serve_app.ingress import usage_report
 from serve_app.ingress.usage_report import UsageReports
-from serve_app.usage.rows import Row, encode, utc
+from tests.serve_app.usage.ledgers import write_row
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Path:
     """Return the folder of a ledger with one row."""
-    row = Row(call="a-1", time=utc(datetime.now(UTC).timestamp()), tenant="acme", output_tokens=15)
-    path = tmp_path / "usage" / f"day={row.day}" / "a.00000.jsonl"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(encode(row))
-    return tmp_path / "usage"
+    return write_row(tmp_path / "usage", tenant="acme", output_tokens=15)
 
 
 async def test_a_report_has_the_sums_as_json_or_csv(ledger: Path) -> None:
