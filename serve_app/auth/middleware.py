@@ -18,6 +18,7 @@ from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields
 from serve_app.auth.keys import Key, check_together, expired_keys, hash_key, plain_keys, read_keys
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.settings.schema import AccessSettings, SettingsError
+from serve_app.system.file_signature import file_signature
 
 logger = logging.getLogger("ray.serve")
 
@@ -118,12 +119,12 @@ class KeyStore:
         self._callers: dict[str, Caller] = {}
         self._rate_limits: dict[str, RateLimit] = {}
         if self._file:
-            self._seen = _signature(self._file)
+            self._seen = file_signature(self._file)
         self._load()
 
     def refresh(self) -> None:
         """Read the file again if it has changed. The keys stay as they were if it can't be read."""
-        if self._file is None or (signature := _signature(self._file)) == self._seen:
+        if self._file is None or (signature := file_signature(self._file)) == self._seen:
             return
         self._seen = signature
         try:
@@ -261,14 +262,6 @@ def _api_key(headers: Headers) -> bytes:
     """Return the key of a request; empty if there is none."""
     # OpenAI's clients send a bearer token, Anthropic's the other header.
     return bearer_token(headers) or dict(headers).get(b"x-api-key", b"").strip()
-
-
-def _signature(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError as error:
-        return error.errno
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _watch(reference: "weakref.ref[KeyStore]") -> None:
