@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
-from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -22,6 +21,7 @@ from serve_app.batches.client import Client
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.database import Database
 from serve_app.batches.errors import DatabaseError, HeldError, StoreError
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
@@ -55,7 +55,7 @@ class BatchService:
         content: The contents.
         client: The engines.
         models: Ids of the served models.
-        keys: The API keys, some of which allow some of the models only; None: the service has none.
+        keys: The API keys; None: the service has none.
     """
 
     def __init__(
@@ -67,22 +67,21 @@ class BatchService:
         models: Collection[str],
         keys: KeyStore | None = None,
     ) -> None:
-        limits = Limits.of(settings)
+        rules = KeyRules(models, Limits.of(settings), keys)
         self.uploads = Uploads()
         self._store = store
         self._runner = Runner(
             store,
             content,
             client,
-            partial(_allowed, models, keys),
-            limits=limits,
+            rules,
             concurrency=Auto(most=settings.max_rows_in_flight),
         )
         api = BatchAPI(
             store,
             content,
             self._runner.notice,
-            limits=limits,
+            limits=rules.limits,
             scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
         )
@@ -231,9 +230,3 @@ def _folder(settings: BatchesSettings) -> Path:
 def _scheduling(request: Request) -> Scheduling:
     scheduling: Scheduling = request.scope[SCHEDULING]
     return scheduling
-
-
-def _allowed(models: Collection[str], keys: KeyStore | None, key: str) -> Collection[str]:
-    """Return the served models that the rows of a key's batches may name."""
-    found = keys.named(key) if keys else None
-    return models if found is None or found.models is None else set(models) & set(found.models)

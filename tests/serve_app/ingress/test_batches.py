@@ -33,6 +33,7 @@ KEYS = {
     "ben": ("default", "flex"),
     "live": ("default",),
     "some": ("default", "flex"),
+    "small": ("flex",),
 }
 """Tiers of each key, which is the name of its tenant too."""
 
@@ -43,6 +44,7 @@ def settings_of(folder: Path) -> Settings:
     entries = [
         {"name": name, "tenant": name, "tiers": list(tiers), "sha256": hash_key(name.encode())}
         | ({"models": ["demo"]} if name == "some" else {})
+        | ({"batches": {"max_file_bytes": 1_000, "max_lines": 2}} if name == "small" else {})
         for name, tiers in KEYS.items()
     ]
     path.write_text(yaml.safe_dump(entries))
@@ -174,6 +176,20 @@ async def test_a_key_for_some_models_creates_batches_for_these(site: Site, model
             "model_not_found",
             "The model 'large' is not served here; served are: demo",
         )
+
+
+async def test_a_key_s_own_limits_hold_for_its_files_and_batches(site: Site) -> None:
+    small, anna = site.client("small"), site.client("anna")
+    rows = text_of(*(row(str(number)) for number in range(3)))
+    for client, status in ((small, "failed"), (anna, "completed")):
+        file = await client.files.create(file=("in.jsonl", rows), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        assert (await ended(client, batch.id)).status == status
+    with pytest.raises(openai.APIStatusError) as raised:
+        await small.files.create(file=("in.jsonl", b"x" * 1_001), purpose="batch")
+    assert raised.value.status_code == 413
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/x"])
