@@ -55,6 +55,7 @@ class Lease:
         free: The amount that may be taken now.
         ends_at: When that ends, on the holder's clock.
         need: The free amount that waiting requests ask for.
+        least: The amount that the smallest of them asks for.
         unmet: The part of the need that isn't there, by the last answer; 0: all is, or it isn't known.
         pending: Others may give back some of it.
         states: The limits by the last answer.
@@ -77,6 +78,7 @@ class Lease:
         "hold_s",
         "holders",
         "id",
+        "least",
         "limits",
         "need",
         "pending",
@@ -93,7 +95,7 @@ class Lease:
         self.limits = limits_of(quota, id.kind)
         self.free = 0
         self.ends_at = now
-        self.need = 0
+        self.need = self.least = 0
         self.unmet = 0
         self.pending = False
         self.states: tuple[LimitState, ...] = ()
@@ -121,6 +123,10 @@ class Lease:
         """True if the service has something to learn or to recall."""
         held = self.free or self._account.reserved
         return bool(held or self.need or self._past or self._numbers() != self._acknowledged)
+
+    def ask(self, amounts: Sequence[int]) -> None:
+        """Set the amounts that the waiting requests ask for, for the next report."""
+        self.need, self.least = sum(amounts), min(amounts, default=0)
 
     def remaining(self, now: float) -> list[LimitState]:
         """Return the states of its limits now."""
@@ -379,7 +385,7 @@ class LeaseHolder:
             lease._rate = max(lease._taken / elapsed, FADE * lease._rate)
             lease._taken = 0
             want = int(lease._rate * AHEAD_S) if now - lease._active_at < IDLE_S else 0
-            current.append(_message(lease.id, lease._account, need=lease.need, want=max(lease.need, want)))
+            current.append(_message(lease.id, lease._account, lease.need, lease.least, max(lease.need, want)))
             lease._sent = lease._numbers()
             self._reported.append(lease)
             for account in lease._past:
@@ -434,7 +440,9 @@ class LeaseHolder:
         return any(lease.is_active for lease in self._leases.values())
 
 
-def _message(id: LeaseID, account: _Account, need: int = 0, want: int = 0, closed: bool = False) -> Account:
+def _message(
+    id: LeaseID, account: _Account, need: int = 0, least: int = 0, want: int = 0, closed: bool = False
+) -> Account:
     return Account(
         id,
         account.period,
@@ -443,6 +451,7 @@ def _message(id: LeaseID, account: _Account, need: int = 0, want: int = 0, close
         account.returned,
         account.reserved,
         need,
+        least,
         want,
         closed,
     )

@@ -41,6 +41,7 @@ class Account(NamedTuple):
         returned: The amount that was given back.
         reserved: The amount that requests in flight hold.
         need: The free amount that waiting requests ask for.
+        least: The amount that the smallest of them asks for.
         want: The free amount that is of use soon.
         closed: The holder takes nothing more from it, and all of its requests have ended.
     """
@@ -52,6 +53,7 @@ class Account(NamedTuple):
     returned: int = 0
     reserved: int = 0
     need: int = 0
+    least: int = 0
     want: int = 0
     closed: bool = False
 

@@ -323,6 +323,9 @@ class QuotaBook:
         room = max(0, room)
         lacking = max(0, account.need - free)
         given = min(lacking, room)
+        if free + given < account.least:
+            # A part of a request is of no use here, and may be the rest of another elsewhere.
+            given = 0
         unmet = lacking - given
         others = [
             other
@@ -348,7 +351,7 @@ class QuotaBook:
             period,
             entry.granted if entry else 0,
             float("inf") if period == SLOTS else minute.ends_at - now,
-            account.need if short else None,
+            (account.need if free + given >= account.least else 0) if short else None,
             unmet,
             bool(unmet and others),
             tuple(self._limit_states(lease, quota, now)),

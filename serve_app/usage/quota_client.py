@@ -235,15 +235,17 @@ class QuotaClient:
 
     async def _report(self) -> bool:
         """Report once; return whether the next report is due at once."""
+        asked: dict[Lease, list[int]] = {}
         for waiting in self._waiting:
             for lease in waiting.leases:
-                lease.need += waiting.tokens if lease.is_tokens else 1
+                asked.setdefault(lease, []).append(waiting.tokens if lease.is_tokens else 1)
             waiting.asked = True
+        for lease, amounts in asked.items():
+            lease.ask(amounts)
         sent_at = self._clock()
         report = self._holder.report()
-        for waiting in self._waiting:
-            for lease in waiting.leases:
-                lease.need = 0
+        for lease in asked:
+            lease.ask(())
         try:
             async with asyncio.timeout(self._settings.away_s):
                 answer = await self._exchange(report)

@@ -18,13 +18,13 @@ from tests.e2e.services import is_healthy, wait_until
 pytestmark = pytest.mark.usefixtures("starting_pair")
 
 PREFIX = "/metered"
-LIMIT = 36_000
-"""Tokens of a minute: each request reserves some 690, less than one in fifty of them, and uses some 80."""
+LIMIT = 100_000
+"""Tokens of a minute: a request reserves some 1,900, less than one in fifty of them, and uses some 1,300."""
 
 KEYS = {name: new_key() for name in ("ada", "few", "free")}
 CHAT = {
     "model": "demo",
-    "messages": [{"role": "user", "content": "What is 1+1? " * 5}],
+    "messages": [{"role": "user", "content": "What is 1+1? " * 100}],
     "temperature": 0,
     "max_tokens": 16,
 }

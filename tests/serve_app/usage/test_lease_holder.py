@@ -40,10 +40,10 @@ class Site:
 
     def reserve(self, tokens: int) -> Reservation:
         for lease in self.leases:
-            lease.need = tokens if lease.is_tokens else 1
+            lease.ask([tokens if lease.is_tokens else 1])
         self.report()
         for lease in self.leases:
-            lease.need = 0
+            lease.ask([])
         reservation = self.holder.take(self.leases, tokens)
         assert reservation is not None
         return reservation
@@ -52,7 +52,7 @@ class Site:
 def test_a_lease_covers_what_is_free_until_its_window_ends() -> None:
     site = Site()
     for lease in site.leases:
-        lease.need = 500 if lease.is_tokens else 5
+        lease.ask([500 if lease.is_tokens else 5])
     site.report()
     assert site.holder.take(site.leases, 501) is None
     assert site.holder.take(site.leases, 300)
@@ -119,7 +119,7 @@ def test_a_reservation_costs_little() -> None:
     site = Site()
     # Ahead of a second at a high rate.
     for lease in site.leases:
-        lease.need = 100_000
+        lease.ask([100_000])
     site.report()
     holder, leases = site.holder, site.leases
 

@@ -93,6 +93,8 @@ class Process:
         if turn.closes == "meanwhile":
             self.disk.meanwhile = self.close
         self.round()
+        # A round that replaced nothing has not called it, and one close never runs inside another.
+        self.disk.meanwhile = lambda: None
         if turn.closes == "then":
             self.close()
 

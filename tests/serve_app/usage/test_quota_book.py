@@ -113,7 +113,7 @@ class Fleet:
         leases = self.leases[holder.name]
         reservation = holder.take(leases, tokens)
         for lease in leases:
-            lease.need = 0 if reservation else tokens if lease.is_tokens else 1
+            lease.ask([] if reservation else [tokens if lease.is_tokens else 1])
         if reservation is None:
             return False
         minute = int(reservation.periods[0])

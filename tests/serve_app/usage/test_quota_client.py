@@ -73,6 +73,21 @@ async def test_100_concurrent_requests_through_3_replicas_stay_within_the_limit_
 
 
 @virtual
+async def test_the_rests_of_several_replicas_make_up_one_more_request() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=1_000))
+    first, second, third = fleet.clients
+    held = [await client.reserve(TENANT, 250) for client in (first, second, third)]
+    for reservation in held:
+        reservation.settle(100)
+    # 700 are left, of which each replica may have a part: both ask at once, and one of them has it.
+    found = await asyncio.gather(
+        *(client.reserve(TENANT, 650) for client in (second, third)), return_exceptions=True
+    )
+    assert sum(isinstance(each, Reservation) for each in found) == 1
+    fleet.stop()
+
+
+@virtual
 async def test_no_minute_has_more_than_its_limit_over_many_restarts() -> None:
     fleet = Fleet(Quota(tokens_per_minute=20_000, requests_per_minute=60, max_concurrency=20))
     load = Load(fleet, until=100.0)
