@@ -131,6 +131,9 @@ class ContinuousBatcher(Batcher[Slot]):
         await super().start()
         self._window.loop = self.loop
 
+    async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        await super().stop(False if self.is_paused else drain, timeout)
+
     def slot(
         self,
         cost: int | None = None,
@@ -241,6 +244,32 @@ class ContinuousBatcher(Batcher[Slot]):
         if self._loop is not None:
             self._decide()
 
+    @property
+    def is_paused(self) -> bool:
+        """True between `pause` and `resume`."""
+        return self._window.paused
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
+
+        A `stop` refuses what waits then, as with `drain=False`.
+
+        Args:
+            seconds: How long it will last, for `estimate_wait`; a further call changes it.
+        """
+        checks.seconds("seconds", seconds)
+        self._window.pause(seconds)
+
+    def resume(self) -> None:
+        """Start records again."""
+        self._window.resume()
+        if self._loop is not None:
+            self._decide()
+
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of what waits, on `clock`; None: there is none."""
+        return self._queue.next_deadline()
+
     def step(self, seconds: float) -> None:
         """Take in how long a step of the engine took, for goals to be held; without goals it does nothing.
 
@@ -259,7 +288,7 @@ class ContinuousBatcher(Batcher[Slot]):
     ) -> float:
         before, ahead = self._queue.ahead(priority, tenant)
         wait = self._window.wait(before, ahead, cost, priority, records)
-        return UNKNOWN_WAIT_S if wait is None else wait
+        return self._window.pause_s + (UNKNOWN_WAIT_S if wait is None else wait)
 
     # Coming
 
