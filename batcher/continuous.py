@@ -12,7 +12,7 @@ from batcher.admission import UNKNOWN_WAIT_S, Batcher
 from batcher.costs import whole_cost
 from batcher.errors import Aborted, Expired
 from batcher.goals import BACKGROUND, Background, Goals
-from batcher.stats import ContinuousStats
+from batcher.stats import ContinuousStats, Load
 from batcher.window import Slot, Window
 
 RecordT = TypeVar("RecordT")
@@ -132,7 +132,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._window.loop = self.loop
 
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        await super().stop(False if self.is_paused else drain, timeout)
+        await super().stop(False if self._window.paused else drain, timeout)
 
     def slot(
         self,
@@ -244,11 +244,6 @@ class ContinuousBatcher(Batcher[Slot]):
         if self._loop is not None:
             self._decide()
 
-    @property
-    def is_paused(self) -> bool:
-        """True between `pause` and `resume`."""
-        return self._window.paused
-
     def pause(self, seconds: float = 0.0) -> None:
         """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
 
@@ -266,9 +261,11 @@ class ContinuousBatcher(Batcher[Slot]):
         if self._loop is not None:
             self._decide()
 
-    def next_deadline(self) -> float | None:
-        """Return the earliest deadline of what waits, on `clock`; None: there is none."""
-        return self._queue.next_deadline()
+    @property
+    def load(self) -> Load:
+        """What runs and waits at this moment."""
+        queue, tier = self._queue, min(self._queue.classes(), default=0)
+        return Load(self._window.records, queue.total, queue.total_cost, tier, queue.next_deadline())
 
     def step(self, seconds: float) -> None:
         """Take in how long a step of the engine took, for goals to be held; without goals it does nothing.
