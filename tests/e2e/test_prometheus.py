@@ -51,6 +51,9 @@ EMPTY = {
     "Usage ledger: {{model}} seconds behind": "this config has no ledger",
     "Use of quotas: {{subject}} {{limit}}": "this config has no quotas",
     "SaturateQuotaNear": "this config has no quotas",
+    "Models that are awake on a shared device: {{group}} {{model}}": "no models share a device",
+    "Time of shared devices that switches take: {{group}}": "no models share a device",
+    "Turns per minute: {{group}} {{model}}": "no models share a device",
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
 }

@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(slots=True)
 class Span:
-    """What the device did in a span of time: "serves", "stops" (ends what runs before a switch) or "switches"."""
+    """What the device did in a span of time: it "serves", "stops" (only ends what runs) or "switches"."""
 
     what: str
     model: str
@@ -137,7 +137,7 @@ class Run:
         requests: The requests, with their times.
         spans: What the device did.
         serving_s: Seconds in which steps ran; of static parts, the mean of the parts.
-        needed_s: Seconds in which there was work.
+        needed_s: Seconds in which there was work, on any part.
         switches: Switches.
     """
 
@@ -148,10 +148,14 @@ class Run:
     switches: int = 0
 
     @property
-    def ttft_p99_s(self) -> float:
-        """Seconds from arrival to the first token, 99th percentile."""
+    def share(self) -> float:
+        """Share of the time with work in which steps ran."""
+        return self.serving_s / self.needed_s
+
+    def ttft_s(self, quantile: float) -> float:
+        """Return a quantile of the seconds from arrival to the first token."""
         waits = sorted(one.first_at - one.at for one in self.requests)
-        return waits[int(0.99 * (len(waits) - 1))]
+        return waits[int(quantile * (len(waits) - 1))]
 
     @property
     def ended_at(self) -> float:
@@ -265,6 +269,10 @@ def static_parts(requests: Sequence[Request], profile: Profile) -> Run:
                 now = ends
             else:
                 now = arrivals[0].at
+    reached = 0.0
+    for span in sorted(run.spans, key=lambda span: span.began):
+        run.needed_s += max(0.0, span.ended - max(reached, span.began))
+        reached = max(reached, span.ended)
     return run
 
 

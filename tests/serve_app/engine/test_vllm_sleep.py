@@ -47,7 +47,7 @@ def sleeper(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[VLLMSleep
     return VLLMSleeper(engine, ShareSettings(**settings), CallBook("m")), llm
 
 
-async def test_level_1_moves_the_weights_once_all_requests_have_ended(
+async def test_level_1_sleeps_once_all_requests_have_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, llm = sleeper(monkeypatch)

@@ -34,11 +34,8 @@ def test_what_is_awake_the_turns_and_the_cost_of_switches() -> None:
     tell("0", "b", "waking", 2.0)
     tell("0", "b", "awake", 2.5)
     metrics.report()
-    awake, turns, still = (
-        "saturate_turn_awake",
-        "saturate_turns_total",
-        "saturate_turn_switching_seconds_total",
-    )
+    awake, turns = "saturate_turn_awake", "saturate_turns_total"
+    still = "saturate_turn_switching_seconds_total"
     assert values == {
         (awake, "a", "g"): 1,
         (awake, "b", "g"): 1,
