@@ -112,20 +112,16 @@ class ByRota:
 
 
 class OnDemand:
-    """Switches whenever a request for a model that sleeps comes: to that of the oldest such request."""
+    """Switches whenever a request for a model that sleeps comes: the oldest request that waits is next."""
 
     def __init__(self) -> None:
         self.took: dict[str, tuple[float, float]] = {}
 
     def choose(self, now: float, state: dict[str, State], engines: dict[str, Engine]) -> str | None:
-        """Return the model of the oldest request."""
-        asleep = [
-            (engine.queue[0].at, name)
-            for name, engine in engines.items()
-            if state[name] == "asleep" and engine.queue
-        ]
-        if asleep:
-            return min(asleep)[1]
+        """Return the model of the oldest request that waits; the one that is awake if none does."""
+        waiting = [(engine.queue[0].at, name) for name, engine in engines.items() if engine.queue]
+        if waiting:
+            return min(waiting)[1]
         return next((name for name in state if state[name] != "asleep"), None)
 
 

@@ -264,7 +264,8 @@ async def test_one_that_sleeps_and_has_no_work_reports_rarely() -> None:
         group.reports.clear()
         await asyncio.sleep(10.0)
         count = {name: sum(report.replica == name for report in group.reports) for name in "abc"}
-        assert sorted(count.values())[:2] <= [10.0 / IDLE_S + 1] * 2
+        rarely = [each for each in count.values() if each <= 10.0 / IDLE_S + 1]
+        assert len(rarely) == 2
         # Work is told of at once.
         asleep = next(engine for engine in engines if engine.turns.state == "asleep")
         began = now()

@@ -152,8 +152,8 @@ class SimulatedDevice:
             if awake is not None:
                 work = left.get(awake, 0.0)
                 holder = Awake(self.turns[-1].began, work > 0, int(100 * work), 0, work)
-            name = next_turn(now, holder, others, self.limits)
-            if name is None:
+            chosen = next_turn(now, holder, others, self.limits)
+            if chosen is None:
                 continue
             if awake is not None:
                 turn = self.turns[-1]
@@ -161,7 +161,7 @@ class SimulatedDevice:
                 turn.due = any(now >= one.since + self.limits.max_wait_s for one in others.values())
                 if turn.busy:
                     since[awake] = now
-            awake, waking = None, (name, now + self.limits.switch_s - 0.2)
+            awake, waking = None, (chosen, now + self.limits.switch_s - 0.2)
 
 
 work = st.lists(
