@@ -40,8 +40,9 @@ BESIDE := tests/batcher $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serv
 test: install ## Check style and types, and run every test but the long ones.
 	@$(MAKE) --no-print-directory --jobs=2 service-tests tests-beside
 
-test-all: install ## The same with the long tests.
-	@$(MAKE) --no-print-directory --jobs=2 service-tests tests-beside ARGS='-m ""'
+# The long tests measure, and keep both cores busy: each has the machine for itself.
+test-all: test ## The same, and then the long tests.
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 pytest: install ## Run some tests; ARGS="tests/batcher -k order".
 	$(BIN)/python -m pytest $(ARGS)

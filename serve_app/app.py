@@ -76,7 +76,7 @@ def build(args: dict[str, Any]) -> Application:
     quotas = _quotas(settings) if settings.usage.quotas else None
     turns = _turns(settings) if settings.sharing() else None
     engines = {model.id: _engine(model, settings, quotas, turns) for model in settings.models}
-    more: list[Application] = [] if settings.batches is None else [_batches(settings, engines)]
+    more: list[Application] = [] if settings.batches is None else [_batches(settings, engines, quotas)]
     return ingress.bind(settings, engines, *more, **({} if quotas is None else {"quotas": quotas}))
 
 
@@ -86,7 +86,7 @@ def _ingress_resources() -> dict[str, float]:
     return {name: 0.001} if name else {}
 
 
-def _batches(settings: Settings, engines: dict[str, Application]) -> Application:
+def _batches(settings: Settings, engines: dict[str, Application], quotas: Application | None) -> Application:
     deployment = serve.deployment(
         # One: two would write the same files.
         num_replicas=1,
@@ -99,7 +99,7 @@ def _batches(settings: Settings, engines: dict[str, Application]) -> Application
         ray_actor_options={"num_cpus": 0, "resources": _ingress_resources()},
         logging_config=QUIET,
     )(Batches)
-    return deployment.options(name=BATCHES).bind(settings, engines)
+    return deployment.options(name=BATCHES).bind(settings, engines, quotas)
 
 
 def _quotas(settings: Settings) -> Application:

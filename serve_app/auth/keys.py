@@ -19,7 +19,7 @@ from serve_app.api.addresses import Network
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path
-from serve_app.settings.schema import ModelId, Positive, Quota, SettingsError, Strict, Weight
+from serve_app.settings.schema import BatchLimits, ModelId, Positive, Quota, SettingsError, Strict, Weight
 
 Tier = Literal["priority", "default", "flex"]
 State = Literal["valid", "disabled", "expired"]
@@ -95,8 +95,9 @@ class Key(Strict):
         allow_from: Ranges of addresses from which clients may use the key; by default all.
         expires: Moment, in UTC, from which on the key is invalid; by default never.
         disabled: The key is invalid, until this changes.
-        admin: The key may list the keys and their use.
+        admin: The key may list the keys and read what all have used.
         quota: Limits for all replicas together; needs `args.usage.quotas`.
+        batches: Limits on files and batches, in place of those of `args.batches`.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
@@ -113,6 +114,7 @@ class Key(Strict):
     disabled: Flag = False
     admin: Flag = False
     quota: Quota | None = None
+    batches: BatchLimits | None = None
 
     @property
     def hashes(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields
 from serve_app.auth.keys import Key, check_together, expired_keys, hash_key, plain_keys, read_keys
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.settings.schema import AccessSettings, SettingsError
+from serve_app.system.file_signature import file_signature
 
 logger = logging.getLogger("ray.serve")
 
@@ -114,16 +115,16 @@ class KeyStore:
                 raise SettingsError(f"access.keys_env: the environment has no variable {name}")
             self._fixed = self._read(environment[name], f"access.keys_env ({name})")
         self._seen: object = None
-        self._keys: list[Key] = []
+        self._keys: dict[str, Key] = {}
         self._callers: dict[str, Caller] = {}
         self._rate_limits: dict[str, RateLimit] = {}
         if self._file:
-            self._seen = _signature(self._file)
+            self._seen = file_signature(self._file)
         self._load()
 
     def refresh(self) -> None:
         """Read the file again if it has changed. The keys stay as they were if it can't be read."""
-        if self._file is None or (signature := _signature(self._file)) == self._seen:
+        if self._file is None or (signature := file_signature(self._file)) == self._seen:
             return
         self._seen = signature
         try:
@@ -160,7 +161,11 @@ class KeyStore:
     def describe(self) -> list[JSON]:
         """Return all keys for an administrator, without hashes; see `Key.describe`."""
         now = self._now()
-        return [key.describe(now) for key in self._keys]
+        return [key.describe(now) for key in self._keys.values()]
+
+    def named(self, name: str) -> Key | None:
+        """Return the key of that name, valid or not; None: there is none."""
+        return self._keys.get(name)
 
     def _load(self) -> None:
         keys = self._fixed
@@ -179,7 +184,7 @@ class KeyStore:
             raise SettingsError(f"access: the quota of the key {limited[0]!r} needs args.usage.quotas")
         # A key keeps the state of its limits through a reload, and through a change of its secrets.
         self._rate_limits = {key.name: self._rate_limit(key) for key in keys}
-        self._keys = keys
+        self._keys = {key.name: key for key in keys}
         callers = [Caller(key, self._rate_limits[key.name]) for key in keys]
         # One assignment, since other threads read it meanwhile.
         self._callers = {hash: caller for caller in callers for hash in caller.key.hashes}
@@ -257,14 +262,6 @@ def _api_key(headers: Headers) -> bytes:
     """Return the key of a request; empty if there is none."""
     # OpenAI's clients send a bearer token, Anthropic's the other header.
     return bearer_token(headers) or dict(headers).get(b"x-api-key", b"").strip()
-
-
-def _signature(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError as error:
-        return error.errno
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _watch(reference: "weakref.ref[KeyStore]") -> None:

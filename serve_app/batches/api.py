@@ -99,7 +99,7 @@ class BatchAPI:
         store: The state.
         content: The contents.
         notice: Called when a batch was added or cancelled.
-        limits: Limits on files and batches.
+        limits: Returns the limits on the files and batches of an API key, by its name.
         scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
         warnings: Returns messages about batches, by id.
         clock: Seconds since the epoch.
@@ -111,7 +111,7 @@ class BatchAPI:
         content: Contents,
         notice: Callable[[], None],
         *,
-        limits: Limits | None = None,
+        limits: Callable[[str], Limits] = lambda key: Limits(),
         scheduling: Callable[[Request], Scheduling] = request_scheduling,
         warnings: Callable[[], Mapping[str, str]] = dict,
         clock: Clock = time.time,
@@ -119,7 +119,7 @@ class BatchAPI:
         self._store = store
         self._content = content
         self._notice = notice
-        self._limits = limits or Limits()
+        self._limits = limits
         self._scheduling = scheduling
         self._warnings = warnings
         self._clock = clock
@@ -144,24 +144,23 @@ class BatchAPI:
         return [Route(path, _answering(handler), methods=[method]) for method, path, handler in table]
 
     async def _create_file(self, request: Request) -> Response:
-        tenant = self._tenant(request)
-        upload = await receive(request, self._content, self._limits.max_file_bytes)
+        limits = self._limits(self._scheduling(request).key)
+        upload = await receive(request, self._content, limits.max_file_bytes)
         try:
-            file = self._checked(upload, tenant)
-            await self._run(self._keep, upload, file)
+            file = self._checked(upload, self._tenant(request), limits.retention_s)
+            await self._run(self._keep, upload, file, limits.max_tenant_bytes)
         except BaseException:
             upload.discard()
             raise
         return JSONResponse(file_object(file))
 
-    def _checked(self, upload: Upload, tenant: str) -> File:
+    def _checked(self, upload: Upload, tenant: str, seconds: int) -> File:
         if upload.draft is None:
             raise _bad("file: required, but missing", "file")
         purpose = upload.fields.get("purpose")
         if purpose != "batch":
             raise _bad('purpose: must be "batch", the only one that is supported', "purpose")
         now = int(self._clock())
-        seconds = self._limits.retention_s
         text = upload.fields.get("expires_after[seconds]")
         anchor = upload.fields.get("expires_after[anchor]")
         if text is not None or anchor is not None:
@@ -181,11 +180,11 @@ class BatchAPI:
             expires_at=now + seconds,
         )
 
-    def _keep(self, upload: Upload, file: File) -> None:
+    def _keep(self, upload: Upload, file: File, max_tenant_bytes: int) -> None:
         if upload.draft is not None:
             self._content.keep(upload.draft, file.id)
             try:
-                self._store.add_file(file, self._limits.max_tenant_bytes)
+                self._store.add_file(file, max_tenant_bytes)
             except TooManyError as error:
                 # After any other error the file may be there; if not, the next start deletes the content.
                 self._content.remove(file.id)
@@ -239,12 +238,13 @@ class BatchAPI:
 
     async def _create_batch(self, request: Request) -> Response:
         scheduling = self._scheduling(request)
+        limits = self._limits(scheduling.key)
         body = parse_body(BatchRequest, await small_body(request, BODY_BYTES))
         if body.endpoint not in ENDPOINTS:
             raise _bad(f"endpoint: must be one of {', '.join(ENDPOINTS)}", "endpoint")
-        window_s = self._window_s(body.completion_window)
+        window_s = _window_s(body.completion_window, limits)
         now = int(self._clock())
-        retention_s = self._limits.retention_s
+        retention_s = limits.retention_s
         if body.output_expires_after is not None:
             retention_s = body.output_expires_after.seconds
         batch = Batch(
@@ -267,7 +267,7 @@ class BatchAPI:
             if file.purpose != "batch":
                 message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
                 raise _bad(message, "input_file_id")
-            await self._run(self._store.add_batch, batch, self._limits.max_open_batches)
+            await self._run(self._store.add_batch, batch, limits.max_open_batches)
         except NotFoundError:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
             raise _bad(message, "input_file_id") from None
@@ -341,17 +341,18 @@ class BatchAPI:
             message = f"There is no batch {id!r}"
             raise RequestError(404, "not_found_error", message, param="id") from None
 
-    def _window_s(self, text: str) -> int:
-        found = WINDOW.fullmatch(text)
-        seconds = int(found[1]) * (3600 if found[2] == "h" else DAY_S) if found else 0
-        least, most = self._limits.min_window_s, self._limits.max_window_s
-        if not least <= seconds <= most:
-            message = (
-                'completion_window: must be a number of hours or days, such as "24h" or "7d", '
-                f"from {least // 3600}h to {most // DAY_S}d"
-            )
-            raise _bad(message, "completion_window")
-        return seconds
+
+def _window_s(text: str, limits: Limits) -> int:
+    found = WINDOW.fullmatch(text)
+    seconds = int(found[1]) * (3600 if found[2] == "h" else DAY_S) if found else 0
+    least, most = limits.min_window_s, limits.max_window_s
+    if not least <= seconds <= most:
+        message = (
+            'completion_window: must be a number of hours or days, such as "24h" or "7d", '
+            f"from {least // 3600}h to {most // DAY_S}d"
+        )
+        raise _bad(message, "completion_window")
+    return seconds
 
 
 def _answering(handler: Handler) -> Handler:

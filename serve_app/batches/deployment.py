@@ -10,12 +10,15 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.protocol import JSON
+from serve_app.auth.middleware import KeyStore
+from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.health import Health
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import quiet_collection
 from serve_app.system.serve_logging import flush_warnings
+from serve_app.usage.quota_handle import Handle
 
 logger = logging.getLogger("ray.serve")
 
@@ -29,6 +32,7 @@ class Batches:
     Args:
         settings: The config's `args`, with `batches`.
         engines: The handle of each model's Engine, by model id.
+        quotas: The handle of the Quotas deployment; None: there is none.
 
     Raises:
         StoreError: The folder can't be used.
@@ -36,7 +40,10 @@ class Batches:
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
-        self, settings: Settings, engines: Mapping[str, DeploymentHandle[Any]]
+        self,
+        settings: Settings,
+        engines: Mapping[str, DeploymentHandle[Any]],
+        quotas: Handle | None = None,
     ) -> None:
         flush_warnings()
         # Imported only here: no other process needs a database.
@@ -44,9 +51,14 @@ class Batches:
         from serve_app.batches.service import BatchService
 
         assert settings.batches is not None
-        health = Health(serve.get_replica_context().app_name, list(engines))
-        client = EngineClient(settings, engines, health)
-        self._service = await BatchService.open(settings.batches, client, set(engines))
+        context = serve.get_replica_context()
+        health = Health(context.app_name, list(engines))
+        keys = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
+        if keys:
+            keys.watch()
+        self._quotas = CallQuotas(settings.usage.quotas, quotas, context.replica_tag)
+        client = EngineClient(settings, engines, health, keys, self._quotas)
+        self._service = await BatchService.open(settings.batches, client, set(engines), keys)
         self._metrics = None
         if settings.telemetry.metrics:
             from serve_app.batches.metrics import BatchesMetrics
@@ -88,3 +100,5 @@ class Batches:
             metrics.stop()
         if service := getattr(self, "_service", None):
             await asyncio.shield(service.close(DRAIN_S))
+        if quotas := getattr(self, "_quotas", None):
+            quotas.stop()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -15,13 +15,18 @@ from serve_app.api.engine_load import EngineLoad, engine_load
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.api.token_bound import TokenDemand
+from serve_app.auth.middleware import KeyStore
 from serve_app.batches.client import Answer
+from serve_app.engine.quotas import CallQuotas
+from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import Health
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.poison import MAX_LOST, PoisonError
 from serve_app.ingress.proxy import unavailable
+from serve_app.ingress.quotas import key_quota
 from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.retry import back_off, ran_there
 from serve_app.ingress.routing import GENERATE, Routing
@@ -29,11 +34,14 @@ from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
 from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import Settings
 
 logger = logging.getLogger("ray.serve")
 
 HEADERS = [(b"content-type", b"application/json")]
+
+NO_QUOTAS = CallQuotas()
 
 Handles = Mapping[str, DeploymentHandle[Any]]
 
@@ -45,17 +53,28 @@ class EngineClient:
         settings: The config's `args`.
         engines: The handle of each model's Engine, by model id.
         health: The state of the models' deployments.
+        keys: The API keys, whose quotas hold for the rows of their batches; None: the service has none.
+        quotas: The quotas of tenants and keys.
     """
 
-    def __init__(self, settings: Settings, engines: Handles, health: Health) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engines: Handles,
+        health: Health,
+        keys: KeyStore | None = None,
+        quotas: CallQuotas = NO_QUOTAS,
+    ) -> None:
         self._limits = settings.ingress
-        self._quotas = settings.usage.quotas is not None
+        self._keys = keys
+        self._quotas = quotas
         self._routing = Routing(settings.models)
         self._engines = dict(engines)
         self._health = health
         self._asked: Counter[str] = Counter()
         self._used: set[str] = set()
         self._suspects = asyncio.Lock()
+        self._contexts = ContextLengths(self._routing, self._replicas)
         self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
 
     async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
@@ -68,22 +87,30 @@ class EngineClient:
             RequestError: The row is wrong, or no Engine could answer it.
         """
         text = to_json(body)
-        model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling))
+        key = self._keys.named(scheduling.key) if self._keys else None
+        allowed = key.models if key else None
+        model, demand, request = await look(
+            len(text), lambda: self._request(endpoint, text, scheduling, allowed)
+        )
+        usage = RequestUsage()
+        context = await self._contexts.of(model) if self._quotas.on else None
+        quota = key_quota(key.name, key.quota) if key else None
         self._asked[model] += 1
         self._used.add(model)
         try:
-            return await self._send(model, request)
+            async with self._quotas.reserved(scheduling.tenant, demand, context, usage, quota):
+                return await self._send(model, request, usage)
         finally:
             self._asked[model] -= 1
 
-    async def _send(self, model: str, request: RelayRequest) -> Answer:
+    async def _send(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
         lost = 0
         while True:
             try:
                 if lost < MAX_LOST:
-                    return await self._ask(model, request)
+                    return await self._ask(model, request, usage)
                 async with self._suspects:
-                    return await self._ask(model, request)
+                    return await self._ask(model, request, usage)
             except RequestError:
                 raise
             except Exception as error:
@@ -109,7 +136,9 @@ class EngineClient:
         except Exception:
             return []
 
-    def _request(self, endpoint: str, text: bytes, scheduling: Scheduling) -> tuple[str, RelayRequest]:
+    def _request(
+        self, endpoint: str, text: bytes, scheduling: Scheduling, allowed: Collection[str] | None
+    ) -> tuple[str, TokenDemand, RelayRequest]:
         content = read_json(text, self._limits)
         name: str | None
         key: RoutingKey
@@ -133,12 +162,17 @@ class EngineClient:
             tokens=key.tokens,
             key=scheduling.key,
             source="batch",
-            demand=demand if self._quotas else None,
         )
-        return self._routing.choose(name, endpoint), request
+        return self._routing.choose(name, endpoint, allowed), demand, request
 
-    async def _ask(self, model: str, request: RelayRequest) -> Answer:
-        """Send a request to one Engine and return its answer."""
+    async def _ask(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
+        """Send a request to one Engine and return its answer.
+
+        Args:
+            model: The model.
+            request: The request.
+            usage: Filled with what the answer has taken.
+        """
 
         async def served() -> bool:
             return await self._health.running(model) > 0
@@ -153,7 +187,10 @@ class EngineClient:
             async for piece in call:
                 head = head or piece.head
                 pieces.append(piece.body)
-                complete = complete or piece.usage is not None
+                if piece.usage is not None:
+                    complete = True
+                    usage.prompt_tokens = piece.usage.prompt_tokens
+                    usage.output_tokens = piece.usage.output_tokens
         except Exception:
             if not complete:
                 raise

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 
 from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
 from serve_app.batches.client import Client
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import ContentLostError, DatabaseError, StateError
 from serve_app.batches.forecast import late
-from serve_app.batches.limits import Limits
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.rate import Rate
 from serve_app.batches.recording import close, record, unfinished
@@ -44,8 +44,7 @@ class Runner:
         store: The state.
         content: The contents.
         client: The engines.
-        models: Returns the served models.
-        limits: Limits on lines.
+        rules: Models and limits of the batches, by the keys that created them.
         concurrency: Limit on rows in flight.
         backoff: Waits between the tries of a row.
         retries: Failures of a row before it is given up; see `Sender`.
@@ -65,9 +64,8 @@ class Runner:
         store: Store,
         content: Contents,
         client: Client,
-        models: Callable[[], Collection[str]],
+        rules: KeyRules,
         *,
-        limits: Limits | None = None,
         concurrency: Concurrency | None = None,
         backoff: Backoff | None = None,
         retries: int = 8,
@@ -82,8 +80,7 @@ class Runner:
         self._store = store
         self._content = content
         self._client = client
-        self._models = models
-        self._limits = limits or Limits()
+        self._rules = rules
         self._concurrency = concurrency or Auto()
         self._sender = Sender(client, self._concurrency, backoff or Backoff(), retries, row_timeout_s)
         self._max_bytes = max_bytes
@@ -294,7 +291,8 @@ class Runner:
     async def _validate(self, one: OpenBatch) -> None:
         batch = one.batch
         path = self._content.path(batch.input_file)
-        found = await asyncio.to_thread(validate, path, batch.endpoint, self._models(), self._limits)
+        models, limits = self._rules.models(batch.api_key), self._rules.limits(batch.api_key)
+        found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
         if found.errors:
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
         else:
@@ -304,7 +302,7 @@ class Runner:
 
     async def _read(self, one: OpenBatch) -> None:
         rows, one.position, one.read = await asyncio.to_thread(
-            unfinished, self._store, self._content, one.batch, one.position, self._limits
+            unfinished, self._store, self._content, one.batch, one.position, self._rules.common
         )
         one.rows.extend(rows)
 
@@ -319,7 +317,7 @@ class Runner:
         if batch.state == "in_progress":
             one.batch = await asyncio.to_thread(self._store.move, batch.id, "finalizing", self._now())
         batch = await asyncio.to_thread(self._store.batch, batch.id)
-        await asyncio.to_thread(close, self._store, self._content, batch, self._limits, self._now())
+        await asyncio.to_thread(close, self._store, self._content, batch, self._rules.common, self._now())
 
     async def _pace(self) -> None:
         """Adapt the number of rows in flight to the load of the engines."""
@@ -342,7 +340,7 @@ class Runner:
     async def _tidy(self) -> None:
         while True:
             try:
-                most = self._limits.max_result_bytes
+                most = self._rules.common.max_result_bytes
                 await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), most)
             except (OSError, DatabaseError) as error:
                 logger.error("files whose time is over can't be deleted: %s", error)

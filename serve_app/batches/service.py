@@ -15,11 +15,13 @@ from starlette.types import Receive, Scope, Send
 from serve_app.api.pacing import Auto
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.auth.middleware import KeyStore
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.client import Client
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.database import Database
 from serve_app.batches.errors import DatabaseError, HeldError, StoreError
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
@@ -53,6 +55,7 @@ class BatchService:
         content: The contents.
         client: The engines.
         models: Ids of the served models.
+        keys: The API keys; None: the service has none.
     """
 
     def __init__(
@@ -62,23 +65,23 @@ class BatchService:
         content: Contents,
         client: Client,
         models: Collection[str],
+        keys: KeyStore | None = None,
     ) -> None:
-        limits = Limits.of(settings)
+        rules = KeyRules(models, Limits.of(settings), keys)
         self.uploads = Uploads()
         self._store = store
         self._runner = Runner(
             store,
             content,
             client,
-            lambda: models,
-            limits=limits,
+            rules,
             concurrency=Auto(most=settings.max_rows_in_flight),
         )
         api = BatchAPI(
             store,
             content,
             self._runner.notice,
-            limits=limits,
+            limits=rules.limits,
             scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
         )
@@ -87,7 +90,12 @@ class BatchService:
 
     @classmethod
     async def open(
-        cls, settings: BatchesSettings, client: Client, models: Collection[str], held_s: float = HELD_S
+        cls,
+        settings: BatchesSettings,
+        client: Client,
+        models: Collection[str],
+        keys: KeyStore | None = None,
+        held_s: float = HELD_S,
     ) -> "BatchService":
         """Open the folder, and go on with the batches in it.
 
@@ -95,6 +103,7 @@ class BatchService:
             settings: Place and limits.
             client: The engines.
             models: Ids of the served models.
+            keys: The API keys; None: the service has none.
             held_s: Seconds to wait while another process has the folder open.
 
         Raises:
@@ -111,7 +120,7 @@ class BatchService:
         except BaseException:
             store.close()
             raise
-        return cls(settings, store, content, client, models)
+        return cls(settings, store, content, client, models, keys)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""

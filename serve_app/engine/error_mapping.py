@@ -3,12 +3,27 @@
 import json
 import logging
 
+from pydantic import ValidationError
+
 from serve_app.api.errors import RequestError
 from serve_app.relay.frame import pack_error, unpack
 
 logger = logging.getLogger("ray.serve")
 
 FAILED = {500, 501}
+
+
+def application_error(error: Exception) -> RequestError:
+    """Return an exception of vLLM's application, which gave no answer, as an error.
+
+    Its reason is told where it is about a field: any other text may be about the server.
+    """
+    cause = error.__cause__
+    reason = type(cause or error).__name__
+    if isinstance(cause, ValidationError):
+        first = cause.errors(include_url=False, include_context=False, include_input=False)[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return RequestError(500, "internal_error", reason)
 
 
 def blame_request(message: bytes) -> bytes:

@@ -18,7 +18,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import NOTHING
 from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.loop_watch import LoopWatch
-from serve_app.engine.quotas import EngineQuotas, Handle
+from serve_app.engine.quotas import CallQuotas
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
@@ -28,7 +28,7 @@ from serve_app.engine.replica import (
     usage_stats,
 )
 from serve_app.engine.usage_metrics import UsageMetrics
-from serve_app.relay.frame import pack_error, split
+from serve_app.relay.frame import split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -45,6 +45,7 @@ from serve_app.telemetry.catalogue import LOOP_HELD
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 from serve_app.usage.calls import Call, Origin
+from serve_app.usage.quota_handle import Handle
 from serve_app.usage.rows import Outcome
 from serve_app.usage.writer import ledger_of, new_book, start_writer
 
@@ -85,7 +86,7 @@ class FunctionEngine:
         self._tenants = telemetry.tenants
         self._book = new_book(settings.id, replica_tag())
         self._writer = start_writer(usage, self._book)
-        self._quotas = EngineQuotas(usage.quotas, quotas)
+        self._quotas = CallQuotas(usage.quotas, quotas, replica_tag())
         self._model = _build(settings)
         self._batcher: DynamicBatcher[Any, Any] = DynamicBatcher(
             self._model.process,
@@ -114,27 +115,21 @@ class FunctionEngine:
         scheduling = request.scheduling()
         origin = Origin("", scheduling.tenant, scheduling.priority, "process", "handle")
         # Its records are no tokens: it counts as one request.
-        async with self._quotas.reserved(scheduling.tenant, NOTHING, _no_context, RequestUsage()):
+        async with self._quotas.reserved(scheduling.tenant, NOTHING, None, RequestUsage()):
             return await self._process(request, scheduling, self._book.open(origin))
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         usage = RequestUsage()
-        tenant = request.scheduling.tenant
-        try:
-            async with self._quotas.reserved(tenant, request.demand, _no_context, usage):
-                account = self._book.open(origin_of(request))
-                if request.path == "/v1/embeddings":
-                    body = self._answer_embeddings(request, usage, account)
-                else:
-                    body = self._answer_process(request, account)
-                async with aclosing(with_keepalive(answer(body, usage))) as messages:
-                    async for message in messages:
-                        for part in split(message, request.path):
-                            yield part
-        except RequestError as error:
-            # Of a quota: all others are in the messages.
-            yield pack_error(error, request.path)
+        account = self._book.open(origin_of(request))
+        if request.path == "/v1/embeddings":
+            body = self._answer_embeddings(request, usage, account)
+        else:
+            body = self._answer_process(request, account)
+        async with aclosing(with_keepalive(answer(body, usage))) as messages:
+            async for message in messages:
+                for part in split(message, request.path):
+                    yield part
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, and the usage since the start."""
@@ -217,10 +212,6 @@ class FunctionEngine:
 
 def _has_result(ticket: Entry[Any]) -> bool:
     return ticket.done() and not ticket.cancelled() and ticket.exception() is None
-
-
-def _no_context() -> None:
-    """Return the context of a function."""
 
 
 def _build(settings: FunctionSettings) -> Any:

@@ -17,15 +17,16 @@ from serve_app.api.protocol import (
     parse_generate,
 )
 from serve_app.api.scheduling import Scheduling
+from serve_app.api.token_bound import NOTHING
 from serve_app.api.token_estimate import estimate_call
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.batch_call import BatchCall
-from serve_app.engine.error_mapping import blame_request
+from serve_app.engine.error_mapping import application_error, blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
 from serve_app.engine.loop_watch import LoopWatch
-from serve_app.engine.quotas import EngineQuotas, Handle, generate_demand
+from serve_app.engine.quotas import CallQuotas, generate_demand
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
@@ -62,6 +63,7 @@ from serve_app.telemetry.catalogue import LOOP_HELD, OUTPUT_TOKENS, PROMPT_TOKEN
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 from serve_app.usage.calls import Call, Origin
+from serve_app.usage.quota_handle import Handle
 from serve_app.usage.writer import ledger_of, new_book, start_writer
 
 logger = logging.getLogger("ray.serve")
@@ -97,7 +99,7 @@ class Engine:
     _held = 0
     """Tokens of the calls that this replica answers, as their callers estimate them."""
 
-    _quotas = EngineQuotas()
+    _quotas = CallQuotas()
     """Quotas of tenants; by default there are none."""
 
     _turns: EngineTurns | None = None
@@ -128,7 +130,7 @@ class Engine:
         self._book = new_book(settings.id, replica_tag())
         self._writer = start_writer(usage, self._book)
         self._default_output = settings.sampling.max_tokens
-        self._quotas = EngineQuotas(usage.quotas, quotas)
+        self._quotas = CallQuotas(usage.quotas, quotas, replica_tag())
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm_engine import VLLMEngine
@@ -188,10 +190,11 @@ class Engine:
             if refusal := self._unfit():
                 raise refusal
             usage, scheduling = RequestUsage(), request.scheduling()
-            demand = generate_demand(request, self._default_output) if self._quotas.on else None
+            demand = generate_demand(request, self._default_output) if self._quotas.on else NOTHING
+            context = self._engine.max_model_len
             origin = Origin("", scheduling.tenant, scheduling.priority, "generate", "handle")
             try:
-                async with self._quotas.reserved(scheduling.tenant, demand, self._context, usage):
+                async with self._quotas.reserved(scheduling.tenant, demand, context, usage):
                     with self._accounted(origin) as call:
                         response = await self._generate(request, scheduling, usage, call)
             except RequestError:
@@ -208,21 +211,16 @@ class Engine:
             # The request was not there when it happened, so it may be tried on any other engine.
             yield pack_error(refusal, request.path)
             return
-        tenant = request.scheduling.tenant
         try:
-            async with self._quotas.reserved(tenant, request.demand, self._context, usage):
-                with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
-                    if request.path == "/generate":
-                        messages = with_keepalive(self._answer_generate(request, usage, call))
-                    else:
-                        messages = self._answer_openai(request, began, usage, call)
-                    async with aclosing(messages):
-                        async for message in messages:
-                            for part in split(message, request.path):
-                                yield part
-        except RequestError as error:
-            # Of a quota: all others are in the messages.
-            yield pack_error(error, request.path)
+            with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
+                if request.path == "/generate":
+                    messages = with_keepalive(self._answer_generate(request, usage, call))
+                else:
+                    messages = self._answer_openai(request, began, usage, call)
+                async with aclosing(messages):
+                    async for message in messages:
+                        for part in split(message, request.path):
+                            yield part
         finally:
             self._telemetry.answered(request.headers, began, usage)
 
@@ -254,9 +252,6 @@ class Engine:
         if self._turns is not None and (refusal := self._turns.refusal):
             return refusal
         return engine_failed() if self._engine.died else None
-
-    def _context(self) -> int:
-        return self._engine.max_model_len
 
     @contextmanager
     def _holding(self, tokens: int) -> Iterator[None]:
@@ -396,18 +391,27 @@ class Engine:
             lost=lost,
             started=started,
         )
+
+        # A grammar may have no way on after some tokens.
+        def may_blame() -> bool:
+            return not result.refusal and bool(grammars or not usage.output_tokens)
+
         answered = False
-        async with aclosing(messages):
-            async for message in messages:
-                if not answered and message != KEEP_ALIVE:
-                    answered = True
-                    if self._engine.died and not result.refusal:
-                        yield LOST
-                        return
-                    # A grammar may have no way on after some tokens.
-                    if not result.refusal and (grammars or not usage.output_tokens):
-                        message = blame_request(message)
-                yield message
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    if not answered and message != KEEP_ALIVE:
+                        answered = True
+                        if self._engine.died and not result.refusal:
+                            yield LOST
+                            return
+                        if may_blame():
+                            message = blame_request(message)
+                    yield message
+        except Exception as error:
+            if answered or self._engine.died or not may_blame():
+                raise
+            yield blame_request(pack_error(application_error(error), usage=usage))
 
     def _check_tokens(self, request: RelayRequest) -> None:
         """Refuse a list of token ids that is too long before it is parsed, which holds all others up."""

@@ -1,9 +1,7 @@
-"""Quotas in an Engine: reservations of calls that come past the Ingress, over a handle or from a batch."""
+"""Reservations of calls that come past the Ingress: over a handle, or from a batch."""
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
-from uuid import uuid4
 
 from pydantic_core import to_json
 
@@ -12,36 +10,23 @@ from serve_app.api.protocol import GenerateRequest
 from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import QuotasSettings
-from serve_app.usage.messages import Answer, Report
-from serve_app.usage.quota_client import QuotaClient
+from serve_app.usage.quota_client import KeyQuota
+from serve_app.usage.quota_handle import Handle, quota_client
 
 
-class Handle(Protocol):
-    """The handle of the Quotas deployment."""
-
-    def options(self, **options: Any) -> Any:
-        """Return the handle with other options."""
-
-
-class EngineQuotas:
-    """Reservations of one Engine replica, for the quotas of tenants.
+class CallQuotas:
+    """Reservations of the calls of one replica.
 
     Args:
         settings: The treatment of calls while the Quotas deployment is away; None: there are no quotas.
         handle: The deployment.
+        replica: Id of this replica.
     """
 
-    def __init__(self, settings: QuotasSettings | None = None, handle: Handle | None = None) -> None:
-        self._client: QuotaClient | None = None
-        if settings is None or handle is None:
-            return
-        method = handle.options(method_name="exchange", _by_reference=False, request_serialization="pickle")
-
-        async def exchange(report: Report) -> Answer:
-            answer: Answer = await method.remote(report)
-            return answer
-
-        self._client = QuotaClient(settings, exchange, f"engine#{uuid4().hex}")
+    def __init__(
+        self, settings: QuotasSettings | None = None, handle: Handle | None = None, replica: str = "engine"
+    ) -> None:
+        self._client = quota_client(settings, handle, replica)
 
     @property
     def on(self) -> bool:
@@ -57,9 +42,10 @@ class EngineQuotas:
     async def reserved(
         self,
         tenant: str,
-        demand: TokenDemand | None,
-        context: Callable[[], int | None],
+        demand: TokenDemand,
+        context: int | None,
         usage: RequestUsage,
+        key: KeyQuota | None = None,
     ) -> AsyncGenerator[None, None]:
         """Return a context with the tokens of a call, which gives back at its end what was not used.
 
@@ -67,18 +53,19 @@ class EngineQuotas:
 
         Args:
             tenant: Its tenant.
-            demand: What to reserve; None: nothing.
-            context: Returns the context of the model, in tokens; None: it has none.
+            demand: Its demand.
+            context: Context of the model, in tokens; None: it has none, or it isn't known.
             usage: Its usage, once it has ended.
+            key: The quota of its key, if it has one.
 
         Raises:
             RequestError: See `QuotaClient.reserve`.
         """
-        if self._client is None or demand is None:
+        if self._client is None:
             yield
             return
         self._client.start()
-        reservation = await self._client.reserve(tenant, demand.most(context()))
+        reservation = await self._client.reserve(tenant, demand.most(context), key)
         try:
             yield
         except RequestError:

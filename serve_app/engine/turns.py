@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.engine.quotas import Handle
 from serve_app.system import cancellation
 from serve_app.turns.messages import Demand, Order, Report, State
+from serve_app.usage.quota_handle import Handle
 
 logger = logging.getLogger("ray.serve")
 

@@ -16,11 +16,12 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.small_body import small_body
 from serve_app.ingress.engine_call import EngineCall, relay_of
+from serve_app.ingress.health import BATCHES
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.proxy import ProxyResponse
+from serve_app.ingress.replica_stats import deployment_stats
 from serve_app.ingress.retry import TRIES
 from serve_app.relay.request import RelayRequest
-from serve_app.system import cancellation
 
 PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
 METHODS = ["GET", "POST", "DELETE"]
@@ -37,8 +38,6 @@ PIECE_S = 5.0
 BODY_BYTES = 1 << 17
 """Most bytes of the other bodies; the deployment has its own limit, below this."""
 
-STATS_TIMEOUT_S = 5.0
-
 
 def off() -> RequestError:
     """Return the error of a service without batches."""
@@ -51,14 +50,14 @@ class Forward:
 
     Args:
         handle: The deployment.
-        served: Tells whether a replica of it runs.
+        running: Returns the number of its replicas.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], served: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]]) -> None:
         self._relay = relay_of(handle)
         self._put = handle.options(method_name="put", _by_reference=False, request_serialization="pickle")
-        self._stats = handle.options(method_name="stats", _by_reference=False)
-        self._served = served
+        self._handle = handle
+        self._running = running
         self._lost = LostEngines()
 
     async def answer(self, request: Request, path: str, headers: list[tuple[bytes, bytes]]) -> Response:
@@ -79,10 +78,6 @@ class Forward:
         given = request.scope["headers"]
         # The rows of a batch are of this tier, so its key has to allow it.
         creates = request.method == "POST" and path == "/v1/batches"
-        if creates and caller and caller.models is not None:
-            # Each row names a model, and the deployment that reads them knows no keys.
-            message = "This API key is for some of the models only: it can't create batches."
-            raise RequestError(403, "permission_error", message)
         fields = SchedulingFields(service_tier="flex" if creates else None)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         if caller:
@@ -98,25 +93,17 @@ class Forward:
         return ProxyResponse(self._ask, relayed, self._lost, tries=tries)
 
     async def stats(self) -> JSON:
-        """Return the statistics of the deployment, or why there are none."""
-        try:
-            # Without a replica, a call would wait for one.
-            if not await self._served():
-                return {"error": "the Batches deployment has no replica now"}
-            async with asyncio.timeout(STATS_TIMEOUT_S):
-                found: JSON = await self._stats.remote()
-            return found
-        except asyncio.CancelledError:
-            if cancellation.is_own():
-                raise
-            return {"error": "the replica stopped while it was asked"}
-        except Exception as error:
-            return {"error": str(error) or type(error).__name__}
+        """Return the statistics of the deployment; see `deployment_stats`."""
+        return await deployment_stats(BATCHES, self._handle, self._running)
 
     def _ask(self, request: RelayRequest) -> EngineCall:
         messages = self._relay.remote(request)
         assert isinstance(messages, DeploymentResponseGenerator)
-        return EngineCall(messages, self._served)
+
+        async def served() -> bool:
+            return await self._running() > 0
+
+        return EngineCall(messages, served)
 
 
 class _UploadResponse(ProxyResponse):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,8 +28,9 @@ from serve_app.ingress import admin, batches
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
+from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.engine_call import EngineCall, relay_of
-from serve_app.ingress.health import Health
+from serve_app.ingress.health import BATCHES, QUOTAS, Health
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import CallFields, OpenAIFields, read_call, read_json, read_openai
@@ -41,19 +42,21 @@ from serve_app.ingress.quotas import (
     QuotaMiddleware,
     ReservedResponse,
     key_quota,
-    quota_client,
     reserve,
 )
-from serve_app.ingress.replica_stats import replica_stats
+from serve_app.ingress.replica_stats import deployment_stats, replica_stats
 from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
+from serve_app.ingress.stats_view import own_part
 from serve_app.ingress.token_demand import call_demand, openai_demand
+from serve_app.ingress.usage_report import UsageReports
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import FunctionSettings, Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry
 from serve_app.telemetry.request_tracker import with_request_id
+from serve_app.usage.quota_handle import Handle, quota_client
 
 logger = logging.getLogger("ray.serve")
 
@@ -97,7 +100,7 @@ class Ingress:
         settings: Settings,
         engines: Mapping[str, DeploymentHandle[Any]],
         batch_handle: DeploymentHandle[Any] | None = None,
-        quotas: DeploymentHandle[Any] | None = None,
+        quotas: Handle | None = None,
     ) -> None:
         flush_warnings()
         self._settings = settings
@@ -107,12 +110,13 @@ class Ingress:
         context = serve.get_replica_context()
         profiles = {model.id: profile for model in settings.models if (profile := simulated(model))}
         self._health = Health(context.app_name, list(self._engines), profiles)
-        self._batches = None if batch_handle is None else Forward(batch_handle, self._batches_run)
+        self._batches = None if batch_handle is None else Forward(batch_handle, self._running(BATCHES))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._started = int(time.time())
-        self._contexts: dict[str, int] = {}
+        self._contexts = ContextLengths(self._routing, self._replicas)
         self._lost = LostEngines()
+        self._quotas_handle = quotas
         self._quotas = quota_client(settings.usage.quotas, quotas, context.replica_tag)
         self._access = KeyStore(settings.access, quotas=self._quotas is not None) if settings.access else None
         if self._access:
@@ -123,6 +127,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application that Serve runs in this replica."""
+        ledger = self._settings.usage.ledger
         return Starlette(
             # The router tries one after the other: the most frequent ones go first. Other routes of vLLM's
             # application, its administration above all, can't be reached.
@@ -137,7 +142,7 @@ class Ingress:
                 Route("/metrics", _no_metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
-                *admin.routes(self._access),
+                *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
                 *(Route(path, self._forward, methods=batches.METHODS) for path in batches.PATHS),
@@ -177,7 +182,12 @@ class Ingress:
         body: JSON = {"models": dict(zip(names, reports, strict=True))}
         if self._batches is not None:
             body["batches"] = await self._batches.stats()
-        return JSONResponse(body)
+        if self._quotas_handle is not None:
+            body["quotas"] = await deployment_stats(QUOTAS, self._quotas_handle, self._running(QUOTAS))
+        return JSONResponse(own_part(body, request.scope.get("caller")))
+
+    def _running(self, deployment: str) -> Callable[[], Awaitable[int]]:
+        return partial(self._health.running_other, deployment)
 
     async def _replica_stats(self, model: str) -> JSON:
         try:
@@ -234,12 +244,9 @@ class Ingress:
         headers = [(name, value) for name, value in request.scope["headers"] if name not in LEFT_BEHIND]
         return await self._batches.answer(request, _path(request), headers)
 
-    async def _batches_run(self) -> bool:
-        return (await self._health.read()).batches > 0
-
     async def _models(self, request: Request) -> Response:
         names = self._visible(request)
-        contexts = await asyncio.gather(*map(self._context, names))
+        contexts = await asyncio.gather(*map(self._contexts.of, names))
         cards = [
             card(self._routing.find(name), self._started, most)
             for name, most in zip(names, contexts, strict=True)
@@ -249,22 +256,16 @@ class Ingress:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
         model = self._routing.find(name, _allowed(request))
-        return JSONResponse(card(model, self._started, await self._context(name)))
+        return JSONResponse(card(model, self._started, await self._contexts.of(name)))
 
     def _visible(self, request: Request) -> list[str]:
         """Return the ids of the models that the caller may use, as far as they run here."""
         allowed = _allowed(request)
         return [model for model in self._engines if allowed is None or model in allowed]
 
-    async def _context(self, name: str) -> int | None:
-        """Return the context length of a language model; None: it is a function, or has not started yet."""
-        model = self._routing.find(name)
-        if isinstance(model, FunctionSettings):
-            return None
-        if name not in self._contexts:
-            for replica in (await self._replica_stats(name))["replicas"]:
-                self._contexts[name] = replica["max_model_len"]
-        return self._contexts.get(name, model.engine.max_model_len)
+    async def _replicas(self, model: str) -> Sequence[JSON]:
+        replicas: Sequence[JSON] = (await self._replica_stats(model))["replicas"]
+        return replicas
 
     async def _relay(
         self,
@@ -311,9 +312,7 @@ class Ingress:
         if self._quotas is None:
             return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
         quota = key_quota(caller.key.name, caller.key.quota) if caller else None
-        context = self._contexts.get(chosen)
-        if context is None and demand is not NOTHING:
-            context = await self._context(chosen)
+        context = None if demand is NOTHING else await self._contexts.of(chosen)
         if path == GENERATE and demand.output is None:
             # The config may set a limit for calls that state none.
             served_model = self._routing.find(chosen)

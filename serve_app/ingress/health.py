@@ -60,12 +60,12 @@ class Report:
     Attributes:
         models: The models by name.
         simulated: Profiles of those on a simulated device, by name.
-        batches: Replicas of the Batches deployment that can serve.
+        others: Replicas that can serve of the deployments `BATCHES` and `QUOTAS`, by name.
     """
 
     models: dict[str, ModelHealth]
     simulated: Mapping[str, str] = field(default_factory=dict)
-    batches: int = 0
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ready(self) -> bool:
@@ -128,6 +128,10 @@ class Health:
         """Return how many replicas of a model can serve, by such a report."""
         return (await self.read()).replicas(model)
 
+    async def running_other(self, name: str) -> int:
+        """Return how many replicas of the deployment `BATCHES` or `QUOTAS` can serve, by such a report."""
+        return (await self.read()).others.get(name, 0)
+
     def _judge(self, app: ApplicationStatusOverview | None) -> Report:
         models = {}
         for model in self._models:
@@ -139,8 +143,12 @@ class Health:
             healthy = deployment.status == "HEALTHY"
             awaits = deployment.message or f"an Engine replica (deployment {deployment.status.lower()})"
             models[model] = ModelHealth(running, healthy and not running, awaits)
-        batches = app and app.deployments.get(BATCHES)
-        return Report(models, self._simulated, _running(batches) if batches else 0)
+        others = {
+            name: _running(deployment)
+            for name in (BATCHES, QUOTAS)
+            if (deployment := app and app.deployments.get(name))
+        }
+        return Report(models, self._simulated, others)
 
 
 def _running(deployment: DeploymentStatusOverview) -> int:

@@ -1,17 +1,14 @@
 """Quotas in the Ingress: a reservation before a request runs, and headers on its answer."""
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
-from uuid import uuid4
 
-from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
-from serve_app.settings.schema import Quota, QuotasSettings
+from serve_app.settings.schema import Quota
 from serve_app.usage.lease_holder import Lease, Reservation
-from serve_app.usage.messages import Answer, Report
 from serve_app.usage.quota_client import KeyQuota, QuotaClient
 
 RATE_LIMIT_HEADERS = tuple(
@@ -23,33 +20,6 @@ RATE_LIMIT_HEADERS = tuple(
 
 LEASES_KEY = "saturate.leases"
 """Key of the ASGI scope under which a request has its leases."""
-
-
-def quota_client(
-    settings: QuotasSettings | None, handle: DeploymentHandle[Any] | None, replica: str
-) -> QuotaClient | None:
-    """Return the client of the Quotas deployment; None: there is no such deployment.
-
-    Args:
-        settings: The treatment of requests while it is away.
-        handle: The deployment.
-        replica: Id of this replica.
-    """
-    if settings is None or handle is None:
-        return None
-    # A replica that starts again has the same id.
-    return QuotaClient(settings, exchange_over(handle), f"{replica}#{uuid4().hex[:8]}")
-
-
-def exchange_over(handle: DeploymentHandle[Any]) -> Callable[[Report], Any]:
-    """Return a function that sends a report to the Quotas deployment and awaits the answer."""
-    method = handle.options(method_name="exchange", _by_reference=False, request_serialization="pickle")
-
-    async def exchange(report: Report) -> Answer:
-        answer: Answer = await method.remote(report)
-        return answer
-
-    return exchange
 
 
 def key_quota(name: str, quota: Quota | None) -> KeyQuota | None:

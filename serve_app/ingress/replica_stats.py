@@ -1,4 +1,4 @@
-"""Statistics of a model's replicas, over its deployment handle."""
+"""Statistics of deployments, over their handles."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,9 +9,12 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.api.protocol import JSON
 from serve_app.system import cancellation
 
+TIMEOUT_S = 5.0
+"""Seconds that a replica has to answer."""
+
 
 async def replica_stats(
-    handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]], timeout_s: float = 5.0
+    handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]], timeout_s: float = TIMEOUT_S
 ) -> list[JSON]:
     """Return the statistics of each replica of a model.
 
@@ -34,3 +37,26 @@ async def replica_stats(
         if cancellation.is_own():
             raise
         raise ConnectionError("a replica stopped while it was asked") from None
+
+
+async def deployment_stats(name: str, handle: Any, running: Callable[[], Awaitable[int]]) -> JSON:
+    """Return the statistics of a deployment with one replica, or `error`: why there are none.
+
+    Args:
+        name: The deployment.
+        handle: Its handle.
+        running: Returns the number of its replicas.
+    """
+    try:
+        # Without a replica, a call would wait for one.
+        if not await running():
+            return {"error": f"the {name} deployment has no replica now"}
+        async with asyncio.timeout(TIMEOUT_S):
+            found: JSON = await handle.options(method_name="stats", _by_reference=False).remote()
+        return found
+    except asyncio.CancelledError:
+        if cancellation.is_own():
+            raise
+        return {"error": "the replica stopped while it was asked"}
+    except Exception as error:
+        return {"error": str(error) or type(error).__name__}

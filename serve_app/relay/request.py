@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
-from serve_app.api.token_bound import TokenDemand
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,7 +26,6 @@ class RelayRequest:
         tokens: About how many tokens it takes up, of prompt and answer.
         key: Name of its API key; empty: there is none, or it isn't known.
         source: Origin: a client, or a row of a batch.
-        demand: What the Engine reserves for it; None: its sender has reserved it, or no quota can apply.
         upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
     """
 
@@ -46,7 +44,6 @@ class RelayRequest:
     key: str = ""
     source: Literal["http", "batch"] = "http"
     upload: str = ""
-    demand: TokenDemand | None = None
 
     def scheduling_now(self) -> Scheduling:
         """Return the scheduling from now on: the time that it has waited elsewhere counts.

@@ -471,6 +471,22 @@ class BatchesSettings(Strict):
         return self
 
 
+class BatchLimits(Strict):
+    """Limits of an API key on files and batches, in place of those of `BatchesSettings`.
+
+    Attributes:
+        max_file_bytes: Largest upload.
+        max_tenant_bytes: Most bytes of all uploads of its tenant when it adds one.
+        max_lines: Most rows of a batch.
+        max_open_batches: Most batches of its tenant that haven't ended when it creates one.
+    """
+
+    max_file_bytes: Positive | None = None
+    max_tenant_bytes: Positive | None = None
+    max_lines: Positive | None = None
+    max_open_batches: Positive | None = None
+
+
 class LedgerSettings(Strict):
     """Ledger of the calls that the engines ran.
 

@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from serve_app.api.scheduling import Tenant
 from serve_app.api.validation import field_path
 from serve_app.settings.schema import Quota, QuotasSettings, SettingsError
+from serve_app.system.file_signature import file_signature
 
 logger = logging.getLogger("ray.serve")
 
@@ -70,7 +71,7 @@ class TenantQuotas:
         self.quotas: dict[str, Quota] = dict(self._fixed)
         if self._file is None:
             return
-        self._seen = _signature(self._file)
+        self._seen = file_signature(self._file)
         try:
             self._load()
         except SettingsError as error:
@@ -90,7 +91,7 @@ class TenantQuotas:
 
         They stay as they were if it can't be read.
         """
-        if self._file is None or (signature := _signature(self._file)) == self._seen:
+        if self._file is None or (signature := file_signature(self._file)) == self._seen:
             return False
         self._seen = signature
         try:
@@ -111,11 +112,3 @@ class TenantQuotas:
             raise SettingsError(f"{source}: {reason}") from None
         self.quotas = {**self._fixed, **read_quotas(text, source)}
         self.held = text
-
-
-def _signature(path: Path) -> object:
-    try:
-        status = path.stat()
-    except OSError as error:
-        return error.errno
-    return status.st_mtime_ns, status.st_size, status.st_ino

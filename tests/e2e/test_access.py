@@ -23,7 +23,7 @@ from tests.e2e.services import is_healthy, wait_until
 pytestmark = pytest.mark.usefixtures("starting_pair")
 
 PREFIX = "/guarded"
-KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late")}
+KEYS = {name: new_key() for name in ("ada", "bob", "slow", "few", "late", "home", "root")}
 QUESTION = "What is 1+1?"
 LIMIT_S = 30.0
 BODY_TIMEOUT_S = 2.0
@@ -38,6 +38,8 @@ ENTRIES = [
     entry("bob", tiers=["flex"]),
     entry("slow", max_concurrency=1),
     entry("few", requests_per_minute=120),
+    entry("home", allow_from=["127.0.0.2/32"]),
+    entry("root", admin=True),
 ]
 
 
@@ -57,7 +59,7 @@ def guarded(service: Service, keys_file: Path) -> str:
     other["import_path"] = "tests.e2e.guarded:build"
     # The replica has to find these tests.
     other["runtime_env"]["env_vars"]["PYTHONPATH"] = str(ROOT)
-    other["args"]["access"] = {"keys_file": str(keys_file)}
+    other["args"]["access"] = {"keys_file": str(keys_file), "trusted_proxies": ["127.0.0.1"]}
     other["args"]["ingress"] = {"body_timeout_s": BODY_TIMEOUT_S, "max_tokens": 1000, "max_n": 4}
     other["deployments"] = [{"name": "Guarded", "ray_actor_options": {"num_cpus": 0}}]
     config["applications"].append(other)
@@ -70,6 +72,32 @@ def guarded(service: Service, keys_file: Path) -> str:
 def caller(url: str, name: str, **headers: str) -> httpx.Client:
     headers["authorization"] = f"Bearer {KEYS[name]}"
     return httpx.Client(base_url=url, headers=headers, timeout=60)
+
+
+def test_a_key_is_held_to_its_addresses_behind_the_proxy(guarded: str) -> None:
+    for address, forwarded, status in (
+        ("127.0.0.2", {}, 200),
+        ("127.0.0.3", {}, 403),
+        # The proxy appends the address: one that the client wrote itself counts nothing.
+        ("127.0.0.3", {"x-forwarded-for": "127.0.0.2"}, 403),
+    ):
+        headers = {"authorization": f"Bearer {KEYS['home']}"} | forwarded
+        transport = httpx.HTTPTransport(local_address=address)
+        with httpx.Client(base_url=guarded, headers=headers, transport=transport, timeout=60) as client:
+            answer = generate(client)
+        assert answer.status_code == status
+        if status == 403:
+            assert answer.json()["error"]["message"].endswith("127.0.0.3.")
+
+
+def test_an_administrator_sees_the_keys(guarded: str) -> None:
+    with caller(guarded, "root") as client:
+        names = [key["name"] for key in client.get("/v1/admin/keys").json()["data"]]
+        assert names == [key["name"] for key in ENTRIES]
+        # The shared service has no ledger.
+        assert client.get("/v1/admin/usage").status_code == 404
+    with caller(guarded, "ada") as client:
+        assert client.get("/v1/admin/keys").status_code == 403
 
 
 def generate(client: httpx.Client, **more: Any) -> httpx.Response:

@@ -54,6 +54,7 @@ EMPTY = {
     "Models that are awake on a shared device: {{group}} {{model}}": "no models share a device",
     "Time of shared devices that switches take: {{group}}": "no models share a device",
     "Turns per minute: {{group}} {{model}}": "no models share a device",
+    "SaturateUsageLost": "this config has no ledger",
     "SaturateScaleUpBlocked": "every replica is there",
     "SaturateMetricsMissing": "the metrics are there",
 }

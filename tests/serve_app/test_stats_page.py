@@ -109,8 +109,31 @@ def report(step: int) -> dict[str, Any]:
             "minilm": {"replicas": [{"replica": "uo3am0dc", "batcher": asdict(FUNCTION)}]},
             "asleep": {"replicas": []},
             "<b>odd": {"replicas": [], "error": "no <i>answer"},
-        }
+        },
+        "batches": {
+            "batches": {"in_progress": 2, "validating": 0},
+            "rows": {"waiting": 1_200, "in_flight": 64, "completed": 30, "failed": 1},
+            "rows_per_s": 12.5,
+            "eta_s": 96.0,
+            "oldest_s": 30.0,
+            "late": 0,
+        },
+        "quotas": {
+            "holders": 3,
+            "limits": {
+                "key <u>ada": {"max_concurrency": limit(8, 8)},
+                "tenant acme": {
+                    "tokens_per_day": limit(100_000, 4_000),
+                    "tokens_per_minute": limit(900, 300),
+                },
+            },
+        },
     }
+
+
+def limit(most: int, remaining: int) -> dict[str, Any]:
+    """Return the state of a limit."""
+    return {"limit": most, "remaining": remaining, "reserved": 0, "ends_in_s": 40.0}
 
 
 def used(prompt: int) -> dict[str, Any]:
@@ -161,6 +184,12 @@ def test_the_numbers_of_the_service_are_on_the_page(url: str, tmp_path: Path) ->
         "9.0 to a batch",
         # The usage of both replicas together.
         "tenant calls prompt tokens cached tokens output tokens &lt;i&gt;acme 14 3.5K 2.4K 80 bits 14 2",
+        "Batches 2 in_progress · rows: 1.2K waiting, 64 in flight, 30 completed, 1 failed · 13 rows/s · "
+        "96.0 s left",
+        # The fullest limit comes first.
+        "Quotas 2 of keys and tenants of limit at most used left new in "
+        "tenant acme tokens per day 100K 96 % 4K 40.0 s tenant acme tokens per minute 900 67 % 300 40.0 s "
+        "key &lt;u&gt;ada max concurrency 8 0 % 8 ",
     ):
         assert shown in text, (shown, text)
     assert "of 262K tokens" in text

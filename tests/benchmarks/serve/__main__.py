@@ -14,7 +14,7 @@ from tests.benchmarks.serve import plot, tables
 from tests.benchmarks.serve.loads import ALL_LOADS, DEVICE_LOADS, LOADS
 from tests.benchmarks.serve.models import GPU_MODELS, MODELS, about
 from tests.benchmarks.serve.rounds import START, Found, Plan, measure
-from tests.benchmarks.serve.servers import DEFAULT, DEFAULT_ON_DEVICE, ON_DEVICE, OURS, SERVERS, SILENT
+from tests.benchmarks.serve.servers import DEFAULT, DEFAULT_ON_DEVICE, ON_DEVICE, OURS, SERVERS, VARIANTS
 from tests.benchmarks.serve.ways import ways
 
 QUICK = 0.25
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         action="append",
         choices=SERVERS,
-        help=f"may be repeated (all but {SILENT!r})",
+        help=f"may be repeated (all but {' and '.join(map(repr, VARIANTS))})",
     )
     parser.add_argument(
         "--model",

@@ -19,6 +19,9 @@ from tests.benchmarks.serve.pipes import Pipe
 from tests.benchmarks.serve.running import Server, UnavailableError, environment, over_http
 from tests.e2e.service import free_port, give_ports
 
+MANY = 1 << 40
+"""A limit that no load reaches."""
+
 Start = Callable[[Model, Path], AbstractContextManager[Server]]
 """Starts a server with a model and a folder for its files."""
 
@@ -30,6 +33,7 @@ def saturate(
     batcher: Mapping[str, Any] | None = None,
     telemetry: Mapping[str, Any] | None = None,
     batches: Path | None = None,
+    usage: Mapping[str, Any] | None = None,
     replicas: Mapping[str, int] | None = None,
 ) -> Iterator[Server]:
     """Run this project's configs/local.yaml with another model and further settings.
@@ -40,6 +44,7 @@ def saturate(
         batcher: Settings of the batcher.
         telemetry: Settings of the telemetry.
         batches: Folder of the batch API; None: there is none.
+        usage: Accounting; None: there is none.
         replicas: Number of replicas by deployment, which then reserve no cores in Ray.
     """
     content = config()
@@ -52,6 +57,8 @@ def saturate(
     served["batcher"] |= batcher or {}
     if telemetry is not None:
         content["applications"][0]["args"]["telemetry"] = dict(telemetry)
+    if usage is not None:
+        content["applications"][0]["args"]["usage"] = dict(usage)
     for deployment in content["applications"][0]["deployments"]:
         if model.gpus and deployment["name"].startswith("Engine:"):
             deployment["ray_actor_options"]["num_gpus"] = model.gpus
@@ -70,6 +77,16 @@ def saturate(
 def silent(model: Model, folder: Path) -> AbstractContextManager[Server]:
     """Run the same without telemetry."""
     return saturate(model, folder, telemetry=SILENT_TELEMETRY.model_dump())
+
+
+def accounted(model: Model, folder: Path) -> AbstractContextManager[Server]:
+    """Run the same with a quota that is never reached, and with a ledger."""
+    quota = {"tokens_per_minute": MANY, "requests_per_minute": MANY, "max_concurrency": MANY}
+    usage = {
+        "quotas": {"folder": str(folder / "quotas"), "tenants": {"default": quota}},
+        "ledger": {"folder": str(folder / "ledger")},
+    }
+    return saturate(model, folder, usage=usage)
 
 
 def flags(engine: Mapping[str, Any]) -> list[str]:
@@ -123,7 +140,7 @@ def offline(model: Model, folder: Path) -> Iterator[Server]:
 
 OURS, VLLM, RAY_DIRECT, RAY = "saturate", "vllm serve", "ray.serve.llm direct", "ray.serve.llm"
 SEEDS, OFFLINE = "seeds' design", "LLM.generate"
-SILENT = "saturate without metrics"
+SILENT, ACCOUNTED = "saturate without metrics", "saturate with quotas"
 
 SERVERS: Mapping[str, tuple[Start, str]] = {
     OURS: (saturate, "this project, configs/local.yaml"),
@@ -133,10 +150,14 @@ SERVERS: Mapping[str, tuple[Start, str]] = {
     SEEDS: (seeds, "FastAPI, one TokenBatcher of the package flyte, LLM.generate in a thread"),
     OFFLINE: (offline, "vllm.LLM without a service: the engine's own throughput"),
     SILENT: (silent, "saturate without metrics and request log, for their cost"),
+    ACCOUNTED: (accounted, "saturate with quotas and the usage ledger, for their cost"),
 }
 """Start function and short description of each, by name."""
 
-DEFAULT = [name for name in SERVERS if name != SILENT]
+VARIANTS = (SILENT, ACCOUNTED)
+"""This project with other settings, which are measured for their cost only where they are named."""
+
+DEFAULT = [name for name in SERVERS if name not in VARIANTS]
 """Servers that are measured if none is named."""
 
 ON_DEVICE = [OURS, VLLM, SEEDS, OFFLINE, SILENT]

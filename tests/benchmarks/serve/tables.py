@@ -9,7 +9,7 @@ from tests.benchmarks.measuring import Row, Table
 from tests.benchmarks.serve.loads import Load
 from tests.benchmarks.serve.models import about
 from tests.benchmarks.serve.rounds import Samples
-from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, SILENT, VLLM
+from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, VARIANTS, VLLM
 from tests.benchmarks.serve.ways import HANDLE
 
 UNITS = {
@@ -59,7 +59,7 @@ _STREAM = (
     Target("ttft_p50_ms", VLLM, by="-"),
     Target("ttft_p99_ms", VLLM, at_most=1.0),
     Target("cpu", VLLM),
-    *(Target(quantity, SILENT) for quantity in ("tokens_per_s", "cpu")),
+    *(Target(quantity, variant) for variant in VARIANTS for quantity in ("tokens_per_s", "cpu")),
 )
 _PLAIN = (
     *(Target("tokens_per_s", other) for other in (VLLM, RAY_DIRECT, RAY)),
@@ -72,7 +72,7 @@ _LISTS = (
     *(Target("prompts_per_s", OFFLINE, ours=ours, at_least=0.95) for ours in (OURS, HANDLE)),
     Target("prompts_per_s", SEEDS),
     Target("cpu", VLLM),
-    *(Target(quantity, SILENT) for quantity in ("prompts_per_s", "cpu")),
+    *(Target(quantity, variant) for variant in VARIANTS for quantity in ("prompts_per_s", "cpu")),
 )
 TARGETS: Mapping[str, Sequence[Target]] = {
     "stream-1": (

@@ -13,7 +13,7 @@ from tests.benchmarks.serve.groups import CLIENT
 from tests.benchmarks.serve.loads import CHUNK, Load, Prompt
 from tests.benchmarks.serve.pipes import Pipe
 from tests.benchmarks.serve.running import Server, environment
-from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, SILENT, VLLM
+from tests.benchmarks.serve.servers import OFFLINE, OURS, RAY, RAY_DIRECT, SEEDS, VARIANTS, VLLM
 
 HANDLE = f"{OURS}, handle"
 """Ours over the handle, as a candidate in the tables."""
@@ -146,7 +146,7 @@ def ways(load: Load) -> Mapping[str, Mapping[str, Way]]:
     if load.kind == "lists":
         return {
             OURS: {OURS: lists(generate, CHUNK, n // CHUNK), HANDLE: over_handle},
-            SILENT: {SILENT: lists(generate, CHUNK, n // CHUNK)},
+            **{name: {name: lists(generate, CHUNK, n // CHUNK)} for name in VARIANTS},
             # Its best number of connections isn't known in advance, so several are tried.
             VLLM: {
                 **{f"{VLLM}, {each} connections": single(completion, each) for each in (64, 128, n)},
@@ -164,9 +164,9 @@ def ways(load: Load) -> Mapping[str, Mapping[str, Way]]:
             OFFLINE: {OFFLINE: at_once},
         }
     if load.kind == "burst":
-        return {name: {name: bursts(chat, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY, SILENT)}
+        return {name: {name: bursts(chat, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY, *VARIANTS)}
     request = chat if load.kind == "chat" else completion
-    return {name: {name: single(request, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY, SILENT)}
+    return {name: {name: single(request, n)} for name in (OURS, VLLM, RAY_DIRECT, RAY, *VARIANTS)}
 
 
 def _http(server: Server, connections: int, requests: Sequence[Request]) -> Run:

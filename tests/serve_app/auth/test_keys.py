@@ -202,6 +202,7 @@ def test_an_administrator_sees_a_key_without_its_hashes() -> None:
         "allow_from": ["10.0.0.0/8", "::1/128"],
         "admin": False,
         "quota": None,
+        "batches": None,
         "expires_at": 1801353600,
         "secrets": 2,
     }

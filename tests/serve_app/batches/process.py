@@ -16,6 +16,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
 from serve_app.batches.client import Answer
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from tests.serve_app.batches.engine import custom_id_of
@@ -46,7 +47,7 @@ async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:
     remove_orphans(store, content)
     engine = LoggedEngine(calls)
     runner = Runner(
-        store, content, engine, lambda: {"demo"}, concurrency=Fixed(limit), clock=lambda: NOW, tick_s=0.05
+        store, content, engine, KeyRules({"demo"}), concurrency=Fixed(limit), clock=lambda: NOW, tick_s=0.05
     )
     reached = count(1)
     committed = asyncio.Event()

@@ -19,6 +19,7 @@ from serve_app.auth.middleware import Caller
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.batches import failpoints
 from serve_app.batches.api import BatchAPI
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import DAY_S, Limits
 from serve_app.batches.runner import Runner
 from serve_app.batches.upload import FORM_BYTES
@@ -39,12 +40,13 @@ class Site:
             self.store,
             self.content,
             self.engine,
-            lambda: {"demo"},
-            limits=LIMITS,
+            KeyRules({"demo"}, LIMITS),
             clock=lambda: NOW,
             tick_s=0.05,
         )
-        api = BatchAPI(self.store, self.content, self.runner.notice, limits=LIMITS, clock=lambda: NOW)
+        api = BatchAPI(
+            self.store, self.content, self.runner.notice, limits=lambda key: LIMITS, clock=lambda: NOW
+        )
         self.app = Starlette(routes=api.routes())
         self.committed = asyncio.Event()
         self._loop = asyncio.get_running_loop()

@@ -1,7 +1,9 @@
 """Rows on their way to Engines that the test plays."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,16 +13,21 @@ from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.auth.keys import hash_key
+from serve_app.auth.middleware import KeyStore
 from serve_app.batches.client import Answer
 from serve_app.batches.engines import EngineClient
+from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress import retry
 from serve_app.ingress.health import Health, ModelHealth
 from serve_app.ingress.poison import PoisonError
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import parse
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health
+from tests.serve_app.usage.fleet import QuotasHandle
 
 __all__ = ["health"]
 
@@ -53,6 +60,40 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
     assert (request.source, request.key) == ("batch", "ada")
     assert request.tokens > 0
     assert engines["demo"].answers[0].stopped.is_set()
+
+
+async def test_a_row_counts_for_the_quota_of_its_key_and_names_its_models_only(
+    tmp_path: Path, health: dict[str, ModelHealth]
+) -> None:
+    path = tmp_path / "keys.json"
+    quota = {"tokens_per_day": 2_000}
+    entry = {"name": "ada", "sha256": hash_key(b"x"), "tenant": "anna", "models": ["demo"], "quota": quota}
+    path.write_text(json.dumps([entry]))
+    settings = parse(
+        {
+            "models": [{"id": name, "source": "x"} for name in ("demo", "large")],
+            "access": {"keys_file": str(path)},
+            "usage": {"quotas": {"folder": str(tmp_path)}},
+        }
+    )
+    assert settings.access
+    assert settings.usage.quotas
+    usage = RequestUsage(prompt_tokens=900, output_tokens=300)
+    engine = Engine(answer(pack(head=PLAIN, body=b"{}", usage=usage)), stats=[{"max_model_len": 1000}])
+    handles: Any = {"demo": engine, "large": engine}
+    handle = QuotasHandle(settings.usage.quotas)
+    quotas = CallQuotas(settings.usage.quotas, handle)
+    client = EngineClient(settings, handles, Health("llm", list(handles)), KeyStore(settings.access), quotas)
+    body = BODY | {"max_tokens": 500}
+    with pytest.raises(RequestError, match="it has access to: demo"):
+        await client.send(CHAT, body | {"model": "large"}, ANNA)
+    assert (await client.send(CHAT, body, ANNA)).status == 200
+    assert await handle.left("key ada", "tokens_per_day") == 800
+    with pytest.raises(RequestError, match="key ada: tokens_per_day 2000") as refused:
+        await client.send(CHAT, body, ANNA)
+    assert (refused.value.status, len(engine.requests)) == (429, 1)
+    assert refused.value.retry_after_s
+    quotas.stop()
 
 
 async def test_an_answer_in_pieces_is_joined() -> None:

@@ -20,6 +20,7 @@ from serve_app.api.protocol import JSON
 from serve_app.batches.content import Content
 from serve_app.batches.database import Database
 from serve_app.batches.errors import DatabaseError, HeldError, StateError
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
@@ -144,7 +145,7 @@ class Schedule:
                 store,
                 content,
                 self.engine,
-                lambda: {"demo"},
+                KeyRules({"demo"}),
                 concurrency=Fixed(self.limit),
                 backoff=Backoff(0.0, 0.0),
                 clock=lambda: self.now,

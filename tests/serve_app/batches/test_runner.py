@@ -13,6 +13,7 @@ from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
@@ -36,7 +37,7 @@ class Bench:
             store,
             content,
             engine,
-            lambda: {"demo"},
+            KeyRules({"demo"}),
             backoff=options.pop("backoff", Backoff(0.0, 0.0)),
             clock=lambda: self.now,
             tick_s=options.pop("tick_s", 0.01),

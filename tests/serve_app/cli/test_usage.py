@@ -14,7 +14,8 @@ from click.testing import CliRunner, Result
 from serve_app.cli.main import saturate
 from serve_app.settings.schema import PriceSettings, UsageSettings
 from serve_app.usage.prices import pack
-from serve_app.usage.rows import Row, encode, utc
+from serve_app.usage.rows import utc
+from tests.serve_app.usage.ledgers import write_row
 
 NOW = datetime.now(UTC)
 
@@ -23,19 +24,10 @@ NOW = datetime.now(UTC)
 def ledger(tmp_path: Path) -> Path:
     """Return the folder of a ledger."""
     folder = tmp_path / "usage"
-    rows = [
-        Row(
-            call="a-1", time=utc(NOW.timestamp()), tenant="acme", key="ada", model="demo", output_tokens=1_500
-        ),
-        Row(call="a-2", time=utc(NOW.timestamp()), tenant="bits", model="demo", prompt_tokens=20),
-        Row(call="a-3", time=utc((NOW - timedelta(days=9)).timestamp()), tenant="acme", output_tokens=7),
-    ]
-    for row in rows:
-        path = folder / f"day={row.day}" / "a.00000.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(encode(row))
-    return folder
+    write_row(folder, tenant="acme", key="ada", model="demo", output_tokens=1_500)
+    write_row(folder, call="a-2", tenant="bits", model="demo", prompt_tokens=20)
+    long_ago = utc((NOW - timedelta(days=9)).timestamp())
+    return write_row(folder, call="a-3", time=long_ago, tenant="acme", output_tokens=7)
 
 
 def ask(*arguments: object) -> Result:

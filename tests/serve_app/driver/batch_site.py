@@ -10,6 +10,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from serve_app.batches.api import BatchAPI
+from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.runner import Runner
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import opened
@@ -25,7 +26,7 @@ def batch_site(folder: Path, status: Callable[[str], int] = lambda _: 200) -> It
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         store, content = opened(folder)
-        runner = Runner(store, content, Engine(status), lambda: {"demo"}, tick_s=0.05)
+        runner = Runner(store, content, Engine(status), KeyRules({"demo"}), tick_s=0.05)
         app.routes.extend(BatchAPI(store, content, runner.notice).routes())
         running = asyncio.create_task(runner.run())
         ready.set()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from serve_app.engine.error_mapping import blame_request
+from serve_app.engine.error_mapping import application_error, blame_request
 from serve_app.relay.frame import Head, pack, unpack
 from tests.serve_app.answers import complete
 
@@ -49,3 +49,8 @@ def test_any_other_answer_stays_as_it_is(status: int) -> None:
 def test_an_answer_that_goes_on_stays_as_it_is() -> None:
     message = pack(head=Head(500, JSON), body=b"{")
     assert blame_request(message) == message
+
+
+def test_an_exception_without_a_field_is_told_by_its_kind() -> None:
+    error = application_error(OSError("/some/path"))
+    assert (error.status, error.message) == (500, "OSError")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import EngineLostError, RequestError
@@ -31,6 +32,7 @@ class FakeEngine:
 
     died: bool = False
     max_tokenize_tokens: int = 1_000
+    max_model_len: int = 2_048
 
 
 def made(app: Any, *, died: bool = False) -> Any:
@@ -80,6 +82,38 @@ async def test_a_failure_before_the_first_token_is_a_400(admitted: bool) -> None
 async def test_a_failure_after_the_first_token_is_a_500() -> None:
     status, _ = await answer(made(failing(admitted=True, output_tokens=1)))
     assert status == 500
+
+
+class Field(BaseModel):
+    """A field that an application of vLLM checks too late."""
+
+    background: bool
+
+
+def breaking(*, output_tokens: int = 0) -> Any:
+    """Return an application that fails behind the head of a stream, as vLLM's does on some values."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current().result.usage.output_tokens = output_tokens
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            Field(background=None)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise RuntimeError("response already started") from error
+
+    return app
+
+
+async def test_an_application_that_fails_behind_its_head_is_a_400_with_the_field() -> None:
+    status, body = await answer(made(breaking()))
+    assert status == 400
+    message = body["error"]["message"]
+    assert message == "vLLM can't process this request: background: Input should be a valid boolean"
+
+
+async def test_one_that_fails_with_tokens_fails_the_call() -> None:
+    with pytest.raises(RuntimeError, match="already started"):
+        await answer(made(breaking(output_tokens=1)))
 
 
 async def test_a_grammar_that_the_engine_can_not_follow_is_a_400() -> None:

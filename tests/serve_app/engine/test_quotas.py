@@ -1,56 +1,31 @@
-"""Quotas in an Engine: calls that come past the Ingress reserve for their tenant."""
-
-import asyncio
-from typing import Any
+"""Calls that come past the Ingress reserve for their tenant and key."""
 
 import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import GenerateRequest
 from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
-from serve_app.engine.quotas import EngineQuotas, generate_demand
+from serve_app.engine.quotas import CallQuotas, generate_demand
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import Quota, QuotasSettings
-from serve_app.usage.messages import Answer, Report
-from serve_app.usage.quota_service import QuotaService
-from tests.serve_app.usage.fleet import START, MemoryState, inline
+from serve_app.usage.quota_client import KeyQuota
+from tests.serve_app.usage.fleet import QuotasHandle
 
-
-def context() -> int:
-    return 1000
-
-
+CONTEXT = 1000
+LIMIT = 10_000
 DEMAND = TokenDemand(300, output=100)
 
 
-class Handle:
-    """The handle of a Quotas deployment."""
+def handle_of(quota: Quota) -> QuotasHandle:
+    return QuotasHandle(QuotasSettings(tenants={"t": quota}, folder="/nowhere"))
 
-    def __init__(self, quota: Quota) -> None:
-        self.settings = QuotasSettings(tenants={"t": quota}, folder="/nowhere")
-        self._service = QuotaService(
-            self.settings, MemoryState(), wall=lambda: START, monotonic=lambda: 0.0, beside=inline
-        )
-        self._started = False
 
-    def options(self, **options: Any) -> "Handle":
-        assert options["method_name"] == "exchange"
-        return self
-
-    async def remote(self, report: Report) -> Answer:
-        if not self._started:
-            self._started = True
-            self._service.start()
-        return await self._service.exchange(report)
-
-    async def used(self) -> int:
-        await asyncio.sleep(0.5)
-        (state,) = self._service.states()["tenant t"]
-        return state.limit - state.remaining
+async def used(handle: QuotasHandle) -> int:
+    return LIMIT - await handle.left("tenant t", "tokens_per_day")
 
 
 @pytest.mark.parametrize(
-    ("error", "prompt", "output", "used"),
+    ("error", "prompt", "output", "taken"),
     [
         (None, 20, 30, 50),
         (RequestError(400, "invalid_request_error", "wrong"), 0, 0, 0),
@@ -59,14 +34,14 @@ class Handle:
     ],
 )
 async def test_a_call_gives_back_what_it_did_not_use(
-    error: Exception | None, prompt: int, output: int, used: int
+    error: Exception | None, prompt: int, output: int, taken: int
 ) -> None:
-    handle = Handle(Quota(tokens_per_day=10_000))
-    quotas = EngineQuotas(handle.settings, handle)
+    handle = handle_of(Quota(tokens_per_day=LIMIT))
+    quotas = CallQuotas(handle.settings, handle)
     usage = RequestUsage()
 
     async def call() -> None:
-        async with quotas.reserved("t", DEMAND, context, usage):
+        async with quotas.reserved("t", DEMAND, CONTEXT, usage):
             usage.prompt_tokens, usage.output_tokens = prompt, output
             if error:
                 raise error
@@ -76,34 +51,38 @@ async def test_a_call_gives_back_what_it_did_not_use(
     else:
         with pytest.raises(type(error)):
             await call()
-    assert await handle.used() == used
+    assert await used(handle) == taken
     quotas.stop()
 
 
 async def test_a_call_beyond_the_quota_is_refused() -> None:
-    handle = Handle(Quota(tokens_per_day=500))
-    quotas = EngineQuotas(handle.settings, handle)
-    async with quotas.reserved("t", DEMAND, context, RequestUsage()):
+    handle = handle_of(Quota(tokens_per_day=500))
+    quotas = CallQuotas(handle.settings, handle)
+    async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
         with pytest.raises(RequestError, match="tenant t: tokens_per_day 500"):
-            async with quotas.reserved("t", DEMAND, context, RequestUsage()):
+            async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
                 raise AssertionError("it has run")
     quotas.stop()
 
 
-async def test_what_the_ingress_has_reserved_is_not_counted_twice() -> None:
-    handle = Handle(Quota(tokens_per_day=500))
-    quotas = EngineQuotas(handle.settings, handle)
-    usage = RequestUsage(prompt_tokens=5, output_tokens=5)
-    async with quotas.reserved("t", None, context, usage):
-        pass
-    assert await handle.used() == 0
+async def test_a_call_counts_for_its_key_too() -> None:
+    handle = handle_of(Quota(tokens_per_day=LIMIT))
+    quotas = CallQuotas(handle.settings, handle)
+    key = KeyQuota("ada", Quota(tokens_per_day=500))
+    usage = RequestUsage()
+    async with quotas.reserved("t", DEMAND, CONTEXT, usage, key):
+        with pytest.raises(RequestError, match="key ada: tokens_per_day 500"):
+            async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage(), key):
+                raise AssertionError("it has run")
+        usage.prompt_tokens = 70
+    assert await used(handle) == 70
     quotas.stop()
 
 
 async def test_without_a_deployment_nothing_is_reserved() -> None:
-    quotas = EngineQuotas()
+    quotas = CallQuotas()
     assert not quotas.on
-    async with quotas.reserved("t", DEMAND, context, RequestUsage()):
+    async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
         pass
     quotas.stop()
 

@@ -1,6 +1,7 @@
 """Routes for administrators."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,14 +11,22 @@ from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import LIMIT_S, Client, Engine, check_error, echo, health
+from tests.serve_app.usage.ledgers import write_row
 
 __all__ = ["health"]
 
 KEYS = "/v1/admin/keys"
+USAGE = "/v1/admin/usage"
 
 
 @pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
+def ledger(tmp_path: Path) -> Path:
+    """A ledger with one row."""
+    return write_row(tmp_path / "usage", key="ada", output_tokens=15)
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch, ledger: Path) -> httpx.AsyncClient:
     """A client of an Ingress with a key of an administrator and another one."""
     fields: dict[str, Any] = {
         "root": {"admin": True},
@@ -29,7 +38,13 @@ def client(monkeypatch: pytest.MonkeyPatch) -> httpx.AsyncClient:
         for name, more in fields.items()
     ]
     monkeypatch.setenv("KEYS", json.dumps(entries))
-    settings = parse({"models": [{"id": "demo", "source": "x"}], "access": {"keys_env": "KEYS"}})
+    settings = parse(
+        {
+            "models": [{"id": "demo", "source": "x"}],
+            "access": {"keys_env": "KEYS"},
+            "usage": {"ledger": {"folder": str(ledger)}},
+        }
+    )
     engines: Any = {"demo": Engine(echo)}
     transport = httpx.ASGITransport(Ingress(settings, engines).__serve_build_asgi_app__())
     return httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S)
@@ -64,7 +79,21 @@ async def test_another_key_is_403(client: httpx.AsyncClient) -> None:
     assert (await client.post(KEYS, headers=bearer("root"))).status_code == 405
 
 
-async def test_a_service_without_keys_has_no_administrator() -> None:
+@pytest.mark.parametrize("path", [KEYS, USAGE])
+async def test_a_service_without_keys_has_no_administrator(path: str) -> None:
     async with Client() as client:
-        message = check_error(await client.get(KEYS), 403, "permission_error")
+        message = check_error(await client.get(path), 403, "permission_error")
     assert "args.access" in message
+
+
+async def test_an_administrator_reads_the_ledger(client: httpx.AsyncClient, ledger: Path) -> None:
+    check_error(await client.get(USAGE, headers=bearer("bob")), 403, "permission_error")
+    answer = await client.get(USAGE, params={"by": "key", "since": "7d"}, headers=bearer("root"))
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
+    assert [(row["key"], row["output_tokens"]) for row in answer.json()["rows"]] == [("ada", 15)]
+    answer = await client.get(USAGE, params={"format": "csv"}, headers=bearer("root"))
+    assert answer.headers["content-type"].startswith("text/csv")
+    message = check_error(
+        await client.get(USAGE, params={"by": "colour"}, headers=bearer("root")), 400, "invalid_request_error"
+    )
+    assert message.startswith("by: 'colour' is no column")

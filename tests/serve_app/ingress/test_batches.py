@@ -12,11 +12,12 @@ import yaml
 from openai.types import Batch
 
 from serve_app.auth.keys import hash_key
+from serve_app.auth.middleware import KeyStore
 from serve_app.batches.service import BatchService
 from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import ModelHealth
-from serve_app.settings.schema import parse
+from serve_app.settings.schema import Settings, parse
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.handle import Handle
 from tests.serve_app.batches.helpers import commits, row, text_of
@@ -32,29 +33,35 @@ KEYS = {
     "ben": ("default", "flex"),
     "live": ("default",),
     "some": ("default", "flex"),
+    "small": ("flex",),
 }
 """Tiers of each key, which is the name of its tenant too."""
+
+
+def settings_of(folder: Path) -> Settings:
+    """Return the settings of a service with these keys, of which `some` may use one of the two models."""
+    path = folder / "keys.yaml"
+    entries = [
+        {"name": name, "tenant": name, "tiers": list(tiers), "sha256": hash_key(name.encode())}
+        | ({"models": ["demo"]} if name == "some" else {})
+        | ({"batches": {"max_file_bytes": 1_000, "max_lines": 2}} if name == "small" else {})
+        for name, tiers in KEYS.items()
+    ]
+    path.write_text(yaml.safe_dump(entries))
+    return parse(
+        {
+            "models": [{"id": "demo", "source": "x"}, {"id": "large", "source": "y"}],
+            "batches": {"folder": str(folder / "b")},
+            "access": {"keys_file": str(path)},
+        }
+    )
 
 
 class Site:
     """An Ingress in front of a Batches deployment."""
 
-    def __init__(self, folder: Path, service: BatchService) -> None:
+    def __init__(self, settings: Settings, service: BatchService) -> None:
         self.handle = Handle(service)
-        path = folder / "keys.yaml"
-        entries = [
-            {"name": name, "tenant": name, "tiers": list(tiers), "sha256": hash_key(name.encode())}
-            | ({"models": ["demo"]} if name == "some" else {})
-            for name, tiers in KEYS.items()
-        ]
-        path.write_text(yaml.safe_dump(entries))
-        settings = parse(
-            {
-                "models": [{"id": "demo", "source": "x"}],
-                "batches": {"folder": str(folder)},
-                "access": {"keys_file": str(path)},
-            }
-        )
         handle: Any = self.handle
         self.app = Ingress(settings, {}, handle).__serve_build_asgi_app__()
 
@@ -73,10 +80,13 @@ class Site:
 
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    settings = parse({"models": [{"id": "demo", "source": "x"}], "batches": {"folder": str(tmp_path / "b")}})
+    settings = settings_of(tmp_path)
     assert settings.batches
-    service = await BatchService.open(settings.batches, Engine(), {"demo"})
-    yield Site(tmp_path, service)
+    assert settings.access
+    service = await BatchService.open(
+        settings.batches, Engine(), {"demo", "large"}, KeyStore(settings.access)
+    )
+    yield Site(settings, service)
     await service.close(5.0)
 
 
@@ -150,12 +160,36 @@ async def test_a_key_without_flex_creates_no_batch(site: Site) -> None:
         assert "'flex'" in message
 
 
-async def test_a_key_for_some_models_creates_no_batch(site: Site) -> None:
-    async with site.http("some") as http:
-        for path in ("/v1/batches", "/v1/files"):
-            assert (await http.get(path)).status_code == 200
-        message = check_error(await http.post("/v1/batches", json={}), 403, "permission_error")
-    assert "can't create batches" in message
+@pytest.mark.parametrize(("model", "status"), [("demo", "completed"), ("large", "failed")])
+async def test_a_key_for_some_models_creates_batches_for_these(site: Site, model: str, status: str) -> None:
+    client = site.client("some")
+    text = text_of(row("1", body={"model": model, "messages": [{"role": "user", "content": "hi"}]}))
+    file = await client.files.create(file=("in.jsonl", text), purpose="batch")
+    batch = await client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    batch = await ended(client, batch.id)
+    assert batch.status == status
+    if batch.errors and batch.errors.data:
+        (error,) = batch.errors.data
+        assert (error.code, error.message) == (
+            "model_not_found",
+            "The model 'large' is not served here; served are: demo",
+        )
+
+
+async def test_a_key_s_own_limits_hold_for_its_files_and_batches(site: Site) -> None:
+    small, anna = site.client("small"), site.client("anna")
+    rows = text_of(*(row(str(number)) for number in range(3)))
+    for client, status in ((small, "failed"), (anna, "completed")):
+        file = await client.files.create(file=("in.jsonl", rows), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+        )
+        assert (await ended(client, batch.id)).status == status
+    with pytest.raises(openai.APIStatusError) as raised:
+        await small.files.create(file=("in.jsonl", b"x" * 1_001), purpose="batch")
+    assert raised.value.status_code == 413
 
 
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/x"])
@@ -214,11 +248,11 @@ async def test_the_statistics_have_the_batches(site: Site, health: dict[str, Mod
 async def test_the_statistics_are_those_of_the_replica(site: Site) -> None:
     handle: Any = site.handle
 
-    async def served() -> bool:
-        return True
+    async def running() -> int:
+        return 1
 
-    stats = await Forward(handle, served).stats()
+    stats = await Forward(handle, running).stats()
     assert stats["rows"] == {"waiting": 0, "in_flight": 0, "completed": 0, "failed": 0}
     service, site.handle.service = site.handle.service, None
-    assert (await Forward(handle, served).stats())["error"] == "the replica is gone"
+    assert (await Forward(handle, running).stats())["error"] == "the replica is gone"
     site.handle.service = service

@@ -86,12 +86,12 @@ async def test_a_running_replica_makes_a_model_ready(controller: Controller) -> 
 
 
 async def test_replicas_of_the_batches_are_counted_beside_the_models(controller: Controller) -> None:
-    assert (await read()).batches == 0
+    assert (await read()).others == {}
     controller.deployments["Batches"] = deployment(
         replicas={ReplicaState.RUNNING: 1, ReplicaState.STARTING: 1}
     )
     report = await read()
-    assert report.batches == 1
+    assert report.others == {"Batches": 1}
     assert list(report.models) == ["demo"]
 
 

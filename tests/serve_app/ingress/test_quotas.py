@@ -15,12 +15,10 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.relay.frame import pack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import QuotasSettings, SettingsError, parse
-from serve_app.usage.messages import Answer, Report
-from serve_app.usage.quota_service import QuotaService
+from serve_app.settings.schema import SettingsError, parse
 from tests.serve_app.answers import END
 from tests.serve_app.ingress.engine_doubles import CHAT, LIMIT_S, PLAIN, STREAM, Call, Engine, answer, health
-from tests.serve_app.usage.fleet import START, MemoryState, inline
+from tests.serve_app.usage.fleet import QuotasHandle
 
 __all__ = ["health"]
 
@@ -28,31 +26,6 @@ SECRET = "sk-ada"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 100}
 SIZE = 512 + 100 + len(json.dumps(BODY, separators=(",", ":")))
 """About the tokens that the body reserves."""
-
-
-class QuotasHandle:
-    """The handle of a Quotas deployment."""
-
-    def __init__(self, settings: QuotasSettings) -> None:
-        self.service = QuotaService(
-            settings, MemoryState(), wall=lambda: START, monotonic=lambda: 0.0, beside=inline
-        )
-        self.started = False
-
-    def options(self, **options: Any) -> "QuotasHandle":
-        assert options["method_name"] == "exchange"
-        return self
-
-    async def remote(self, report: Report) -> Answer:
-        if not self.started:
-            self.started = True
-            self.service.start()
-        return await self.service.exchange(report)
-
-    async def left(self, subject: str, limit: str) -> int:
-        """Return what remains of a limit once the Ingress has reported."""
-        await asyncio.sleep(0.5)
-        return next(state.remaining for state in self.service.states()[subject] if state.name == limit)
 
 
 Site = Callable[..., tuple[httpx.AsyncClient, QuotasHandle, Ingress]]
@@ -80,7 +53,7 @@ def site(tmp_path: Path) -> Site:
         ingress = Ingress(
             settings,
             cast(dict[str, DeploymentHandle[Any]], {"demo": engine}),
-            quotas=cast(DeploymentHandle[Any], handle),
+            quotas=handle,
         )
         client = httpx.AsyncClient(
             transport=httpx.ASGITransport(ingress.__serve_build_asgi_app__()),

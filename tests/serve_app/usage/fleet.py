@@ -115,3 +115,33 @@ class Fleet:
         answer = await self.service.exchange(report)
         await asyncio.sleep(self._hop_s)
         return answer
+
+
+class QuotasHandle:
+    """The handle of a Quotas deployment.
+
+    Args:
+        settings: The settings of the quotas.
+    """
+
+    def __init__(self, settings: QuotasSettings) -> None:
+        self.settings = settings
+        self.service = QuotaService(
+            settings, MemoryState(), wall=lambda: START, monotonic=lambda: 0.0, beside=inline
+        )
+        self.started = False
+
+    def options(self, **options: Any) -> "QuotasHandle":
+        assert options["method_name"] == "exchange"
+        return self
+
+    async def remote(self, report: Report) -> Answer:
+        if not self.started:
+            self.started = True
+            self.service.start()
+        return await self.service.exchange(report)
+
+    async def left(self, subject: str, limit: str) -> int:
+        """Return what remains of a limit once the replica has reported."""
+        await asyncio.sleep(0.5)
+        return next(state.remaining for state in self.service.states()[subject] if state.name == limit)

@@ -1,0 +1,32 @@
+"""Context lengths of the models, as their replicas report them."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from serve_app.api.protocol import JSON
+from serve_app.ingress.routing import Routing
+from serve_app.settings.schema import FunctionSettings
+
+
+class ContextLengths:
+    """Context lengths of the models, in tokens.
+
+    Args:
+        routing: The models.
+        replicas: Returns the statistics of a model's replicas, by the model's id.
+    """
+
+    def __init__(self, routing: Routing, replicas: Callable[[str], Awaitable[Sequence[JSON]]]) -> None:
+        self._routing = routing
+        self._replicas = replicas
+        self._known: dict[str, int] = {}
+
+    async def of(self, name: str) -> int | None:
+        """Return the context length of a model; None: it is a function, or has not started yet."""
+        if (known := self._known.get(name)) is not None:
+            return known
+        model = self._routing.find(name)
+        if isinstance(model, FunctionSettings):
+            return None
+        for replica in await self._replicas(name):
+            self._known[name] = replica["max_model_len"]
+        return self._known.get(name, model.engine.max_model_len)

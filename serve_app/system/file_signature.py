@@ -1,0 +1,12 @@
+"""Signatures of files, by which a change is noticed."""
+
+from pathlib import Path
+
+
+def file_signature(path: Path) -> object:
+    """Return a value that differs once a file has changed; of one that can't be read, the error's number."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return error.errno
+    return status.st_mtime_ns, status.st_size, status.st_ino
