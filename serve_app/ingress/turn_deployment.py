@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from ray.util import list_named_actors
 
-from serve_app.api.protocol import JSON
 from serve_app.settings.schema import Settings, ShareSettings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import quiet_collection
@@ -67,17 +66,6 @@ class Turns:
             share = self._settings.share_groups.get(report.group, ShareSettings())
             self.rotas[key] = Rota(share.min_turn_s, share.max_wait_s, self._opens_at)
         return self.rotas[key].exchange(report, self._clock())
-
-    async def stats(self) -> JSON:
-        """Return the state of each group, by name and device."""
-        return {
-            f"{group} {device}": {
-                "models": {member.report.model: member.report.state for member in rota.members.values()},
-                "turns": dict(rota.turns),
-                "still_s": {model: round(seconds, 3) for model, seconds in rota.still_s.items()},
-            }
-            for (group, device), rota in self.rotas.items()
-        }
 
     async def check_health(self) -> None:
         """Raise if dead engines aren't found any more, so that Serve replaces this replica."""

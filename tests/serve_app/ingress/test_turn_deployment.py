@@ -63,9 +63,11 @@ async def test_each_device_has_a_rota_of_its_own_with_the_settings_of_the_group(
         # The wait of its group is over after 7 s.
         assert not (await group.tell("b#1", "asleep", waited_s=7.0)).yours
         assert not (await group.tell("a#1", "awake")).yours
-        stats = await group.turns.stats()
-        assert stats["g n:0"]["models"] == {"a": "awake", "b": "asleep"}
-        assert stats["g n:1"]["models"] == {"b": "starting"}
+        states = {
+            device: {member.report.model: member.report.state for member in rota.members.values()}
+            for (_, device), rota in group.turns.rotas.items()
+        }
+        assert states == {"n:0": {"a": "awake", "b": "asleep"}, "n:1": {"b": "starting"}}
 
 
 async def test_the_device_of_an_engine_whose_process_has_ended_is_given_on() -> None:
