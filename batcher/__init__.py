@@ -17,7 +17,15 @@ from batcher.goals import Goals
 from batcher.processing import InferenceFn, ProcessFn
 from batcher.profiles import PROFILES, profile
 from batcher.queue import RequestQueue
-from batcher.stats import BatchObservation, BatchStats, ContinuousStats, Observation, Observations, Stats
+from batcher.stats import (
+    BatchObservation,
+    BatchStats,
+    ContinuousStats,
+    Load,
+    Observation,
+    Observations,
+    Stats,
+)
 from batcher.threads import ThreadClient
 from batcher.tokens import BatchOptions, TokenBatcher
 from batcher.window import Slot
@@ -41,6 +49,7 @@ __all__ = [
     "Former",
     "Goals",
     "InferenceFn",
+    "Load",
     "Observation",
     "Observations",
     "OutputEstimator",

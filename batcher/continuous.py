@@ -12,7 +12,7 @@ from batcher.admission import UNKNOWN_WAIT_S, Batcher
 from batcher.costs import whole_cost
 from batcher.errors import Aborted, Expired
 from batcher.goals import BACKGROUND, Background, Goals
-from batcher.stats import ContinuousStats
+from batcher.stats import ContinuousStats, Load
 from batcher.window import Slot, Window
 
 RecordT = TypeVar("RecordT")
@@ -131,6 +131,9 @@ class ContinuousBatcher(Batcher[Slot]):
         await super().start()
         self._window.loop = self.loop
 
+    async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        await super().stop(False if self._window.paused else drain, timeout)
+
     def slot(
         self,
         cost: int | None = None,
@@ -241,6 +244,29 @@ class ContinuousBatcher(Batcher[Slot]):
         if self._loop is not None:
             self._decide()
 
+    def pause(self, seconds: float = 0.0) -> None:
+        """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
+
+        A `stop` refuses what waits then, as with `drain=False`.
+
+        Args:
+            seconds: How long it will last, for `estimate_wait`; a further call changes it.
+        """
+        checks.seconds("seconds", seconds)
+        self._window.pause(seconds)
+
+    def resume(self) -> None:
+        """Start records again."""
+        self._window.resume()
+        if self._loop is not None:
+            self._decide()
+
+    @property
+    def load(self) -> Load:
+        """What runs and waits at this moment."""
+        queue, tier = self._queue, min(self._queue.classes(), default=0)
+        return Load(self._window.records, queue.total, queue.total_cost, tier, queue.next_deadline())
+
     def step(self, seconds: float) -> None:
         """Take in how long a step of the engine took, for goals to be held; without goals it does nothing.
 
@@ -259,7 +285,7 @@ class ContinuousBatcher(Batcher[Slot]):
     ) -> float:
         before, ahead = self._queue.ahead(priority, tenant)
         wait = self._window.wait(before, ahead, cost, priority, records)
-        return UNKNOWN_WAIT_S if wait is None else wait
+        return self._window.pause_s + (UNKNOWN_WAIT_S if wait is None else wait)
 
     # Coming
 

@@ -129,6 +129,24 @@ class BatchStats(Stats):
         return Stats._lines(self) | {"batches": batches}
 
 
+class Load(NamedTuple):
+    """The load of a `ContinuousBatcher`: a few numbers that cost less than its `stats`.
+
+    Attributes:
+        running: Records that run.
+        waiting: Records that wait, for space in the queue too.
+        cost: The cost of those that wait.
+        priority: The most urgent tier of them; 0 if none wait.
+        deadline: The earliest of their deadlines, on the batcher's clock; None: there is none.
+    """
+
+    running: int
+    waiting: int
+    cost: int
+    priority: int
+    deadline: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousStats(Stats):
     """A snapshot of a `ContinuousBatcher`.

@@ -218,8 +218,30 @@ class Window:
         self._max_running = self.regular = self.most = sys.maxsize
         self.running: set[Slot] = set()
         self.records = self.cost = 0
+        self._resumes_at: float | None = None
+        self._before_pause = (0, 0)
 
     # Bounds
+
+    @property
+    def paused(self) -> bool:
+        """True while nothing may start."""
+        return self._resumes_at is not None
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds that the pause will last, by estimate; 0 without one."""
+        return 0.0 if self._resumes_at is None else max(0.0, self._resumes_at - self._clock())
+
+    def pause(self, seconds: float) -> None:
+        """Let nothing start, for as long as `seconds` by estimate."""
+        if self._resumes_at is None:
+            self._before_pause = (self.records, self.cost)
+        self._resumes_at = self._clock() + seconds
+
+    def resume(self) -> None:
+        """Let slots start again."""
+        self._resumes_at = None
 
     def resize(self, capacity: int, max_running: int | None) -> None:
         """Change what may run at once; `max_running` None: as many as before."""
@@ -263,6 +285,9 @@ class Window:
         """
         places, free = self.most - self.records, self.capacity - self.cost
         running, running_cost, rate = self.records, self.cost, self.rate
+        if self.paused:
+            # What runs ends in the pause; afterwards as much runs as before it.
+            running, running_cost = map(max, (running, running_cost), self._before_pause)
         background = self._background
         if background is not None and priority >= background.priority:
             most, most_cost = background.places(self.capacity, self.regular)
@@ -277,8 +302,9 @@ class Window:
 
     def fits(self, slot: Slot) -> bool:
         """Return whether a slot may start beside what runs."""
-        return not self.running or (
-            self.cost + slot.cost <= self.capacity and self.records + slot.records <= self.most
+        return not self.paused and (
+            not self.running
+            or (self.cost + slot.cost <= self.capacity and self.records + slot.records <= self.most)
         )
 
     def begin(self, slot: Slot) -> None:

@@ -12,9 +12,10 @@ from serve_app.batches.deployment import Batches
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import BATCHES, QUOTAS, engine_name
+from serve_app.ingress.health import BATCHES, QUOTAS, TURNS, engine_name
 from serve_app.ingress.quota_deployment import Quotas
-from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings, parse
+from serve_app.ingress.turn_deployment import Turns
+from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings, ShareSettings, parse
 
 UNBOUNDED = 100_000
 """Ray Serve's limit on ongoing requests, too high to be reached: the batchers bound their queues, by tokens,
@@ -39,8 +40,8 @@ DRAIN_EVERY_S = 0.5
 BATCHES_GRACE_S = 15.0
 """Seconds in which the Batches deployment stops. The next one sends again the rows that take longer."""
 
-QUOTAS_GRACE_S = 5.0
-"""Seconds in which the Quotas deployment stops; requests that no lease covers wait for the next one."""
+KEEPER_GRACE_S = 5.0
+"""Seconds in which the deployments Quotas and Turns stop; what they decide waits for the next one."""
 
 INGRESS_RESOURCE = "SATURATE_INGRESS_RESOURCE"
 """Environment variable: the custom resource of Ray that nodes offer which may hold an Ingress."""
@@ -73,7 +74,8 @@ def build(args: dict[str, Any]) -> Application:
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
     quotas = _quotas(settings) if settings.usage.quotas else None
-    engines = {model.id: _engine(model, settings, quotas) for model in settings.models}
+    turns = _turns(settings) if settings.sharing() else None
+    engines = {model.id: _engine(model, settings, quotas, turns) for model in settings.models}
     more: list[Application] = [] if settings.batches is None else [_batches(settings, engines, quotas)]
     return ingress.bind(settings, engines, *more, **({} if quotas is None else {"quotas": quotas}))
 
@@ -101,22 +103,34 @@ def _batches(settings: Settings, engines: dict[str, Application], quotas: Applic
 
 
 def _quotas(settings: Settings) -> Application:
+    # One: two would grant the same tokens.
+    return _keeper(Quotas, QUOTAS, settings)
+
+
+def _turns(settings: Settings) -> Application:
+    # One: two would give the same device to two models.
+    return _keeper(Turns, TURNS, settings)
+
+
+def _keeper(kind: type[Any], name: str, settings: Settings) -> Application:
+    """Return a deployment of one small process, which keeps what all replicas have to agree on."""
     deployment = serve.deployment(
-        # One: two would grant the same tokens.
         num_replicas=1,
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=QUOTAS_GRACE_S,
+        graceful_shutdown_timeout_s=KEEPER_GRACE_S,
         graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
         # It mostly waits, and takes no core from a model.
         ray_actor_options={"num_cpus": 0, "resources": _ingress_resources()},
         logging_config=QUIET,
-    )(Quotas)
-    return deployment.options(name=QUOTAS).bind(settings)
+    )(kind)
+    return deployment.options(name=name).bind(settings)
 
 
-def _engine(model: ModelSettings, settings: Settings, quotas: Application | None) -> Application:
+def _engine(
+    model: ModelSettings, settings: Settings, quotas: Application | None, turns: Application | None
+) -> Application:
     kind: type[Any] = FunctionEngine
     router: dict[str, Any] = {}
     if not isinstance(model, FunctionSettings):
@@ -137,6 +151,9 @@ def _engine(model: ModelSettings, settings: Settings, quotas: Application | None
         request_router_config=RequestRouterConfig(**router),
     )(kind)
     more: dict[str, Any] = {} if quotas is None else {"quotas": quotas}
+    if not isinstance(model, FunctionSettings) and model.share is not None:
+        share = settings.share_groups.get(model.share, ShareSettings())
+        more |= {"share": share, "turns": turns}
     return deployment.options(name=engine_name(model.id)).bind(
         model, settings.ingress.max_prompts, settings.telemetry, settings.usage, **more
     )

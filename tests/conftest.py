@@ -35,6 +35,7 @@ LAST = [
     "test_batch_kills",
     "test_admitted_work",
     "test_simulated",
+    "test_turns",
     "test_scaling",
     "test_worker_death",
     "test_node_loss",

@@ -330,6 +330,23 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 1.0,
             ),
             Panel(
+                "Models that are awake on a shared device",
+                "short",
+                (Query(total(c.AWAKE, "group, model"), "{{group}} {{model}}"),),
+                "Models with the same group take turns.",
+            ),
+            Panel(
+                "Time of shared devices that switches take",
+                "percentunit",
+                (Query(rate(c.SWITCHING, "group"), "{{group}}"),),
+                "Share of the time, with one device in a group. Longer turns (min_turn_s) make it less.",
+            ),
+            Panel(
+                "Turns per minute",
+                "short",
+                (Query(f"60 * {rate(c.TURNS_BEGUN, 'group, model')}", "{{group}} {{model}}"),),
+            ),
+            Panel(
                 "Rows of datasets per second",
                 "short",
                 (

@@ -30,12 +30,15 @@ from serve_app.engine.quotas import CallQuotas, generate_demand
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
+    device_name,
     origin_of,
+    replica_name,
     replica_stats,
     replica_tag,
     routing_stats,
     usage_stats,
 )
+from serve_app.engine.turns import EngineTurns, Place, asking
 from serve_app.engine.usage_metrics import UsageMetrics
 from serve_app.engine.watchdog import Watchdog
 from serve_app.relay.asgi import run_app
@@ -44,7 +47,14 @@ from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import NO_USAGE, SILENT, LLMSettings, TelemetrySettings, UsageSettings
+from serve_app.settings.schema import (
+    NO_USAGE,
+    SILENT,
+    LLMSettings,
+    ShareSettings,
+    TelemetrySettings,
+    UsageSettings,
+)
 from serve_app.settings.user_config import parse_user_config
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.parent_death import tie_children
@@ -82,6 +92,8 @@ class Engine:
         telemetry: What is measured and logged.
         usage: Accounting of the calls, and the quotas of tenants.
         quotas: The handle of the Quotas deployment; None: there is none.
+        share: The turns of the model's group; None: it has a device of its own.
+        turns: The handle of the Turns deployment, if it shares one.
     """
 
     _held = 0
@@ -89,6 +101,9 @@ class Engine:
 
     _quotas = CallQuotas()
     """Quotas of tenants; by default there are none."""
+
+    _turns: EngineTurns | None = None
+    """Turns on a shared device; None: it has one of its own."""
 
     # Serve awaits a constructor that is a coroutine.
     async def __init__(  # type: ignore[misc]
@@ -98,6 +113,8 @@ class Engine:
         telemetry: TelemetrySettings = SILENT,
         usage: UsageSettings = NO_USAGE,
         quotas: Handle | None = None,
+        share: ShareSettings | None = None,
+        turns: Handle | None = None,
     ) -> None:
         tie_children()
         flush_warnings()
@@ -117,7 +134,13 @@ class Engine:
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
             from serve_app.engine.vllm_engine import VLLMEngine
+            from serve_app.engine.vllm_sleep import check_sleep_mode
 
+            if share is not None and turns is not None and settings.share is not None:
+                check_sleep_mode(settings)
+                place = Place(settings.share, device_name(), replica_name(), settings.id)
+                self._turns = EngineTurns(place, asking(turns))
+                await self._turns.first()
             self._engine = VLLMEngine(
                 settings,
                 max_prompts=max_prompts,
@@ -126,6 +149,8 @@ class Engine:
                 exact=usage.ledger is not None,
             )
             self._app, self._routes = await self._engine.start()
+            if share is not None and self._turns is not None:
+                self._turns.run(await self._engine.sleeper(share), self._engine.batcher)
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
         self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
         self._starting = asyncio.create_task(self._grammars.start())
@@ -162,8 +187,8 @@ class Engine:
         with self._holding(estimate_call(request)):
             if not isinstance(request, GenerateRequest):
                 request = parse_generate(request, max_prompts=self._max_prompts)
-            if self._engine.died:
-                raise engine_failed()
+            if refusal := self._unfit():
+                raise refusal
             usage, scheduling = RequestUsage(), request.scheduling()
             demand = generate_demand(request, self._default_output) if self._quotas.on else NOTHING
             context = self._engine.max_model_len
@@ -182,9 +207,9 @@ class Engine:
         """Answer an HTTP request, as relay messages."""
         began = time.monotonic()
         usage = RequestUsage()
-        if self._engine.died:
-            # The request was not there when it did, so it may be tried on any other engine.
-            yield pack_error(engine_failed(), request.path)
+        if refusal := self._unfit():
+            # The request was not there when it happened, so it may be tried on any other engine.
+            yield pack_error(refusal, request.path)
             return
         try:
             with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
@@ -205,8 +230,9 @@ class Engine:
         if counters := self._engine.counters:
             # For a comparison: the ledger counts by call, vLLM by step.
             usage["engine"] = {"prompt": counters.prompt, "output": counters.output}
+        turn = {} if self._turns is None else {"turn": self._turns.stats()}
         return replica_stats(
-            self._engine.batcher.stats, max_model_len=self._engine.max_model_len, usage=usage
+            self._engine.batcher.stats, max_model_len=self._engine.max_model_len, usage=usage, **turn
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -215,11 +241,17 @@ class Engine:
 
     def record_routing_stats(self) -> dict[str, int]:
         """Return the tokens that this replica holds, by which callers choose; Serve calls it by this name."""
-        return routing_stats(self._held)
+        return routing_stats(self._held, asleep=self._turns is not None and self._turns.asleep)
 
     def record_replica_metadata(self) -> dict[str, int]:
         """Return the size of the KV cache in tokens; Serve calls it by this name, once."""
         return {"token_capacity": self._engine.batcher.capacity}
+
+    def _unfit(self) -> RequestError | None:
+        """Return why no request can be served here; None: they can."""
+        if self._turns is not None and (refusal := self._turns.refusal):
+            return refusal
+        return engine_failed() if self._engine.died else None
 
     @contextmanager
     def _holding(self, tokens: int) -> Iterator[None]:
@@ -242,6 +274,10 @@ class Engine:
         """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""
         if self._watching.done():
             self._watching.result()
+        if self._turns is not None:
+            self._turns.check_health()
+            if self._turns.refusal:
+                return
         await self._engine.check_health()
 
     async def _watch(self, timeout_s: float) -> None:
@@ -255,6 +291,9 @@ class Engine:
         while True:
             await asyncio.sleep(WATCH_S)
             engine = self._engine
+            if self._turns is not None and self._turns.refusal:
+                # It was ended on purpose; requests are told why.
+                continue
             if engine.died:
                 logger.error("vLLM's engine has died; this replica ends, and Serve starts another")
                 await asyncio.sleep(LAST_ANSWERS_S)
@@ -277,6 +316,8 @@ class Engine:
             await self._grammars.stop()
         if watch := getattr(self, "_loop_watch", None):
             watch.stop()
+        if self._turns is not None:
+            self._turns.stop()
         if engine := getattr(self, "_engine", None):
             await engine.stop(DRAIN_S)
         if writer := getattr(self, "_writer", None):

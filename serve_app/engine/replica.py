@@ -1,10 +1,12 @@
 """Parts that the replicas of every kind of model share."""
 
 import dataclasses
+import os
 from collections.abc import Awaitable
 from functools import reduce
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
@@ -40,6 +42,20 @@ def replica_tag() -> str:
         return str(serve.get_replica_context().replica_tag)
     except RayServeException:
         return ""
+
+
+def replica_name() -> str:
+    """Return the name of this replica's actor; empty outside Ray Serve."""
+    try:
+        return str(serve.get_replica_context().replica_id.to_full_id_str())
+    except RayServeException:
+        return ""
+
+
+def device_name() -> str:
+    """Return a name of this replica's device: replicas with the same one share its memory."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"{ray.get_runtime_context().get_node_id()}:{visible}"
 
 
 def origin_of(request: RelayRequest) -> Origin:
@@ -80,7 +96,7 @@ def _size(sums: Sums) -> int:
     return sums.prompt + sums.output + sums.cost
 
 
-def routing_stats(tokens: int) -> dict[str, int]:
+def routing_stats(tokens: int, *, asleep: bool = False) -> dict[str, int]:
     """Return a replica's report to those that choose between replicas.
 
     Ray Serve sends a report that has changed to every process with a handle, so the tokens are rounded to
@@ -88,9 +104,10 @@ def routing_stats(tokens: int) -> dict[str, int]:
 
     Args:
         tokens: Tokens that it holds, as their callers estimate them.
+        asleep: Whether it sleeps, while another model has its device.
     """
     step = 1 << max(0, tokens.bit_length() - 3)
-    return {"tokens": (tokens + step // 2) // step * step}
+    return {"tokens": (tokens + step // 2) // step * step, **({"asleep": 1} if asleep else {})}
 
 
 def replica_stats(stats: Stats, **more: Any) -> JSON:

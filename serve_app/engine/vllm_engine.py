@@ -44,11 +44,12 @@ from serve_app.engine.vllm_gated import GatedLLM, RefusedError
 from serve_app.engine.vllm_media import use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
+from serve_app.engine.vllm_sleep import VLLMSleeper
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_part
 from serve_app.engine.vllm_validation import end_at_first_error
 from serve_app.engine.vllm_warm_up import compile_nothing_on_a_cpu, warm_up
-from serve_app.settings.schema import LLMSettings
+from serve_app.settings.schema import LLMSettings, ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
 from serve_app.usage.calls import CallBook, Origin
 
@@ -193,6 +194,12 @@ class VLLMEngine:
             return outputs
 
         core.get_output_async = counted
+
+    async def sleeper(self, share: ShareSettings) -> VLLMSleeper:
+        """Return what puts the engine to sleep, between its turns on a shared device."""
+        sleeper = VLLMSleeper(self.llm, share, self._book)
+        await sleeper.prepare()
+        return sleeper
 
     @property
     def died(self) -> bool:

@@ -25,6 +25,8 @@ def vllm_args(settings: LLMSettings) -> Any:
     options = settings.engine.options()
     if settings.simulate:
         options = engine_options(settings.simulate, **options)
+    elif settings.share is not None:
+        options = options | {"enable_sleep_mode": True}
     for name, value in options.items():
         if not hasattr(args, name):
             where = "engine" if name in EngineSettings.model_fields else "engine.extra"

@@ -35,10 +35,12 @@ class ReplicaState:
     Attributes:
         tokens: Tokens that ran or waited on it, for all callers, a few seconds ago.
         capacity: Tokens that its KV cache holds; None: not known.
+        asleep: It waits for its turn on a device that it shares.
     """
 
     tokens: int = 0
     capacity: int | None = None
+    asleep: bool = False
 
 
 class ReplicaChoice:
@@ -46,7 +48,8 @@ class ReplicaChoice:
 
     In this order:
 
-    1. Replicas that the request is to avoid are left out, unless none is left.
+    1. Replicas that the request is to avoid are left out, unless none is left; then those that sleep, unless
+       none is left.
     2. Replicas on which this caller has more tokens than `limit` allows are left out.
     3. Of the rest, those with the longest cached prefix of the prompt are taken, if it is at least a quarter
        of the prompt. Whether a replica has the request's adapter loaded belongs in front of this. Where
@@ -75,6 +78,7 @@ class ReplicaChoice:
         self.loads = ReplicaLoads(clock)
         self._index = PrefixIndex()
         self._names: list[str] = []
+        self._asleep: set[str] = set()
         self._prefixes = prefixes
         self._slack_tokens = slack_tokens
         self._slack_share = slack_share
@@ -93,6 +97,7 @@ class ReplicaChoice:
                 chunks = DEFAULT_CHUNKS if state.capacity is None else state.capacity // TOKENS_PER_CHUNK
                 self._index.add(name, chunks)
             self.loads.reported[name] = state.tokens
+        self._asleep = {name for name, state in replicas.items() if state.asleep}
         # All callers draw from the same order.
         self._names = sorted(replicas)
         share = self.loads.share()
@@ -126,6 +131,8 @@ class ReplicaChoice:
         loads: Mapping[str, int] = self.loads.tokens
         names: Sequence[str] = self._names
         if avoid and (left := [name for name in names if name not in avoid]):
+            names, loads = left, {name: loads[name] for name in left}
+        if self._asleep and (left := [name for name in names if name not in self._asleep]):
             names, loads = left, {name: loads[name] for name in left}
         if not names:
             raise LookupError("there is no replica")

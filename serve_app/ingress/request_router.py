@@ -53,6 +53,7 @@ class EngineRouter(FIFOMixin, RequestRouter):
                 name: ReplicaState(
                     tokens=replica.routing_stats.get("tokens", 0),
                     capacity=replica.replica_metadata.get("token_capacity"),
+                    asleep=bool(replica.routing_stats.get("asleep")),
                 )
                 for name, replica in self._by_name.items()
             }

@@ -1,6 +1,7 @@
 """Schema of a Serve config's `args`. It is checked before anything starts."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +34,9 @@ Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Weights = dict[str, Weight]
 ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
+
+Group = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""The name of a group of models that take turns."""
 
 Host = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 """The name of a host, in lower case, without scheme and port."""
@@ -169,6 +173,7 @@ class LLMSettings(Strict):
         simulate: Profile of a simulated device, which takes the model's place: a built-in one by its name, a
             YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. Then
             `source` lends its tokenizer only; the default is the demo model's.
+        share: Name of a group of models that take turns on a device: one of them is awake, the others sleep.
         routing: `prefix` sends a request to the replica that has the longest beginning of its prompt in its
             KV cache, if that is not much more loaded than the others. `least_loaded` looks at tokens alone.
     """
@@ -186,6 +191,7 @@ class LLMSettings(Strict):
     max_prompt_logprobs: Positive = 32_768
     routing: Literal["prefix", "least_loaded"] = "prefix"
     simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
+    share: Group | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -605,6 +611,32 @@ SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None
 """Telemetry of a replica outside Ray Serve."""
 
 
+ASLEEP = 0.02
+"""Share of a device that a model keeps while it sleeps: the context of its processes, its graphs."""
+
+UTILIZATION = 0.92
+"""vLLM's default of `gpu_memory_utilization`."""
+
+
+class ShareSettings(Strict):
+    """Turns of the models of a group.
+
+    Attributes:
+        sleep_level: vLLM's: 1 keeps the weights of a model that sleeps in the memory of the host, 2 loads
+            them again for each turn.
+        min_turn_s: Seconds of a turn, at least, while its model has work and no other has waited for
+            `max_wait_s`.
+        max_wait_s: Seconds for which the requests of a model wait at most until the switch to it begins.
+        self_check: Compare a greedy answer after each wake-up with that before the first sleep; a model whose
+            answer differs is answered 503, and its replica replaced.
+    """
+
+    sleep_level: Literal[1, 2] = 1
+    min_turn_s: Seconds = 5.0
+    max_wait_s: Seconds = 30.0
+    self_check: Flag = False
+
+
 class Settings(Strict):
     """The `args` as a whole.
 
@@ -615,6 +647,7 @@ class Settings(Strict):
         telemetry: Metrics, request log and traces.
         batches: Files and batches of OpenAI's API; left out: there are none.
         usage: Accounting of what keys and tenants use.
+        share_groups: Groups of models that take turns, by the name in `share`; one left out has the defaults.
     """
 
     models: Annotated[list[ModelSettings], Field(min_length=1)]
@@ -623,6 +656,37 @@ class Settings(Strict):
     telemetry: TelemetrySettings = TelemetrySettings()
     batches: BatchesSettings | None = None
     usage: UsageSettings = NO_USAGE
+    share_groups: dict[Group, ShareSettings] = {}
+
+    def sharing(self) -> dict[str, list[LLMSettings]]:
+        """Return the models of each group that takes turns, by its name."""
+        groups: dict[str, list[LLMSettings]] = {}
+        for model in self.models:
+            if isinstance(model, LLMSettings) and model.share is not None:
+                groups.setdefault(model.share, []).append(model)
+        return groups
+
+    @model_validator(mode="after")
+    def _groups_fit(self) -> "Settings":
+        groups = self.sharing()
+        for name in self.share_groups:
+            if name not in groups:
+                raise ValueError(f"share_groups.{name}: no model has share: {name}")
+        for name, models in groups.items():
+            share = self.share_groups.get(name, ShareSettings())
+            least = (len(models) - 1) * share.min_turn_s
+            if share.max_wait_s < least:
+                raise ValueError(
+                    f"share_groups.{name}.max_wait_s: with min_turn_s {share.min_turn_s:g} each of "
+                    f"{len(models)} models may wait {least:g} s for the others; raise max_wait_s to that, or "
+                    "lower min_turn_s"
+                )
+            simulated = {model.simulate is not None for model in models}
+            if len(simulated) > 1:
+                raise ValueError(f"share: models of {name!r} are on simulated devices and on real ones")
+            for model in models:
+                _check_memory(model, models)
+        return self
 
     @model_validator(mode="after")
     def _ids_differ(self) -> "Settings":
@@ -637,6 +701,30 @@ class Settings(Strict):
         if quotas and not self.batches and not (quotas.folder or quotas.database or quotas.database_env):
             raise ValueError("usage.quotas: give folder, database or database_env for their state")
         return self
+
+
+def _check_memory(model: LLMSettings, group: Sequence[LLMSettings]) -> None:
+    """Refuse a model that doesn't fit into its device while the others of its group sleep.
+
+    Raises:
+        ValueError: The sum of what they take.
+    """
+    device, unit = 1.0, ""
+    awake = model.engine.gpu_memory_utilization or UTILIZATION
+    what = f"lower engine.gpu_memory_utilization of {model.id}, or the number of models in the group"
+    if model.simulate is not None:
+        if model.simulate.device_gb is None or model.simulate.awake_gb is None:
+            return
+        device, awake, unit = model.simulate.device_gb, model.simulate.awake_gb, " GB"
+        what = "use another profile, or fewer models in the group"
+    others = len(group) - 1
+    asleep = others * ASLEEP * device
+    if awake + asleep > device + 1e-9:
+        raise ValueError(
+            f"share: the group {model.share!r} doesn't fit its device: {model.id} takes {awake:g}{unit} "
+            f"awake, and {others} others {asleep:.3g}{unit} asleep; that is {awake + asleep:.4g} of "
+            f"{device:g}{unit}; {what}"
+        )
 
 
 def parse(args: dict[str, Any]) -> Settings:
@@ -671,4 +759,5 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("usage", "prices", "*"): PriceSettings,
     ("usage", "quotas"): QuotasSettings,
     ("usage", "quotas", "tenants", "*"): Quota,
+    ("share_groups", "*"): ShareSettings,
 }

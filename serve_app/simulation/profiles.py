@@ -22,6 +22,7 @@ The arithmetic:
   L4; sampling and bookkeeping are 0.01 ms. An H100 gets 0.04 ms in all, four of them 0.05 ms.
 - `load_s`: weights from a local disk with 2 GB/s (L4), 5 GB/s (H100). Compilation and warm-up are left out.
 - `sleep_s`, `wake_s`: weights over PCIe with 20 GB/s (L4), 50 GB/s (each H100).
+- `awake_gb`: 90% of the memory, `device_gb`.
 - `kv_tokens`: 90% of the memory, less weights and 1 GB (L4) or 2 GB (each H100), by bytes of a token.
 """
 
@@ -58,6 +59,8 @@ class Profile(BaseModel):
         max_model_len: Context of the model in tokens.
         max_num_seqs: Most sequences in a step.
         max_num_batched_tokens: Most tokens in a step.
+        device_gb: Memory of the device in GB; null: not known.
+        awake_gb: The part of it that the model takes while it is awake, with its KV cache.
         async_scheduling: Whether the next step is scheduled while one runs; vLLM's default on a GPU.
     """
 
@@ -75,6 +78,8 @@ class Profile(BaseModel):
     max_model_len: Count
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 8192
+    device_gb: Positive | None = None
+    awake_gb: Positive | None = None
     async_scheduling: Annotated[bool, Field(strict=True)] = True
 
     @model_validator(mode="after")
@@ -100,6 +105,8 @@ PROFILES: Mapping[str, Profile] = {
             sleep_s=0.8,
             wake_s=0.8,
             kv_tokens=94_000,
+            device_gb=24.0,
+            awake_gb=21.6,
             max_model_len=32_768,
             max_num_batched_tokens=2048,
         ),
@@ -113,6 +120,8 @@ PROFILES: Mapping[str, Profile] = {
             sleep_s=0.3,
             wake_s=0.3,
             kv_tokens=411_000,
+            device_gb=80.0,
+            awake_gb=72.0,
             max_model_len=131_072,
         ),
         Profile(
@@ -125,6 +134,8 @@ PROFILES: Mapping[str, Profile] = {
             sleep_s=0.7,
             wake_s=0.7,
             kv_tokens=424_000,
+            device_gb=320.0,
+            awake_gb=288.0,
             max_model_len=131_072,
         ),
     )

@@ -128,7 +128,7 @@ class SimulatedExecutor(Executor):  # type: ignore[misc]
         match method:
             case "sleep":
                 self._device.fall_asleep()
-            case "wake_up":
+            case "wake_up" if "weights" in ((kwargs or {}).get("tags") or ["weights"]):
                 self._device.wake_up()
             case "reload_weights":
                 self._device.load()

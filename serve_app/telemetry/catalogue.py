@@ -233,6 +233,23 @@ QUOTA_USED = Metric(
     ("subject", "limit"),
 )
 
+# Of models that take turns.
+AWAKE = Metric(
+    "saturate_turn_awake", "gauge", "Engines of a model that are awake on a shared device", ("model", "group")
+)
+TURNS_BEGUN = Metric(
+    "saturate_turns_total",
+    "counter",
+    "Turns of a model on a shared device",
+    ("model", "group"),
+)
+SWITCHING = Metric(
+    "saturate_turn_switching_seconds_total",
+    "counter",
+    "Seconds in which a shared device did nothing before a turn: one model fell asleep, this one woke up",
+    ("model", "group"),
+)
+
 INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND)
 BATCHER = (
@@ -275,6 +292,7 @@ BATCHES = (
     BATCHES_BYTES,
 )
 QUOTAS = (QUOTA_USED,)
+TURNS = (AWAKE, TURNS_BEGUN, SWITCHING)
 
 ENGINE = (
     ("vllm_num_requests_running", "gauge", "Sequences in vLLM's batch"),
@@ -295,7 +313,7 @@ ENGINE = (
 )
 """vLLM's metrics that the dashboard and the alerts use."""
 
-ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS)
+ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS, *TURNS)
 
 
 def table() -> str:

@@ -10,7 +10,7 @@ from serve_app.usage.quota_client import QuotaClient
 
 
 class Handle(Protocol):
-    """The handle of the Quotas deployment."""
+    """The handle of a deployment."""
 
     @property
     def options(self) -> Callable[..., Any]:

@@ -1010,3 +1010,87 @@ async def test_wrong_costs_are_refused() -> None:
         assert batcher.slot(0).cost == 0
         with pytest.raises(ValueError, match="timeout must be a finite number of seconds >= 0, not -1"):
             await batcher.stop(timeout=-1)
+
+
+@virtual
+async def test_a_pause_starts_nothing_and_lets_what_runs_end() -> None:
+    async with batcher_of(100) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a")
+        batcher.pause()
+        await holders.enter("b")
+        assert batcher.load == (1, 1, 10, 0, None)
+        await holders.leave("a")
+        assert (holders.inside, batcher.stats.queue_depth) == ([], 1)
+        await holders.enter("c", priority=-1)
+        assert batcher.load == (0, 2, 20, -1, None)
+        batcher.resume()
+        await blocked()
+        assert holders.order == "acb"
+        await holders.leave("b", "c")
+        check_empty(batcher)
+
+
+@virtual
+async def test_the_estimate_of_a_wait_contains_the_pause_and_what_ran_before_it() -> None:
+    async with batcher_of(10) as batcher:
+        holders = Holders(batcher)
+        for name in "abcd":
+            await holders.enter(name)
+            await asyncio.sleep(2.0)
+            await holders.leave(name)
+        await holders.enter("e")
+        batcher.pause(30.0)
+        await holders.leave("e")
+        assert batcher.estimate_wait(10) == pytest.approx(30.0)
+        await asyncio.sleep(10.0)
+        assert batcher.estimate_wait(10) == pytest.approx(20.0)
+        await holders.enter("f")
+        await holders.enter("g")
+        # One of the two starts with the end of the pause; a mean record takes a bit below 2 s.
+        assert 21.0 < batcher.estimate_wait(10) < 24.0
+        batcher.pause(5.0)
+        assert batcher.estimate_wait(10) < 9.0
+        batcher.resume()
+        await blocked()
+        await holders.leave("f", "g")
+
+
+@virtual
+async def test_a_refusal_in_a_pause_tells_its_end() -> None:
+    async with batcher_of(10, max_queue_size=1) as batcher:
+        batcher.pause(40.0)
+        holders = Holders(batcher)
+        await holders.enter("a")
+        with pytest.raises(QueueFull) as refusal:
+            async with batcher.slot(10):
+                pass
+        assert refusal.value.retry_after_s >= 40.0
+        batcher.resume()
+        await blocked()
+        await holders.leave("a")
+
+
+@virtual
+async def test_a_deadline_passes_in_a_pause() -> None:
+    async with batcher_of(10) as batcher:
+        batcher.pause(40.0)
+        began = now()
+        task = asyncio.create_task(batcher.slot(10, timeout=3.0).__aenter__())
+        await blocked()
+        assert batcher.load.deadline == began + 3.0
+        with pytest.raises(Expired):
+            await task
+        assert now() == pytest.approx(began + 3.0)
+
+
+@virtual
+async def test_a_stop_in_a_pause_refuses_what_waits() -> None:
+    batcher = batcher_of(10)
+    await batcher.start()
+    batcher.pause()
+    task = asyncio.create_task(batcher.slot(10).__aenter__())
+    await blocked()
+    await batcher.stop()
+    with pytest.raises(Closed):
+        await task

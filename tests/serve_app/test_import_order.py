@@ -13,7 +13,7 @@ ORDER = [
     {"driver", "batches"},
     {"ingress"},
     {"engine", "auth"},
-    {"telemetry", "usage"},
+    {"telemetry", "usage", "turns"},
     {"relay", "settings"},
     {"simulation"},
     {"api", "system", "batcher", "demo"},

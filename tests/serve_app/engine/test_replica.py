@@ -79,3 +79,7 @@ def test_the_origin_of_a_call_is_that_of_its_request() -> None:
 
 def test_outside_of_ray_serve_a_replica_has_no_name() -> None:
     assert replica_tag() == ""
+
+
+def test_a_replica_that_sleeps_says_so() -> None:
+    assert routing_stats(0, asleep=True) == {"tokens": 0, "asleep": 1}

@@ -211,3 +211,16 @@ def test_the_bound_holds_and_only_replicas_that_live_are_chosen(
             policy.update({name: ReplicaState(tokens=tokens) for name in there})
     assert set(policy.loads.tokens) == there
     assert min(policy.loads.tokens.values(), default=0) >= 0
+
+
+def test_a_replica_that_sleeps_is_chosen_only_if_all_sleep() -> None:
+    policy = choice()
+    policy.charge("x", "b", PREFIX, 0)
+    policy.update({"a": ReplicaState(), "b": ReplicaState(asleep=True), "c": ReplicaState()})
+    assert {policy.choose(PREFIX) for _ in range(50)} <= {"a", "c"}
+    assert {policy.choose(()) for _ in range(50)} == {"a", "c"}
+    assert policy.choose((), avoid=["a"]) == "c"
+    # Rather one that sleeps than one that has failed the request.
+    assert policy.choose((), avoid=["a", "c"]) == "b"
+    policy.update(dict.fromkeys("abc", ReplicaState(asleep=True)))
+    assert {policy.choose(()) for _ in range(50)} == {"a", "b", "c"}

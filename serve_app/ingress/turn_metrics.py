@@ -1,0 +1,33 @@
+"""Metrics of turns, from the rotas of the devices."""
+
+from collections.abc import Mapping
+
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.meters import Meters
+from serve_app.turns.rota import Rota
+
+
+class TurnMetrics:
+    """Records who is awake, the turns, and what switches cost.
+
+    Args:
+        rotas: The rotas, by group and device.
+        meters: Instruments of `catalogue.TURNS`; None: Ray's.
+    """
+
+    def __init__(self, rotas: Mapping[tuple[str, str], Rota], meters: Meters | None = None) -> None:
+        self._rotas = rotas
+        self._meters = meters or Meters(catalogue.TURNS)
+
+    def report(self) -> None:
+        """Record the state once. Devices of one group are added up."""
+        for group in {group for group, _ in self._rotas}:
+            rotas = [rota for (name, _), rota in self._rotas.items() if name == group]
+            members = [member.report for rota in rotas for member in rota.members.values()]
+            for model in {one.model for one in members}:
+                awake = sum(one.model == model and one.state in {"awake", "draining"} for one in members)
+                self._meters.record(catalogue.AWAKE, awake, model, group)
+                turns = sum(rota.turns[model] for rota in rotas)
+                self._meters.count(catalogue.TURNS_BEGUN, turns, model, group)
+                still_s = sum(rota.still_s[model] for rota in rotas)
+                self._meters.count(catalogue.SWITCHING, still_s, model, group)

@@ -1,0 +1,151 @@
+"""Rota: the turns of the engines on one device. Time is passed in."""
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+
+from serve_app.turns.messages import HOLDING, Order, Report
+from serve_app.turns.schedule import NO_TIER, Awake, Limits, Waiting, expected_s, next_turn
+
+RECENT = 8
+"""Drains of which the longest counts for the next one."""
+
+
+@dataclass(slots=True)
+class Member:
+    """An engine of the device.
+
+    Attributes:
+        report: Its last report.
+        at: When that came.
+    """
+
+    report: Report
+    at: float
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """Its work, if it waits for a turn."""
+        demand = self.report.demand
+        if self.report.state == "starting":
+            return Waiting(self.at - demand.waited_s)
+        if not demand.busy or self.report.state != "asleep":
+            return None
+        deadline = None if demand.deadline_s is None else self.at + demand.deadline_s
+        return Waiting(self.at - demand.waited_s, demand.tokens, demand.tier, deadline)
+
+
+class Rota:
+    """Gives one engine at a time the device.
+
+    An engine has it from the moment that it is told so until it reports itself that it sleeps, or is removed:
+    one that is silent may still have its memory.
+
+    Attributes:
+        members: The engines, by replica.
+        holder: The replica that has the device; None: it is free.
+        turns: Turns that have begun, by model.
+        still_s: Seconds in which switches have kept the device from work, by the model whose turn they began.
+
+    Args:
+        min_turn_s: See `Limits`.
+        max_wait_s: See `Limits`.
+        opens_at: Time before which a free device is given to nobody: its holder may not have reported yet.
+    """
+
+    def __init__(self, min_turn_s: float, max_wait_s: float, opens_at: float = float("-inf")) -> None:
+        self._min_turn_s = min_turn_s
+        self._max_wait_s = max_wait_s
+        self._opens_at = opens_at
+        self.members: dict[str, Member] = {}
+        self.holder: str | None = None
+        self.turns: Counter[str] = Counter()
+        self.still_s: defaultdict[str, float] = defaultdict(float)
+        self._next: str | None = None
+        self._began = self._stopped = 0.0
+        self._freed = self._still_from = float("-inf")
+        self._drains: deque[float] = deque([0.0], RECENT)
+
+    @property
+    def limits(self) -> Limits:
+        """The settings and the cost of a switch, as measured so far."""
+        reports = [member.report for member in self.members.values()]
+        still = max((one.sleep_s for one in reports), default=0.0) + max(
+            (one.wake_s for one in reports), default=0.0
+        )
+        return Limits(self._min_turn_s, self._max_wait_s, still + max(self._drains), still)
+
+    def exchange(self, report: Report, now: float) -> Order:
+        """Take in a report, decide, and return what the engine is to do."""
+        known = self.members.get(report.replica)
+        if known is None or known.report.number < report.number:
+            self.members[report.replica] = Member(report, now)
+            if report.replica == self.holder or (self.holder is None and report.state in HOLDING):
+                self._hold(report, known.report.state if known else None, now)
+        self._decide(now)
+        if report.replica == self.holder and self._next is None:
+            return Order(True)
+        # One that has only just got the device has a turn before it.
+        awake = None if self._next or not self.holder else self._awake() or Awake(now, True)
+        return Order(False, expected_s(now, report.replica, awake, self._others(), self.limits))
+
+    def remove(self, replica: str, now: float) -> None:
+        """Forget an engine whose process has ended."""
+        del self.members[replica]
+        if replica == self.holder:
+            self._free(now)
+        elif replica == self._next:
+            self._next = None
+        self._decide(now)
+
+    def _hold(self, report: Report, before: str | None, now: float) -> None:
+        """Follow the engine that has the device."""
+        self.holder = report.replica
+        if report.state == "awake" and before not in {"awake", "draining"}:
+            self._began = now
+            self.turns[report.model] += 1
+            if before == "waking":
+                self.still_s[report.model] += now - self._still_from
+        elif report.state == "failed":
+            self._free(now)
+        elif report.state == "asleep" and self._next is not None:
+            self._drains.append(max(0.0, now - self._stopped - report.sleep_s))
+            self._free(now, report.sleep_s)
+
+    def _free(self, now: float, sleep_s: float = 0.0) -> None:
+        self.holder = None
+        self._freed, self._still_from = now, now - sleep_s
+
+    def _decide(self, now: float) -> None:
+        others = self._others()
+        if self.holder is None:
+            if now >= self._opens_at or self._next is not None:
+                chosen = self._next if self._next in others else next_turn(now, None, others, self.limits)
+                self.holder, self._next = chosen, None
+                if now > self._freed:
+                    # Until now there was nothing to do.
+                    self._freed = self._still_from = now
+            return
+        awake = self._awake()
+        if awake is None or self._next in others:
+            return
+        # A model that was to be next may have nothing to do any more.
+        before, self._next = self._next, next_turn(now, awake, others, self.limits)
+        if before is None and self._next is not None:
+            self._stopped = now
+
+    def _awake(self) -> Awake | None:
+        if self.holder is None:
+            return None
+        report = self.members[self.holder].report
+        if report.state not in {"awake", "draining"}:
+            return None
+        demand = report.demand
+        tier = demand.tier if demand.tokens else NO_TIER
+        return Awake(self._began, demand.busy, demand.tokens, tier, demand.left_s)
+
+    def _others(self) -> dict[str, Waiting]:
+        return {
+            name: waiting
+            for name, member in self.members.items()
+            if name != self.holder and (waiting := member.waiting) is not None
+        }

@@ -1,0 +1,1 @@
+"""Benchmark of models that take turns, in virtual time."""

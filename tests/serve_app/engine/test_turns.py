@@ -1,0 +1,273 @@
+"""The turns of an Engine in virtual time, with a fake of vLLM and a real rota behind a way that breaks."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from batcher import Closed, ContinuousBatcher, QueueFull
+from serve_app.engine.turns import FAILED_S, IDLE_S, EngineTurns, Place
+from serve_app.turns.messages import Order, Report
+from serve_app.turns.rota import Rota
+from tests.batcher.virtual import now, virtual
+
+SLEEP_S, WAKE_S = 0.5, 0.25
+
+
+class FakeDevice:
+    """The memory of a device: the engines that have it."""
+
+    def __init__(self) -> None:
+        self.awake: set[str] = set()
+
+
+class FakeSleeper:
+    """Stands for a vLLM engine that can sleep."""
+
+    def __init__(self, name: str, device: FakeDevice) -> None:
+        self.name = name
+        self.device = device
+        self.device.awake.add(name)
+        self.busy = self.died = self.released = False
+        self.broken: Exception | None = None
+
+    async def sleep(self) -> None:
+        assert not self.busy
+        await asyncio.sleep(SLEEP_S)
+        self.device.awake.remove(self.name)
+
+    async def wake_up(self) -> None:
+        assert not self.device.awake
+        self.device.awake.add(self.name)
+        await asyncio.sleep(WAKE_S)
+        if self.broken is not None:
+            raise self.broken
+
+    def release(self) -> None:
+        self.released = True
+        self.device.awake.discard(self.name)
+
+
+class Group:
+    """A rota, and a way to it that can be cut."""
+
+    def __init__(self) -> None:
+        self.renew()
+        self.cut = False
+        self.reports: list[Report] = []
+        self.device = FakeDevice()
+
+    def renew(self) -> None:
+        """Replace the rota by a new one, as when its process has died."""
+        self.rota = Rota(min_turn_s=2.0, max_wait_s=20.0, opens_at=now() + 3.0)
+
+    async def exchange(self, report: Report) -> Order:
+        self.reports.append(report)
+        await asyncio.sleep(0.001)
+        if self.cut:
+            raise ConnectionError("cut")
+        return self.rota.exchange(report, now())
+
+
+class Engine:
+    """An engine of a group, with its batcher."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.turns = EngineTurns(Place("g", "gpu", name, name), group.exchange, now)
+        self.batcher = ContinuousBatcher(capacity=100, max_queue_size=3, clock=now)
+        self.group = group
+        self.sleeper: FakeSleeper
+        self.answered = 0
+
+    async def start(self, load_s: float = 1.0) -> None:
+        await self.turns.first()
+        assert not self.group.device.awake
+        self.sleeper = FakeSleeper(self.turns.stats()["group"] + str(id(self)), self.group.device)
+        await asyncio.sleep(load_s)
+        await self.batcher.start()
+        self.turns.run(self.sleeper, self.batcher)
+
+    async def answer(self, seconds: float, cost: int = 10) -> None:
+        """Run a request, for as long as it takes."""
+        async with self.batcher.slot(cost):
+            assert self.group.device.awake == {self.sleeper.name}
+            await asyncio.sleep(seconds)
+        self.answered += 1
+
+
+@asynccontextmanager
+async def trio() -> AsyncGenerator[tuple[Group, list[Engine]], None]:
+    """Three engines that have come up; the last one is awake."""
+    group = Group()
+    engines = [Engine(group, name) for name in "abc"]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(engine.start() for engine in engines))
+    try:
+        yield group, engines
+    finally:
+        for engine in engines:
+            engine.turns.stop()
+
+
+def states(engines: list[Engine]) -> list[str]:
+    return [engine.turns.state for engine in engines]
+
+
+async def reach(engine: Engine, state: str) -> None:
+    """Return once an engine is in a state."""
+    for _ in range(6_000):
+        if engine.turns.state == state:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"not {state} within a minute")
+
+
+@virtual
+async def test_engines_come_up_one_after_the_other_and_answer_in_turns() -> None:
+    async with trio() as (group, engines):
+        assert sorted(states(engines)) == ["asleep", "asleep", "awake"]
+        await asyncio.gather(*(engine.answer(0.5) for engine in engines for _ in range(3)))
+        assert [engine.answered for engine in engines] == [3, 3, 3]
+        assert sum(group.rota.turns.values()) == 5
+        assert all(engine.turns.stats()["sleep_s"] in {0.0, SLEEP_S} for engine in engines)
+
+
+@virtual
+async def test_a_switch_lets_what_runs_end_and_starts_nothing_more() -> None:
+    async with trio() as (_, engines):
+        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
+        other = engines[0] if engines[0] is not awake else engines[1]
+        running = asyncio.create_task(awake.answer(12.0))
+        await asyncio.sleep(2.5)
+        waiting = asyncio.create_task(other.answer(0.1))
+        await reach(awake, "draining")
+        late = asyncio.create_task(awake.answer(0.1))
+        await running
+        assert (other.answered, awake.batcher.load.waiting) == (0, 1)
+        await waiting
+        await late
+        assert awake.turns.stats()["turns"] == 2
+
+
+@virtual
+async def test_the_wait_of_a_refused_request_contains_the_turn() -> None:
+    async with trio() as (_, engines):
+        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
+        other = engines[0] if engines[0] is not awake else engines[1]
+        await awake.answer(50.0, 100)
+        long = [asyncio.create_task(awake.answer(100.0, 100)) for _ in range(3)]
+        await asyncio.sleep(0.2)
+        waiting = [asyncio.create_task(other.answer(0.1)) for _ in range(3)]
+        await asyncio.sleep(3.0)
+        with pytest.raises(QueueFull) as refusal:
+            await other.answer(0.1)
+        # The wait of the first is over in 20 - 3 s.
+        assert 16.0 < refusal.value.retry_after_s < 25.0
+        await asyncio.gather(*waiting)
+        for task in long:
+            task.cancel()
+
+
+@virtual
+async def test_engines_keep_their_state_while_no_turns_are_given_and_go_on_with_a_new_rota() -> None:
+    async with trio() as (group, engines):
+        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
+        before = states(engines)
+        group.cut = True
+        others = [asyncio.create_task(engine.answer(0.1)) for engine in engines if engine is not awake]
+        await awake.answer(5.0)
+        await asyncio.sleep(10.0)
+        assert states(engines) == before
+        group.renew()
+        group.cut = False
+        await asyncio.gather(*others)
+
+
+@pytest.mark.parametrize("moment", ["draining", "asleep", "waking"])
+@virtual
+async def test_a_new_rota_in_the_middle_of_a_switch_takes_it_up(moment: str) -> None:
+    async with trio() as (group, engines):
+        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
+        other = engines[0] if engines[0] is not awake else engines[1]
+        running = asyncio.create_task(awake.answer(3.0))
+        waiting = asyncio.create_task(other.answer(0.1))
+        watched = other if moment == "waking" else awake
+        await reach(watched, moment)
+        group.renew()
+        await asyncio.gather(running, waiting)
+
+
+@pytest.mark.parametrize("moment", ["draining", "waking"])
+@virtual
+async def test_the_others_go_on_when_an_engine_dies_in_the_middle_of_a_switch(moment: str) -> None:
+    async with trio() as (group, engines):
+        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
+        other, third = [engine for engine in engines if engine is not awake]
+        running = asyncio.create_task(awake.answer(3.0))
+        waiting = asyncio.create_task(other.answer(0.1))
+        victim = other if moment == "waking" else awake
+        await reach(victim, moment)
+        # Its process ends, and Ray tells of it a second later.
+        victim.turns.stop()
+        victim.sleeper.release()
+        await asyncio.sleep(1.0)
+        group.rota.remove("abc"[engines.index(victim)], now())
+        await third.answer(0.1)
+        if victim is awake:
+            await waiting
+        for task in (running, waiting):
+            task.cancel()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), TimeoutError()])
+@virtual
+async def test_an_engine_that_fails_to_wake_up_says_why_and_the_others_go_on(error: Exception) -> None:
+    async with trio() as (_, engines):
+        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
+        broken, third = [engine for engine in engines if engine is not awake]
+        broken.sleeper.broken = error
+        with pytest.raises(Closed):
+            await broken.answer(0.1)
+        assert broken.sleeper.released
+        refusal = broken.turns.refusal
+        assert refusal is not None
+        assert refusal.status == 503
+        assert f"failed to wake up: {str(error) or 'TimeoutError'}" in refusal.message
+        assert broken.turns.stats()["cause"] in refusal.message
+        await asyncio.gather(awake.answer(0.1), third.answer(0.1))
+        broken.turns.check_health()
+        await asyncio.sleep(FAILED_S)
+        # Ray Serve replaces it.
+        with pytest.raises(RuntimeError, match="failed to wake up"):
+            broken.turns.check_health()
+        awake.turns.check_health()
+
+
+@virtual
+async def test_a_dead_engine_is_left_to_its_watchdog() -> None:
+    async with trio() as (_, engines):
+        broken = next(engine for engine in engines if engine.turns.state == "asleep")
+        broken.sleeper.died = True
+        broken.sleeper.broken = RuntimeError("it died")
+        waiting = asyncio.create_task(broken.answer(0.1))
+        await reach(broken, "waking")
+        await asyncio.sleep(1.0)
+        assert broken.turns.refusal is None
+        assert not broken.sleeper.released
+        waiting.cancel()
+
+
+@virtual
+async def test_one_that_sleeps_and_has_no_work_reports_rarely() -> None:
+    async with trio() as (group, engines):
+        group.reports.clear()
+        await asyncio.sleep(10.0)
+        count = {name: sum(report.replica == name for report in group.reports) for name in "abc"}
+        rarely = [each for each in count.values() if each <= 10.0 / IDLE_S + 1]
+        assert len(rarely) == 2
+        # Work is told of at once.
+        asleep = next(engine for engine in engines if engine.turns.state == "asleep")
+        began = now()
+        await asleep.answer(0.0)
+        assert now() - began < SLEEP_S + WAKE_S + 0.3
