@@ -1,7 +1,7 @@
 """Parts that the replicas of every kind of model share."""
 
 import dataclasses
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -53,6 +53,7 @@ def origin_of(request: RelayRequest) -> Origin:
         request.source,
         request.headers,
         request.resumes,
+        request.adapter,
     )
 
 
@@ -80,7 +81,7 @@ def _size(sums: Sums) -> int:
     return sums.prompt + sums.output + sums.cost
 
 
-def routing_stats(tokens: int) -> dict[str, int]:
+def routing_stats(tokens: int, adapters: Sequence[str] = ()) -> dict[str, Any]:
     """Return a replica's report to those that choose between replicas.
 
     Ray Serve sends a report that has changed to every process with a handle, so the tokens are rounded to
@@ -88,9 +89,11 @@ def routing_stats(tokens: int) -> dict[str, int]:
 
     Args:
         tokens: Tokens that it holds, as their callers estimate them.
+        adapters: Adapters that are loaded.
     """
     step = 1 << max(0, tokens.bit_length() - 3)
-    return {"tokens": (tokens + step // 2) // step * step}
+    report: dict[str, Any] = {"tokens": (tokens + step // 2) // step * step}
+    return report | {"adapters": sorted(adapters)} if adapters else report
 
 
 def replica_stats(stats: Stats, **more: Any) -> JSON:
