@@ -1,6 +1,7 @@
 """Files of a LoRA adapter: fetched into a directory of this process, and checked against the base model."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,18 +54,21 @@ def fetch(location: str, target: Path) -> Adapter:
             _download(location, target)
         else:
             _from_hub(location, target)
-        config = json.loads((target / CONFIG).read_text())
-        rank = max([config["r"], *(config.get("rank_pattern") or {}).values()])
-        if not isinstance(rank, int):
-            raise AdapterError(f"{CONFIG}: r must be a number")
     except AdapterError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise AdapterError(f"{CONFIG} is not that of a LoRA adapter in PEFT's format: {error!r}") from None
     except Exception as error:
         # Each storage has errors of its own.
         raise AdapterError(f"can't be read: {type(error).__name__}: {error}") from None
-    return Adapter(target, rank)
+    return Adapter(target, _rank(target / CONFIG))
+
+
+def _rank(path: Path) -> int:
+    """Return the largest rank that the configuration of an adapter names."""
+    try:
+        config = json.loads(path.read_text())
+        return max(int(rank) for rank in (config["r"], *(config.get("rank_pattern") or {}).values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterError(f"{CONFIG} is not that of a LoRA adapter in PEFT's format: {error!r}") from None
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -121,6 +125,7 @@ def check(adapter: Adapter, max_rank: int, shapes: Shapes | None) -> None:
         raise AdapterError(f"{WEIGHTS} has no matrices")
     if shapes is None:
         return
+    kinds = set(map(_kind, shapes))
     for name, shape in found.items():
         layer, _, part = name.removesuffix(".weight").rpartition(".")
         if part not in ("lora_A", "lora_B"):
@@ -128,7 +133,10 @@ def check(adapter: Adapter, max_rank: int, shapes: Shapes | None) -> None:
             continue
         layer = layer.removeprefix(PREFIX)
         if layer not in shapes:
-            raise AdapterError(f"is for another base model: this one has no layer {layer}")
+            if _kind(layer) in kinds:
+                raise AdapterError(f"is for another base model: this one has no layer {layer}")
+            # vLLM may have another name for it.
+            continue
         outputs, inputs = shapes[layer]
         size, own = (shape[-1], inputs) if part == "lora_A" else (shape[0], outputs)
         if size != own:
@@ -136,6 +144,11 @@ def check(adapter: Adapter, max_rank: int, shapes: Shapes | None) -> None:
         rank = shape[0] if part == "lora_A" else shape[-1]
         if rank > adapter.rank:
             raise AdapterError(f"{name} has rank {rank}, and {CONFIG} says {adapter.rank}")
+
+
+def _kind(layer: str) -> str:
+    """Return the name of a layer without its number."""
+    return re.sub(r"\b\d+\b", "*", layer)
 
 
 def _matrices(path: Path) -> dict[str, tuple[int, ...]]:

@@ -112,7 +112,7 @@ class AdapterAdmin:
     async def _load(self, request: Request) -> Response:
         self._check(request)
         body = parse_body(LoadBody, await read_body(request, self._settings.ingress))
-        await self._served.refresh()
+        await self._served.refresh(0.0)
         if body.lora_name in self._routing:
             message = f"lora_name: {body.lora_name!r} is served already; unload it first, or choose another"
             raise RequestError(400, "invalid_request_error", message, param="lora_name")

@@ -47,11 +47,16 @@ def test_an_adapter_that_does_not_fit_is_an_error_with_the_reason(tmp_path: Path
         "pattern": (write_adapter(tmp_path / "b", rank_pattern={"q": 9}), "rank 9"),
         "inputs": (write_adapter(tmp_path / "c", inputs=4), "another base model.*size 4, and this one 8"),
         "outputs": (write_adapter(tmp_path / "d", outputs=12), "another base model.*size 12"),
-        "layer": (write_adapter(tmp_path / "e", layer="model.layers.9.x"), "no layer model.layers.9.x"),
+        "layer": (write_adapter(tmp_path / "e", layer=LAYER.replace("0", "9")), "no layer model.layers.9"),
     }
     for name, (source, reason) in cases.items():
         with pytest.raises(AdapterError, match=reason):
             check(fetch(str(source), tmp_path / "copies" / name), 8, SHAPES)
+
+
+def test_a_layer_that_transformers_names_otherwise_is_left_to_vllm(tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "source", layer="language_model.experts.0.w1")
+    check(fetch(str(source), tmp_path / "copy"), 8, SHAPES)
 
 
 def test_weights_that_are_cut_off_are_an_error(tmp_path: Path) -> None:

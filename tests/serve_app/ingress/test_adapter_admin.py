@@ -9,6 +9,7 @@ import pytest
 
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import ModelHealth
+from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import AdapterSettings, parse
 from tests.serve_app.ingress.engine_doubles import CHAT, LIMIT_S, Engine, check_error, echo, health
 
@@ -26,11 +27,10 @@ class Replica:
         self.served: dict[str, AdapterSettings] = {}
         self.prepared: dict[str, AdapterSettings] = {}
         self.refusal = ""
-        self.fails = 0
+        self.fails_at = ""
 
     def call(self, method: str, *arguments: Any) -> Any:
-        if self.fails:
-            self.fails -= 1
+        if method == self.fails_at:
             raise ConnectionError("the replica is gone")
         return getattr(self, method)(*arguments)
 
@@ -71,8 +71,9 @@ class Fleet(Engine):
         return [member.call(method, *arguments) for member in self.members]
 
     def remote(self, *arguments: Any) -> Any:
-        if self.options_given[-1]["method_name"] != "keep_adapter":
+        if isinstance(arguments[0], RelayRequest):
             return super().remote(*arguments)
+        assert self.options_given[-1]["method_name"] == "keep_adapter"
         return self._keep(*arguments)
 
     async def _keep(self, id: str, settings: AdapterSettings | None) -> str:
@@ -137,7 +138,7 @@ async def test_one_that_a_replica_refuses_is_loaded_on_none(client: httpx.AsyncC
 async def test_a_replica_that_stops_meanwhile_leaves_all_as_it_was(
     client: httpx.AsyncClient, fleet: Fleet
 ) -> None:
-    fleet.members[1].fails = 1
+    fleet.members[1].fails_at = "prepare_adapter"
     message = check_error(await load(client), 503, "service_unavailable")
     assert "Nothing has changed" in message
     assert fleet.folder == {}
