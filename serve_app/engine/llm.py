@@ -184,7 +184,7 @@ class Engine:
             FolderError: It can't be read.
         """
         await self._engine.adapters.refresh()
-        return self._engine.adapters.list()
+        return self._engine.adapters.report()
 
     async def generate(self, request: GenerateRequest | JSON) -> JSON:
         """Complete a list of prompts.
@@ -264,7 +264,7 @@ class Engine:
             self._engine.batcher.stats,
             max_model_len=self._engine.max_model_len,
             usage=usage,
-            adapters=self._engine.adapters.list(),
+            adapters=self._engine.adapters.report(),
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:

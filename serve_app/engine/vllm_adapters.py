@@ -6,8 +6,10 @@ Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 import asyncio
 import itertools
 import logging
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -36,6 +38,9 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 USUAL_RANK = 16
 """The least of it, unless the config has one."""
 
+RETRY_S = 30.0
+"""Seconds after which an adapter of the folder that couldn't be loaded is tried again."""
+
 FOLLOW_S = 2.0
 """Seconds between two looks at the folder."""
 
@@ -43,6 +48,10 @@ NO_FOLDER = "can't be kept: the model has no adapters_folder"
 
 LEAVE_S = 60.0
 """Seconds in which the requests of an adapter that was removed may end before another gets its id."""
+
+
+COPIES = "saturate-adapters-"
+"""What the name of a directory of copies begins with, before the id of its process."""
 
 
 class _Loaded(NamedTuple):
@@ -56,7 +65,8 @@ class AdapterFiles:
     """Adapters that were fetched into a directory of this process."""
 
     def __init__(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="saturate-adapters-"))
+        _remove_left_behind()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{COPIES}{os.getpid()}-"))
         self._numbers = itertools.count()
 
     def fetch(self, settings: AdapterSettings) -> Adapter:
@@ -75,6 +85,14 @@ class AdapterFiles:
     def close(self) -> None:
         """Delete the directory."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _remove_left_behind() -> None:
+    """Delete the directories of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{COPIES}*-*"):
+        pid = folder.name.removeprefix(COPIES).partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def lora_options(settings: LLMSettings, files: AdapterFiles) -> tuple[dict[str, Any], dict[str, Adapter]]:
@@ -143,7 +161,8 @@ class Adapters:
         # Loaded, and not served yet.
         self._prepared: dict[str, _Loaded] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._refused: set[tuple[str, AdapterSettings]] = set()
+        # When an adapter of the folder was refused.
+        self._refused: dict[tuple[str, AdapterSettings], float] = {}
         self._lock = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self.requests: dict[str, LoRARequest] = {}
@@ -184,8 +203,11 @@ class Adapters:
                 return
             await self._settle(declared, await self._read(), strict=True)
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, drop: bool = True) -> None:
         """Take over what the folder has now. An adapter that can't be loaded is logged.
+
+        Args:
+            drop: Drop adapters that were prepared and aren't there. Without, they may be on their way.
 
         Raises:
             FolderError: The folder can't be read.
@@ -193,6 +215,8 @@ class Adapters:
         if self._folder is not None:
             async with self._lock:
                 await self._settle(self._declared, await self._read())
+                if drop:
+                    await self._drop_prepared()
 
     async def prepare(self, id: str, settings: AdapterSettings) -> None:
         """Load an adapter that isn't served yet: `refresh` serves it if it is in the folder, or drops it.
@@ -236,11 +260,11 @@ class Adapters:
         if id not in self._loaded:
             # It may have been loaded while this replica started.
             with suppress(FolderError):
-                await self.refresh()
+                await self.refresh(drop=False)
         if id not in self._loaded:
             raise self.missing(id)
 
-    def list(self) -> list[JSON]:
+    def report(self) -> list[JSON]:
         """Return the adapters that are served, as `/stats` shows them."""
         resident = set(self.slots.resident)
         return [
@@ -291,7 +315,7 @@ class Adapters:
         while True:
             await asyncio.sleep(FOLLOW_S)
             try:
-                await self.refresh()
+                await self.refresh(drop=False)
             except FolderError as error:
                 if not failed:
                     logger.error("the adapters stay as they were: %s", error)
@@ -325,7 +349,8 @@ class Adapters:
                 ready = self._prepared.get(id)
                 if (id in self._loaded and id not in changed) or (ready and ready.settings == settings):
                     continue
-                if (id, settings) in self._refused and id not in declared:
+                now = time.monotonic()
+                if now < self._refused.get((id, settings), -RETRY_S) + RETRY_S:
                     continue
                 try:
                     if ready:
@@ -334,20 +359,26 @@ class Adapters:
                 except AdapterError as error:
                     if strict and id in declared:
                         raise SettingsError(f"adapters: {id} ({settings.source}) {error}") from None
-                    self._refused.add((id, settings))
+                    self._refused[id, settings] = now
                     logger.error("the adapter %s (%s) is not served: it %s", id, settings.source, error)
         except BaseException:
             await self._drop_prepared()
             raise
-        self._refused = {one for one in self._refused if one[0] in wanted}
+        self._refused = {one: at for one, at in self._refused.items() if wanted.get(one[0]) == one[1]}
         self._declared = dict(declared)
         for id in list(self._loaded):
             if id not in wanted or id in self._prepared:
                 self._remove(id)
         for id in list(self._prepared):
-            if id in wanted:
-                await self._serve(id, self._prepared.pop(id))
-        await self._drop_prepared()
+            if id not in wanted:
+                continue
+            if leaving := self._leaving.get(id):
+                # vLLM takes two adapters with one name for the same.
+                await asyncio.wait([leaving], timeout=LEAVE_S)
+                if not leaving.done():
+                    logger.warning("the adapter %s still has requests for the one before it", id)
+                    continue
+            await self._serve(id, self._prepared.pop(id))
 
     async def _load(self, id: str, settings: AdapterSettings) -> _Loaded:
         """Load an adapter into vLLM.
@@ -378,9 +409,6 @@ class Adapters:
         return _Loaded(settings, request)
 
     async def _serve(self, id: str, one: _Loaded) -> None:
-        if leaving := self._leaving.get(id):
-            # vLLM takes two adapters with one name for the same.
-            await asyncio.wait([leaving], timeout=LEAVE_S)
         self._loaded[id] = one
         self.requests[id] = one.request
         if one.settings.pinned:

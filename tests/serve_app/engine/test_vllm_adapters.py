@@ -79,7 +79,7 @@ async def test_the_adapters_of_the_config_and_of_the_folder_are_served_from_the_
     await adapters.start()
     assert sorted(adapters.requests) == ["demo:words", "more"]
     assert llm.names == ["demo:words", "more"]
-    shown = {one["id"]: (one["root"], one["declared"]) for one in adapters.list()}
+    shown = {one["id"]: (one["root"], one["declared"]) for one in adapters.report()}
     assert shown == {"demo:words": ("words", True), "more": ("more", False)}
     await adapters.close()
 
@@ -112,6 +112,8 @@ async def test_a_prepared_adapter_that_is_not_kept_is_dropped(tmp_path: Path) ->
     adapters, llm = made(tmp_path)
     await adapters.start()
     await adapters.prepare("words", source(tmp_path, "words"))
+    await adapters.refresh(drop=False)
+    assert llm.names == ["words"]
     await adapters.refresh()
     assert "words" not in adapters
     assert llm.names == []
@@ -158,6 +160,34 @@ async def test_one_of_the_folder_that_has_gone_is_left_out(tmp_path: Path) -> No
     await adapters.close()
 
 
+async def test_one_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sources" / "late"
+    AdapterFolder(str(tmp_path / "kept"), "demo").write("late", AdapterSettings(source=str(path), id="late"))
+    adapters, _ = made(tmp_path, "words")
+    await adapters.start()
+    write_adapter(path)
+    await adapters.refresh()
+    assert "late" not in adapters
+    monkeypatch.setattr("serve_app.engine.vllm_adapters.RETRY_S", 0.0)
+    await adapters.check("late")
+    assert "late" in adapters
+    await adapters.close()
+
+
+def test_the_copies_of_a_killed_process_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (left := tmp_path / "saturate-adapters-99999999-x").mkdir()
+    files = AdapterFiles()
+    assert not left.exists()
+    again = AdapterFiles()
+    assert len(list(tmp_path.iterdir())) == 2
+    files.close()
+    again.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_the_user_config_takes_the_place_of_the_config(tmp_path: Path) -> None:
     adapters, llm = made(tmp_path, "words")
     await adapters.start()
@@ -194,7 +224,7 @@ async def test_a_pinned_adapter_is_pinned_in_vllm(tmp_path: Path) -> None:
     adapters, llm = made(tmp_path, **{"adapters": [{"source": path, "pinned": True}]})
     await adapters.start()
     assert llm.pinned == list(llm.loaded)
-    assert adapters.list()[0]["resident"]
+    assert adapters.report()[0]["resident"]
     await adapters.close()
 
 
