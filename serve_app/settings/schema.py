@@ -230,8 +230,8 @@ def adapters_by_id(model: str, adapters: Sequence[AdapterSettings]) -> dict[str,
 MAX_SLOTS = 8
 """Adapters in one batch of an engine, at most, unless `max_loras` says otherwise."""
 
-FOLDER_SLOTS = 4
-"""The least of it where adapters can be loaded while the service runs."""
+LATER_SLOTS = 4
+"""The least of it where adapters may come while the service runs."""
 
 MAX_CPU_SLOTS = 64
 
@@ -308,7 +308,8 @@ class LLMSettings(Strict):
     def slots(self) -> int:
         """`engine.max_loras` in effect: room for the pinned adapters and others."""
         pinned = sum(adapter.pinned for adapter in self.adapters)
-        usual = max(len(self.adapters), FOLDER_SLOTS if self.adapters_folder else 1)
+        later = self.adapters_folder is not None or self.engine.enable_lora
+        usual = max(len(self.adapters), LATER_SLOTS if later else 1)
         return self.engine.max_loras or max(min(usual, MAX_SLOTS), pinned + 1)
 
     @property

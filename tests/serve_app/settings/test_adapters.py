@@ -53,6 +53,7 @@ def test_there_are_as_many_slots_as_adapters_within_bounds() -> None:
     assert slots(20) == (8, 32)
     assert slots(100) == (8, 64)
     assert slots(0, adapters_folder="/kept") == (4, 16)
+    assert slots(0, engine={"enable_lora": True}) == (4, 16)
     assert slots(2, engine={"max_loras": 3, "max_cpu_loras": 5}) == (3, 5)
     pinned = [{"source": f"/a/{number}", "pinned": True} for number in range(9)]
     assert model(*pinned).slots == 10
