@@ -19,7 +19,7 @@ from serve_app.api.addresses import Network
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path
-from serve_app.settings.schema import BatchLimits, ModelId, Positive, Quota, SettingsError, Strict, Weight
+from serve_app.settings.schema import BatchLimits, Positive, Quota, ServedId, SettingsError, Strict, Weight
 
 Tier = Literal["priority", "default", "flex"]
 State = Literal["valid", "disabled", "expired"]
@@ -91,11 +91,11 @@ class Key(Strict):
             these if `default` is not among them.
         requests_per_minute: Most requests within any 60 s at one Ingress replica; by default no limit.
         max_concurrency: Most requests in flight at one Ingress replica; by default no limit.
-        models: Ids of the models that requests may name; by default all.
+        models: Ids of the models and adapters that requests may name; by default all.
         allow_from: Ranges of addresses from which clients may use the key; by default all.
         expires: Moment, in UTC, from which on the key is invalid; by default never.
         disabled: The key is invalid, until this changes.
-        admin: The key may list the keys and read what all have used.
+        admin: The key may list the keys, read what all have used, and load and unload adapters.
         quota: Limits for all replicas together; needs `args.usage.quotas`.
         batches: Limits on files and batches, in place of those of `args.batches`.
     """
@@ -108,7 +108,7 @@ class Key(Strict):
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)] = ("priority", "default", "flex")
     requests_per_minute: Positive | None = None
     max_concurrency: Positive | None = None
-    models: Annotated[tuple[ModelId, ...], Field(min_length=1)] | None = None
+    models: Annotated[tuple[ServedId, ...], Field(min_length=1)] | None = None
     allow_from: Annotated[tuple[Network, ...], Field(min_length=1)] | None = None
     expires: Annotated[datetime, PlainValidator(_expiry)] | None = None
     disabled: Flag = False

@@ -39,5 +39,8 @@ class Client(Protocol):
             Exception: The engine couldn't be reached.
         """
 
+    async def refresh(self) -> None:
+        """Learn which adapters are served now."""
+
     async def load(self) -> EngineLoad | None:
         """Return the load of the engines that had rows since the last call; None: it isn't known."""

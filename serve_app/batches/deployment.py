@@ -58,7 +58,7 @@ class Batches:
             keys.watch()
         self._quotas = CallQuotas(settings.usage.quotas, quotas, context.replica_tag)
         client = EngineClient(settings, engines, health, keys, self._quotas)
-        self._service = await BatchService.open(settings.batches, client, set(engines), keys)
+        self._service = await BatchService.open(settings.batches, client, client.models, keys)
         self._metrics = None
         if settings.telemetry.metrics:
             from serve_app.batches.metrics import BatchesMetrics

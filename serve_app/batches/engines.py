@@ -19,12 +19,14 @@ from serve_app.api.token_bound import TokenDemand
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches.client import Answer
 from serve_app.engine.quotas import CallQuotas
+from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import Health
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.poison import MAX_LOST, PoisonError
+from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.proxy import unavailable
 from serve_app.ingress.quotas import key_quota
 from serve_app.ingress.replica_stats import replica_stats
@@ -75,7 +77,17 @@ class EngineClient:
         self._used: set[str] = set()
         self._suspects = asyncio.Lock()
         self._contexts = ContextLengths(self._routing, self._replicas)
+        self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
         self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
+
+    @property
+    def models(self) -> Collection[str]:
+        """The ids of the models and adapters that are served, as they are now."""
+        return self._routing
+
+    async def refresh(self) -> None:
+        """Learn which adapters are served now."""
+        await self._adapters.refresh()
 
     async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
         """Send a row and return its answer.
@@ -89,6 +101,8 @@ class EngineClient:
         text = to_json(body)
         key = self._keys.named(scheduling.key) if self._keys else None
         allowed = key.models if key else None
+        named = body.get("model")
+        await self._adapters.find(named if isinstance(named, str) else None)
         model, demand, request = await look(
             len(text), lambda: self._request(endpoint, text, scheduling, allowed)
         )
@@ -150,6 +164,8 @@ class EngineClient:
             fields = read_openai(content, endpoint, self._limits)
             name, key = fields.model, openai_key(content, fields, len(text))
             demand = openai_demand(content, fields, endpoint, text, self._limits)
+        served = self._routing.choose(name, endpoint, allowed)
+        base = self._routing.base_of(served)
         request = RelayRequest(
             "POST",
             endpoint,
@@ -158,12 +174,13 @@ class EngineClient:
             text,
             scheduling,
             max_tokens=self._limits.max_tokens,
-            prefix=key.prefix,
+            prefix=key.prefix if served == base else salted(key.prefix, served),
             tokens=key.tokens,
+            adapter="" if served == base else served,
             key=scheduling.key,
             source="batch",
         )
-        return self._routing.choose(name, endpoint, allowed), demand, request
+        return base, demand, request
 
     async def _ask(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
         """Send a request to one Engine and return its answer.

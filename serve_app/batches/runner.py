@@ -291,6 +291,7 @@ class Runner:
     async def _validate(self, one: OpenBatch) -> None:
         batch = one.batch
         path = self._content.path(batch.input_file)
+        await self._client.refresh()
         models, limits = self._rules.models(batch.api_key), self._rules.limits(batch.api_key)
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
         if found.errors:

@@ -117,7 +117,7 @@ class HTTPClient:
         with suppress(httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError):
             response = await self._http.get(f"{self.url}/stats", timeout=STATS_TIMEOUT_S)
             models = response.raise_for_status().json()["models"]
-            report = models[self._model] if self._model else next(iter(models.values()))
+            report = _report_of(models, self._model)
             if not report.get("error"):
                 replicas: list[JSON] = report["replicas"]
                 return replicas
@@ -132,6 +132,16 @@ class HTTPClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _report_of(models: JSON, name: str | None) -> JSON:
+    """Return the part of `/stats` of a model, or of the model of an adapter; None: the first one."""
+    for model, report in models.items():
+        adapters = (one["id"] for replica in report["replicas"] for one in replica.get("adapters", ()))
+        if name is None or name == model or name in adapters:
+            found: JSON = report
+            return found
+    raise KeyError(name)
 
 
 class HandleClient:
@@ -165,6 +175,9 @@ class HandleClient:
                 ) from None
         application = serve.status().applications.get(app)
         name = engine_name(model)
+        if application is not None and name not in application.deployments:
+            # The id of an adapter begins with that of its model, unless the config gives it another.
+            name = engine_name(model.partition(":")[0])
         if application is None or name not in application.deployments:
             there = [
                 f"--app {app_name} --model {deployment.partition(':')[2]}"
@@ -173,7 +186,9 @@ class HandleClient:
                 if deployment.startswith("Engine:")
             ]
             known = ", ".join(there) or "none"
-            raise DriverError(f"no deployment {name} in the application {app!r}; this cluster has: {known}")
+            raise DriverError(
+                f"no deployment {engine_name(model)} in the application {app!r}; this cluster has: {known}"
+            )
         self._app, self._name = app, name
         self._read_s = read_s
         self._handle: Any = serve.get_deployment_handle(name, app_name=app)

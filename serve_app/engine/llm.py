@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from typing import Any
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
 from serve_app.api.protocol import (
@@ -19,6 +20,7 @@ from serve_app.api.protocol import (
 from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import NOTHING
 from serve_app.api.token_estimate import estimate_call
+from serve_app.engine.adapter_files import AdapterError
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.batch_call import BatchCall
@@ -50,6 +52,7 @@ from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import (
     NO_USAGE,
     SILENT,
+    AdapterSettings,
     LLMSettings,
     ShareSettings,
     TelemetrySettings,
@@ -160,7 +163,7 @@ class Engine:
         # The engine's own processes are started by now, and keep the scheduling that they have.
         use_batch_scheduling()
 
-    def reconfigure(self, user_config: JSON) -> None:
+    async def reconfigure(self, user_config: JSON) -> None:
         """Apply the `user_config` of the deployment: at the start, and whenever it alone has changed.
 
         Args:
@@ -169,7 +172,38 @@ class Engine:
         Raises:
             SettingsError: It is wrong; the settings before it stay.
         """
-        self._engine.tune(parse_user_config(user_config).batcher)
+        config = parse_user_config(user_config)
+        await self._engine.adapters.declare(config.adapters)
+        self._engine.tune(config.batcher)
+
+    async def prepare_adapter(self, id: str, settings: AdapterSettings) -> str:
+        """Load an adapter that `refresh_adapters` serves, if it is in the folder by then.
+
+        Returns:
+            The reason why it can't be; empty: it is loaded.
+        """
+        try:
+            await self._engine.adapters.prepare(id, settings)
+        except AdapterError as error:
+            return str(error)
+        return ""
+
+    async def keep_adapter(self, id: str, settings: AdapterSettings | None) -> str:
+        """Write an adapter to the folder, or remove it from there (None).
+
+        Returns:
+            The reason why it can't be; empty: it is done, durably.
+        """
+        return await self._engine.adapters.keep(id, settings)
+
+    async def refresh_adapters(self) -> list[JSON]:
+        """Take over the adapters that the folder has, and return those that are served.
+
+        Raises:
+            FolderError: It can't be read.
+        """
+        await self._engine.adapters.refresh()
+        return self._engine.adapters.report()
 
     async def generate(self, request: GenerateRequest | JSON) -> JSON:
         """Complete a list of prompts.
@@ -189,14 +223,23 @@ class Engine:
                 request = parse_generate(request, max_prompts=self._max_prompts)
             if refusal := self._unfit():
                 raise refusal
+            adapter = "" if request.model in (None, self._id) else request.model
+            if adapter:
+                await self._engine.adapters.check(adapter)
             usage, scheduling = RequestUsage(), request.scheduling()
             demand = generate_demand(request, self._default_output) if self._quotas.on else NOTHING
             context = self._engine.max_model_len
-            origin = Origin("", scheduling.tenant, scheduling.priority, "generate", "handle")
+            origin = Origin(
+                tenant=scheduling.tenant,
+                priority=scheduling.priority,
+                endpoint="generate",
+                source="handle",
+                adapter=adapter,
+            )
             try:
                 async with self._quotas.reserved(scheduling.tenant, demand, context, usage):
                     with self._accounted(origin) as call:
-                        response = await self._generate(request, scheduling, usage, call)
+                        response = await self._generate(request, scheduling, usage, call, adapter)
             except RequestError:
                 if self._engine.died:
                     raise EngineLostError from None
@@ -211,6 +254,12 @@ class Engine:
             # The request was not there when it happened, so it may be tried on any other engine.
             yield pack_error(refusal, request.path)
             return
+        if request.adapter:
+            try:
+                await self._engine.adapters.check(request.adapter)
+            except RequestError as error:
+                yield pack_error(error, request.path)
+                return
         try:
             with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
                 if request.path == "/generate":
@@ -232,20 +281,28 @@ class Engine:
             usage["engine"] = {"prompt": counters.prompt, "output": counters.output}
         turn = {} if self._turns is None else {"turn": self._turns.stats()}
         return replica_stats(
-            self._engine.batcher.stats, max_model_len=self._engine.max_model_len, usage=usage, **turn
+            self._engine.batcher.stats,
+            max_model_len=self._engine.max_model_len,
+            usage=usage,
+            adapters=self._engine.adapters.report(),
+            **turn,
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the tokens that this replica holds; Serve calls the method by this name."""
         return autoscaling_stats(self._engine.batcher.stats)
 
-    def record_routing_stats(self) -> dict[str, int]:
-        """Return the tokens that this replica holds, by which callers choose; Serve calls it by this name."""
-        return routing_stats(self._held, asleep=self._turns is not None and self._turns.asleep)
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return what this replica holds, by which callers choose; Serve calls it by this name."""
+        asleep = self._turns is not None and self._turns.asleep
+        return routing_stats(self._held, self._engine.adapters.slots.resident, asleep=asleep)
 
     def record_replica_metadata(self) -> dict[str, int]:
-        """Return the size of the KV cache in tokens; Serve calls it by this name, once."""
-        return {"token_capacity": self._engine.batcher.capacity}
+        """Return the size of the KV cache in tokens, and the slots; Serve calls it by this name, once."""
+        return {
+            "token_capacity": self._engine.batcher.capacity,
+            "adapter_slots": self._engine.adapters.slots.count,
+        }
 
     def _unfit(self) -> RequestError | None:
         """Return why no request can be served here; None: they can."""
@@ -430,7 +487,13 @@ class Engine:
     async def _generate_json(self, relayed: RelayRequest, usage: RequestUsage, call: Call) -> bytes:
         request = parse_generate(relayed.body, max_prompts=self._max_prompts)
         response = await self._generate(
-            request, relayed.scheduling_now(), usage, call, relayed.max_tokens, len(relayed.body)
+            request,
+            relayed.scheduling_now(),
+            usage,
+            call,
+            relayed.adapter,
+            relayed.max_tokens,
+            len(relayed.body),
         )
         return response.model_dump_json(exclude_unset=True).encode()
 
@@ -440,6 +503,7 @@ class Engine:
         scheduling: Scheduling,
         usage: RequestUsage,
         account: Call,
+        adapter: str = "",
         max_tokens: int | None = None,
         size: int = 0,
     ) -> GenerateResponse:
@@ -461,7 +525,7 @@ class Engine:
                     raise token_ids
                 asked = AdmissionRequest(scheduling, deadline, call.wait(index), max_tokens=max_tokens)
                 set_current(asked, AdmissionResult(usage=usage, call=account))
-                done = await self._engine.complete(token_ids, sampling)
+                done = await self._engine.complete(token_ids, sampling, adapter)
             except RequestError as error:
                 call.fail(index, error)
                 return

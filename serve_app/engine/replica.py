@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -69,6 +69,7 @@ def origin_of(request: RelayRequest) -> Origin:
         request.source,
         request.headers,
         request.resumes,
+        request.adapter,
     )
 
 
@@ -96,7 +97,7 @@ def _size(sums: Sums) -> int:
     return sums.prompt + sums.output + sums.cost
 
 
-def routing_stats(tokens: int, *, asleep: bool = False) -> dict[str, int]:
+def routing_stats(tokens: int, adapters: Sequence[str] = (), *, asleep: bool = False) -> dict[str, Any]:
     """Return a replica's report to those that choose between replicas.
 
     Ray Serve sends a report that has changed to every process with a handle, so the tokens are rounded to
@@ -104,10 +105,12 @@ def routing_stats(tokens: int, *, asleep: bool = False) -> dict[str, int]:
 
     Args:
         tokens: Tokens that it holds, as their callers estimate them.
+        adapters: Adapters that are loaded.
         asleep: Whether it sleeps, while another model has its device.
     """
     step = 1 << max(0, tokens.bit_length() - 3)
-    return {"tokens": (tokens + step // 2) // step * step, **({"asleep": 1} if asleep else {})}
+    report: dict[str, Any] = {"tokens": (tokens + step // 2) // step * step}
+    return report | ({"adapters": sorted(adapters)} if adapters else {}) | ({"asleep": 1} if asleep else {})
 
 
 def replica_stats(stats: Stats, **more: Any) -> JSON:

@@ -40,6 +40,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
 from serve_app.engine.vllm_gated import GatedLLM, RefusedError
 from serve_app.engine.vllm_media import use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
@@ -122,6 +123,7 @@ class VLLMEngine:
 
     Attributes:
         counters: vLLM's own counters; None: its statistics may be off.
+        adapters: The LoRA adapters.
 
     Raises:
         SettingsError: vLLM has no such option.
@@ -139,7 +141,9 @@ class VLLMEngine:
         use_allowed_hosts()
         # vLLM has a limit of its own for the lists of one route.
         os.environ["VLLM_MAX_COMPLETION_PROMPTS"] = str(max_prompts)
-        self._args = vllm_args(settings)
+        files = AdapterFiles()
+        options, fetched = lora_options(settings, files)
+        self._args = vllm_args(settings, options)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
         steps = _Steps()
@@ -155,6 +159,7 @@ class VLLMEngine:
                 *([lambda *_: counters] if self.counters else []),
             ],
         )
+        self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched)
         self._book = book
         count_sequences(self.llm, book)
         self.llm.stream_interval = StreamInterval()
@@ -235,6 +240,7 @@ class VLLMEngine:
 
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Warm the engine up, start the batcher; return vLLM's application and the paths of its routes."""
+        await self.adapters.start()
         # A task of its own: the part of the warm-up is not to be that of tasks that are started here.
         await asyncio.create_task(self._warm_up())
         await self.batcher.start()
@@ -251,6 +257,8 @@ class VLLMEngine:
             if isinstance(part, BeamSearchOnlineMixin):
                 part.beam_search = partial(self.llm.beam_search, part.beam_search)
         self._renderer = app.state.online_renderer
+        # vLLM looks up there what a request names.
+        app.state.openai_serving_models.lora_requests = self.adapters.requests
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
         _hide_refusals()
@@ -332,18 +340,29 @@ class VLLMEngine:
             raise RequestError(400, "invalid_request_error", str(error)) from None
         return Sampling(params, may_shorten="max_tokens" not in given)
 
-    async def complete(self, token_ids: list[int], sampling: Sampling) -> Completion:
+    async def complete(self, token_ids: list[int], sampling: Sampling, adapter: str = "") -> Completion:
         """Generate one completion.
+
+        Args:
+            token_ids: The prompt.
+            sampling: Its sampling.
+            adapter: Id of the adapter; empty: none.
 
         Raises:
             RequestError: The prompt doesn't fit, the batcher refused it, or the engine failed.
         """
         params = self._fit(len(token_ids), sampling)
         request_id = f"generate-{next(self._ids)}"
+        options: dict[str, Any] = {}
+        if adapter:
+            if adapter not in self.adapters:
+                # It was removed while the prompt was tokenized.
+                raise self.adapters.missing(adapter)
+            options["lora_request"] = self.adapters.requests[adapter]
         try:
             # There is one result, the last; reading on ends the generator and frees its slot.
             output = None
-            async for result in self.llm.generate(tokens_input(token_ids), params, request_id):
+            async for result in self.llm.generate(tokens_input(token_ids), params, request_id, **options):
                 output = result.outputs[0]
         except RefusedError as error:
             raise error.error from None
@@ -392,6 +411,7 @@ class VLLMEngine:
         finally:
             await self._texts.stop()
             self.llm.shutdown()
+            await self.adapters.close()
 
 
 def _hide_refusals() -> None:

@@ -5,8 +5,8 @@ Only files whose names begin with vllm_ import vllm. The imports are those of vL
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from http import HTTPStatus
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from batcher import BatcherError, ContinuousBatcher, Slot
 from serve_app.api.errors import RequestError
 from serve_app.engine.admission import current, refusal_of
 from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_usage import set_part
 from serve_app.relay.resume import ResumeMode, StreamTokens
 from serve_app.relay.usage import PromptUsage
@@ -32,6 +33,8 @@ from serve_app.usage.rows import Outcome
 
 GREEDY = 1e-5
 """Below this temperature vLLM draws nothing and takes the likeliest token."""
+
+NO_ADAPTER = nullcontext()
 
 
 class RefusedError(GracefulHTTPError):  # type: ignore[misc]
@@ -51,6 +54,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         by_priority: vLLM schedules by priority too.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         prompt_tokens: Tokens of the prompts that were admitted.
+        adapters: The LoRA adapters that requests may name.
     """
 
     batcher: ContinuousBatcher
@@ -58,6 +62,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     by_priority: bool
     max_prompt_logprobs: int
     prompt_tokens: int = 0
+    adapters: Adapters
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -88,6 +93,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             results = super().generate(prompt, sampling_params, request_id, **options)
         async with (
             admitted as slot,
+            self._adapter(options),
             aclosing(results),
         ):
             self.prompt_tokens += length
@@ -125,7 +131,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             params.max_tokens = min(params.max_tokens, request.max_tokens)
         results = search(prompt=prompt, params=params, **options)
         admitted = self._slot(length, params.max_tokens, params.beam_width)
-        async with admitted as slot, aclosing(results):
+        async with admitted as slot, self._adapter(options), aclosing(results):
             self.prompt_tokens += length
             result.searching = True
             async for output in results:
@@ -143,6 +149,28 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             # request already, and would count it among those that run for good.
             await self.abort((parent_req or request).request_id, internal=True)
             raise
+
+    def _adapter(self, options: dict[str, Any]) -> AbstractAsyncContextManager[None]:
+        """Return what holds the adapter of a request, if it has one."""
+        request = options.get("lora_request")
+        return NO_ADAPTER if request is None else self._hold(request)
+
+    @asynccontextmanager
+    async def _hold(self, request: Any) -> AsyncIterator[None]:
+        """Hold an adapter while vLLM has a request for it.
+
+        Raises:
+            RefusedError: 404, it was removed while the request waited.
+        """
+        try:
+            await (held := self.adapters.using(request)).__aenter__()
+        except RequestError as error:
+            current().result.refusal = error
+            raise RefusedError(error) from None
+        try:
+            yield
+        finally:
+            await held.__aexit__(None, None, None)
 
     def _check_prompt_logprobs(self, length: int, each: int | None) -> None:
         """Refuse more logprobs of a prompt than the event loop can make without holding others up.
@@ -288,7 +316,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         length = _prompt_length(prompt, self.model_config.max_model_len)
         results = super().encode(prompt, pooling_params, request_id, **options)
         admitted = _AdmittedSlot(self.batcher, self._blocks(length), 0, length)
-        async with admitted, aclosing(results):
+        async with admitted, self._adapter(options), aclosing(results):
             async for result in results:
                 admitted.last = result
                 yield result

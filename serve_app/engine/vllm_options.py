@@ -15,14 +15,18 @@ from serve_app.settings.schema import BatcherSettings, EngineSettings, LLMSettin
 from serve_app.simulation.options import engine_options
 
 
-def vllm_args(settings: LLMSettings) -> Any:
+def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) -> Any:
     """Return the namespace that `vllm serve` would parse from the same options.
+
+    Args:
+        settings: The model.
+        defaults: Options where the config has none.
 
     Raises:
         SettingsError: vLLM has no such option.
     """
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    options = settings.engine.options()
+    options = {**(defaults or {}), **settings.engine.options()}
     if settings.simulate:
         options = engine_options(settings.simulate, **options)
     elif settings.share is not None:

@@ -25,6 +25,8 @@ from serve_app.api.token_bound import NOTHING, TokenDemand
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.ingress import admin, batches
+from serve_app.ingress.adapter_admin import AdapterAdmin
+from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
@@ -36,6 +38,7 @@ from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import CallFields, OpenAIFields, read_call, read_json, read_openai
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.ingress.poison import LostEngines
+from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.quotas import (
     RATE_LIMIT_HEADERS,
@@ -115,6 +118,10 @@ class Ingress:
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._started = int(time.time())
         self._contexts = ContextLengths(self._routing, self._replicas)
+        self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
+        self._adapter_admin = AdapterAdmin(
+            settings, self._engines, self._health.running, self._routing, self._adapters
+        )
         self._lost = LostEngines()
         self._quotas_handle = quotas
         self._quotas = quota_client(settings.usage.quotas, quotas, context.replica_tag)
@@ -142,6 +149,7 @@ class Ingress:
                 Route("/metrics", _no_metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
+                *self._adapter_admin.routes(),
                 *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
@@ -245,18 +253,25 @@ class Ingress:
         return await self._batches.answer(request, _path(request), headers)
 
     async def _models(self, request: Request) -> Response:
-        names = self._visible(request)
-        contexts = await asyncio.gather(*map(self._contexts.of, names))
-        cards = [
-            card(self._routing.find(name), self._started, most)
-            for name, most in zip(names, contexts, strict=True)
+        await self._adapters.refresh()
+        names = [
+            name
+            for name in self._routing.visible(_allowed(request))
+            if self._routing.base_of(name) in self._engines
         ]
+        cards = await asyncio.gather(*map(self._card, names))
         return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        model = self._routing.find(name, _allowed(request))
-        return JSONResponse(card(model, self._started, await self._contexts.of(name)))
+        await self._adapters.find(name)
+        self._routing.find(name, _allowed(request))
+        return JSONResponse(await self._card(name))
+
+    async def _card(self, name: str) -> JSON:
+        model = self._routing.find(name)
+        context = await self._contexts.of(model.id)
+        return card(model, self._started, context, name, self._routing.adapter(name))
 
     def _visible(self, request: Request) -> list[str]:
         """Return the ids of the models that the caller may use, as far as they run here."""
@@ -278,12 +293,14 @@ class Ingress:
         demand: TokenDemand = NOTHING,
     ) -> Response:
         caller = request.scope.get("caller")
-        chosen = self._routing.choose(model, path, caller.models if caller else None)
+        await self._adapters.find(model)
+        name = self._routing.choose(model, path, caller.models if caller else None)
+        chosen = self._routing.base_of(name)
         relay = self._relays[chosen]
         given = with_request_id(request.scope)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
-        headers = self._telemetry.assign(request.scope, chosen, scheduling, headers)
+        headers = self._telemetry.assign(request.scope, name, scheduling, headers)
         query = request.scope["query_string"]
 
         async def served() -> bool:
@@ -303,8 +320,9 @@ class Ingress:
             body,
             scheduling,
             max_tokens=most,
-            prefix=key.prefix,
+            prefix=key.prefix if name == chosen else salted(key.prefix, name),
             tokens=key.tokens,
+            adapter="" if name == chosen else name,
             key=caller.key.name if caller else "",
         )
         self._lost.check(relayed)

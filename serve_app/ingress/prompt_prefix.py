@@ -46,6 +46,12 @@ def prefix_hashes(text: bytes) -> tuple[int, ...]:
     return tuple(found)
 
 
+def salted(prefix: tuple[int, ...], adapter: str) -> tuple[int, ...]:
+    """Return the hashes of a prompt for an adapter, which shares no KV cache with others."""
+    salt = crc32(adapter.encode())
+    return tuple(number ^ salt for number in prefix)
+
+
 def _depths() -> Iterator[int]:
     for length in (0, *ENDS):
         yield sum(4 * end < length for end in ENDS)

@@ -4,7 +4,9 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
+from serve_app.ingress.adapter_index import AdapterIndex
 from serve_app.ingress.prefix_index import DEFAULT_CHUNKS, PrefixIndex
 from serve_app.ingress.prompt_prefix import LEAST_MATCH
 from serve_app.ingress.replica_loads import Charge, ReplicaLoads
@@ -36,11 +38,15 @@ class ReplicaState:
         tokens: Tokens that ran or waited on it, for all callers, a few seconds ago.
         capacity: Tokens that its KV cache holds; None: not known.
         asleep: It waits for its turn on a device that it shares.
+        adapters: Adapters that it has loaded.
+        slots: Adapters that it can load at once; None: not known.
     """
 
     tokens: int = 0
     capacity: int | None = None
     asleep: bool = False
+    adapters: tuple[str, ...] = ()
+    slots: int | None = None
 
 
 class ReplicaChoice:
@@ -51,12 +57,14 @@ class ReplicaChoice:
     1. Replicas that the request is to avoid are left out, unless none is left; then those that sleep, unless
        none is left.
     2. Replicas on which this caller has more tokens than `limit` allows are left out.
-    3. Of the rest, those with the longest cached prefix of the prompt are taken, if it is at least a quarter
-       of the prompt. Whether a replica has the request's adapter loaded belongs in front of this. Where
-       many requests share a prefix, one with half the load takes it over, and holds it too from then on.
-    4. Without one, the prompt's own hash draws two replicas, of which the first is taken unless it is ahead:
+    3. Of the rest, those that have the request's adapter loaded are taken. If there is none, the adapter's
+       own hash draws the replica, as in 5, and the prompt doesn't count.
+    4. Of the rest, those with the longest cached prefix of the prompt are taken, if it is at least a quarter
+       of the prompt. Where many requests share a prefix, one with half the load takes it over, and holds it
+       too from then on.
+    5. Without one, the prompt's own hash draws two replicas, of which the first is taken unless it is ahead:
        other callers, which don't know what this one sent, send the same prefix there too.
-    5. Where that leaves several, or none, chance draws two, and the less loaded one is chosen.
+    6. Where that leaves several, or none, chance draws two, and the less loaded one is chosen.
 
     Args:
         prefixes: Whether prefixes count; without, replicas are chosen by load alone.
@@ -77,6 +85,7 @@ class ReplicaChoice:
     ) -> None:
         self.loads = ReplicaLoads(clock)
         self._index = PrefixIndex()
+        self._adapters = AdapterIndex()
         self._names: list[str] = []
         self._asleep: set[str] = set()
         self._prefixes = prefixes
@@ -97,6 +106,7 @@ class ReplicaChoice:
                 chunks = DEFAULT_CHUNKS if state.capacity is None else state.capacity // TOKENS_PER_CHUNK
                 self._index.add(name, chunks)
             self.loads.reported[name] = state.tokens
+            self._adapters.update(name, state.adapters, state.slots)
         self._asleep = {name for name, state in replicas.items() if state.asleep}
         # All callers draw from the same order.
         self._names = sorted(replicas)
@@ -118,12 +128,13 @@ class ReplicaChoice:
         """
         return least + max(self._slack, self._slack_share * least)
 
-    def choose(self, prefix: Sequence[int], avoid: Collection[str] = ()) -> str:
+    def choose(self, prefix: Sequence[int], avoid: Collection[str] = (), adapter: str = "") -> str:
         """Return the name of the replica for a request.
 
         Args:
             prefix: The hashes of its prompt; none: it is chosen by load alone.
             avoid: Replicas that have failed it.
+            adapter: Its adapter; empty: none.
 
         Raises:
             LookupError: There is no replica.
@@ -137,6 +148,12 @@ class ReplicaChoice:
         if not names:
             raise LookupError("there is no replica")
         limit = self.limit(min(loads.values()))
+        if adapter:
+            holders = self._within(self._adapters.holders(adapter), loads, limit)
+            if not holders:
+                agreed = self._agreed(names, (crc32(adapter.encode()),), loads, limit)
+                return agreed or self._within(names, loads, limit)[0]
+            names, loads = holders, {name: loads[name] for name in holders}
         if self._prefixes and prefix:
             for chunk, holders in self._index.matches(prefix, LEAST_MATCH[len(prefix)]):
                 if (chosen := self._lesser(holders, loads, limit)) is not None:
@@ -149,7 +166,9 @@ class ReplicaChoice:
         assert chosen is not None, "the least loaded one is within the limit"
         return chosen
 
-    def charge(self, call: str, replica: str, prefix: Sequence[int], tokens: int) -> Charge:
+    def charge(
+        self, call: str, replica: str, prefix: Sequence[int], tokens: int, adapter: str = ""
+    ) -> Charge:
         """Note that a request goes to a replica: its load, and that it will hold the prompt.
 
         Args:
@@ -157,7 +176,10 @@ class ReplicaChoice:
             replica: The replica.
             prefix: The hashes of the prompt.
             tokens: The request's tokens.
+            adapter: Its adapter; empty: none.
         """
+        if adapter:
+            self._adapters.record(replica, adapter)
         chunk = None
         if self._prefixes:
             if known := self._index.known(prefix):
@@ -168,6 +190,7 @@ class ReplicaChoice:
     def _forget(self, replica: str) -> None:
         self.loads.remove(replica)
         self._index.remove(replica)
+        self._adapters.remove(replica)
 
     def _agreed(
         self, names: Sequence[str], prefix: Sequence[int], loads: Mapping[str, int], limit: float

@@ -54,6 +54,8 @@ class EngineRouter(FIFOMixin, RequestRouter):
                     tokens=replica.routing_stats.get("tokens", 0),
                     capacity=replica.replica_metadata.get("token_capacity"),
                     asleep=bool(replica.routing_stats.get("asleep")),
+                    adapters=tuple(replica.routing_stats.get("adapters", ())),
+                    slots=replica.replica_metadata.get("adapter_slots"),
                 )
                 for name, replica in self._by_name.items()
             }
@@ -79,14 +81,14 @@ class EngineRouter(FIFOMixin, RequestRouter):
         request = pending_request.args[0] if pending_request.args else None
         before = self._choosing.get(id(future))
         if isinstance(request, RelayRequest):
-            prefix, tokens = request.prefix, request.tokens
-            name = self.choice.choose(prefix, avoid=self._met.get(call, ()))
+            prefix, tokens, adapter = request.prefix, request.tokens, request.adapter
+            name = self.choice.choose(prefix, self._met.get(call, ()), adapter)
             self._meet(call, name)
         else:
-            prefix, tokens = (), estimate_call(request)
+            prefix, tokens, adapter = (), estimate_call(request), ""
             name = self.choice.choose(prefix, avoid=[before.replica] if before else ())
         # Charged now: of the requests that come at once, each has to see those before it.
-        self._choosing[id(future)] = self.choice.charge(call, name, prefix, tokens)
+        self._choosing[id(future)] = self.choice.charge(call, name, prefix, tokens, adapter)
         if before:
             self.choice.loads.release(before)
         else:

@@ -24,6 +24,7 @@ class RelayRequest:
         max_tokens: Most output tokens of an answer that states no limit of its own; None: the context.
         prefix: Hashes of the beginning of its prompt, by which the Ingress chooses a replica.
         tokens: About how many tokens it takes up, of prompt and answer.
+        adapter: Id of the adapter that it names; empty: none.
         key: Name of its API key; empty: there is none, or it isn't known.
         source: Origin: a client, or a row of a batch.
         upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
@@ -41,6 +42,7 @@ class RelayRequest:
     max_tokens: int | None = None
     prefix: tuple[int, ...] = ()
     tokens: int = 0
+    adapter: str = ""
     key: str = ""
     source: Literal["http", "batch"] = "http"
     upload: str = ""

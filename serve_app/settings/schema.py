@@ -1,7 +1,7 @@
 """Schema of a Serve config's `args`. It is checked before anything starts."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,8 @@ from serve_app.simulation.profiles import Profile, read_profile
 DEMO_MODEL = "saturate://demo"
 """The `source` of the model that is shipped with this package."""
 
+DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+
 Positive = Annotated[int, Field(strict=True, ge=1)]
 NotNegative = Annotated[int, Field(strict=True, ge=0)]
 Seconds = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
@@ -35,11 +37,26 @@ Weight = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Weights = dict[str, Weight]
 ModelId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")]
 
+ServedId = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}$")]
+"""The id of a model or of an adapter."""
+
 Group = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """The name of a group of models that take turns."""
 
 Host = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 """The name of a host, in lower case, without scheme and port."""
+
+
+def _folder(path: str) -> str:
+    if not Path(path).expanduser().is_absolute():
+        raise ValueError(f"must be an absolute path, or one that begins with ~/, not {path!r}")
+    return path
+
+
+def _content(url: str) -> str:
+    if "://" in url:
+        return url
+    return _folder(url)
 
 
 class SettingsError(ValueError):
@@ -83,6 +100,10 @@ class EngineSettings(Strict):
     enable_auto_tool_choice: Flag | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
+    enable_lora: Flag | None = None
+    max_loras: Positive | None = None
+    max_cpu_loras: Positive | None = None
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] | None = None
     allowed_media_domains: list[Host] | None = None
     extra: dict[str, Any] = {}
 
@@ -149,6 +170,75 @@ class BatcherSettings(Strict):
         return None if self.goals and left_out else self.priority_aging_s
 
 
+def _adapter_source(source: str) -> str:
+    if "://" in source or source.startswith(("/", "~/")) or re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        return source
+    raise ValueError(
+        f"must be an absolute path, a Hugging Face id such as org/name, or a URL such as s3://BUCKET/PATH, "
+        f"not {source!r}"
+    )
+
+
+class AdapterSettings(Strict):
+    """A LoRA adapter of a language model, in PEFT's file format.
+
+    Attributes:
+        source: A directory, a Hugging Face id, a URL such as `s3://BUCKET/PATH`, or `saturate://demo/NAME`.
+        id: The name that clients put in `model`; by default `MODEL:NAME`, with the last part of `source`.
+        pinned: It keeps its slot in the engine, whatever else is asked for.
+    """
+
+    source: Annotated[str, AfterValidator(_adapter_source)]
+    id: ServedId | None = None
+    pinned: Flag = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the source: what clients may see of it."""
+        return self.source.rstrip("/").rpartition("/")[2]
+
+    @property
+    def root(self) -> str:
+        """The source as clients see it: without the directories or the bucket that it is in."""
+        private = "://" in self.source or self.source.startswith(("/", "~"))
+        return self.name if private else self.source
+
+    @property
+    def location(self) -> str:
+        """The directory, Hugging Face id or URL that the files are read from."""
+        if self.source.startswith(f"{DEMO_MODEL}/"):
+            return str(DEMO_FOLDER / "adapters" / self.name)
+        return str(Path(self.source).expanduser()) if self.source.startswith("~/") else self.source
+
+
+def adapters_by_id(model: str, adapters: Sequence[AdapterSettings]) -> dict[str, AdapterSettings]:
+    """Return adapters by their ids.
+
+    Args:
+        model: Id of their base model.
+        adapters: The adapters.
+
+    Raises:
+        ValueError: Two have the same id.
+    """
+    found: dict[str, AdapterSettings] = {}
+    for number, adapter in enumerate(adapters):
+        id = adapter.id or f"{model}:{adapter.name}"
+        if id in found:
+            raise ValueError(f"adapters[{number}].id: {id!r} is used twice; each adapter needs its own")
+        found[id] = adapter
+    return found
+
+
+MAX_SLOTS = 8
+"""Adapters in one batch of an engine, at most, unless `max_loras` says otherwise."""
+
+LATER_SLOTS = 4
+"""The least of it where adapters may come while the service runs."""
+
+MAX_CPU_SLOTS = 64
+
+
 class LLMSettings(Strict):
     """A language model in vLLM, served by one Engine deployment, `Engine:<id>`.
 
@@ -176,6 +266,9 @@ class LLMSettings(Strict):
         share: Name of a group of models that take turns on a device: one of them is awake, the others sleep.
         routing: `prefix` sends a request to the replica that has the longest beginning of its prompt in its
             KV cache, if that is not much more loaded than the others. `least_loaded` looks at tokens alone.
+        adapters: LoRA adapters that are served beside the model.
+        adapters_folder: Directory that all replicas share, or URL, which keeps the adapters that are loaded
+            by `POST /v1/load_lora_adapter`; left out: none can be.
     """
 
     id: ModelId
@@ -192,6 +285,8 @@ class LLMSettings(Strict):
     routing: Literal["prefix", "least_loaded"] = "prefix"
     simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
     share: Group | None = None
+    adapters: tuple[AdapterSettings, ...] = ()
+    adapters_folder: Annotated[str, AfterValidator(_content)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -204,8 +299,47 @@ class LLMSettings(Strict):
     def path(self) -> str:
         """The model that vLLM loads: a directory or a Hugging Face id."""
         if self.source == DEMO_MODEL:
-            return str(Path(__file__).parents[1] / "demo" / "model")
+            return str(DEMO_FOLDER / "model")
         return self.source
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the engine can run adapters."""
+        if self.engine.enable_lora is not None:
+            return self.engine.enable_lora
+        return bool(self.adapters) or self.adapters_folder is not None
+
+    @property
+    def slots(self) -> int:
+        """`engine.max_loras` in effect: room for the pinned adapters and others."""
+        pinned = sum(adapter.pinned for adapter in self.adapters)
+        later = self.adapters_folder is not None or self.engine.enable_lora
+        usual = max(len(self.adapters), LATER_SLOTS if later else 1)
+        return self.engine.max_loras or max(min(usual, MAX_SLOTS), pinned + 1)
+
+    @property
+    def cpu_slots(self) -> int:
+        """`engine.max_cpu_loras` in effect: all adapters of the config, up to a bound."""
+        most = min(max(len(self.adapters), 4 * self.slots), MAX_CPU_SLOTS)
+        return self.engine.max_cpu_loras or max(most, self.slots)
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> "LLMSettings":
+        adapters_by_id(self.id, self.adapters)
+        if self.adapters and self.engine.enable_lora is False:
+            raise ValueError("engine.enable_lora: must be true, or left out, since there are adapters")
+        check_pinned(self.slots, self.adapters)
+        return self
+
+
+def check_pinned(slots: int, adapters: Iterable[AdapterSettings]) -> None:
+    """Raise a ValueError if pinned adapters leave no slot to others."""
+    pinned = sum(adapter.pinned for adapter in adapters)
+    if pinned and pinned >= slots:
+        raise ValueError(
+            f"adapters: {pinned} are pinned, and the engine has {slots} slots (engine.max_loras), of which "
+            "one has to stay free; pin fewer, or raise max_loras"
+        )
 
 
 def _known_profile(name: str) -> str:
@@ -308,6 +442,7 @@ class IngressSettings(Strict):
         max_n: Most answers per prompt (`n`).
         max_messages: Most messages and parts of their contents, in all chats of a call; and most tools.
         max_values: Most values in a JSON body: texts, objects, lists; of numbers in lists 50 times as many.
+        open_adapters: Clients may load and unload adapters where the service asks for no keys.
         allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
     """
 
@@ -319,6 +454,7 @@ class IngressSettings(Strict):
     max_n: Positive = 128
     max_messages: Positive = 10_000
     max_values: Positive = 100_000
+    open_adapters: Flag = False
     allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
 
     @property
@@ -402,18 +538,6 @@ class TelemetrySettings(Strict):
 
 
 DAY_S = 86_400
-
-
-def _folder(path: str) -> str:
-    if not Path(path).expanduser().is_absolute():
-        raise ValueError(f"must be an absolute path, or one that begins with ~/, not {path!r}")
-    return path
-
-
-def _content(url: str) -> str:
-    if "://" in url:
-        return url
-    return _folder(url)
 
 
 def _database(url: str) -> str:
@@ -595,13 +719,14 @@ class UsageSettings(Strict):
     Attributes:
         quotas: Quotas of keys and tenants; left out: there are none.
         ledger: A row for each call that an engine ran; left out: none are written.
-        prices: Prices by model id, for `saturate usage`.
+        prices: Prices by the ids of models and adapters, for `saturate usage`. An adapter without a price has
+            that of its model.
         currency: Currency of the prices.
     """
 
     quotas: QuotasSettings | None = None
     ledger: LedgerSettings | None = None
-    prices: dict[ModelId, PriceSettings] = {}
+    prices: dict[ServedId, PriceSettings] = {}
     currency: Annotated[str, Field(min_length=1, max_length=16)] = "USD"
 
 
@@ -691,6 +816,9 @@ class Settings(Strict):
     @model_validator(mode="after")
     def _ids_differ(self) -> "Settings":
         ids = [model.id for model in self.models]
+        for model in self.models:
+            if isinstance(model, LLMSettings):
+                ids += adapters_by_id(model.id, model.adapters)
         if twice := sorted({i for i in ids if ids.count(i) > 1}):
             raise ValueError(f"models: the id {twice[0]!r} is used twice; each model needs its own")
         return self
@@ -747,6 +875,7 @@ _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     ("models", "llm", "batcher", "goals"): GoalSettings,
     ("models", "llm", "sampling"): SamplingFields,
     ("models", "llm", "simulate"): Profile,
+    ("models", "llm", "adapters"): AdapterSettings,
     ("models", "function"): FunctionSettings,
     ("models", "function", "batcher"): FunctionBatcherSettings,
     ("ingress",): IngressSettings,

@@ -4,7 +4,7 @@ from pydantic import BaseModel, ValidationError
 
 from serve_app.api.protocol import JSON
 from serve_app.settings.messages import describe_errors
-from serve_app.settings.schema import Positive, SettingsError, Strict, Weights
+from serve_app.settings.schema import AdapterSettings, Positive, SettingsError, Strict, Weights
 
 
 class BatcherUserConfig(Strict):
@@ -26,9 +26,11 @@ class UserConfig(Strict):
 
     Attributes:
         batcher: Admission to each replica.
+        adapters: LoRA adapters in place of those in `args`; left out: those.
     """
 
     batcher: BatcherUserConfig = BatcherUserConfig()
+    adapters: tuple[AdapterSettings, ...] | None = None
 
 
 def parse_user_config(user_config: JSON) -> UserConfig:
@@ -43,4 +45,8 @@ def parse_user_config(user_config: JSON) -> UserConfig:
         raise SettingsError(describe_errors(error, _SECTIONS, "user_config")) from None
 
 
-_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {(): UserConfig, ("batcher",): BatcherUserConfig}
+_SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
+    (): UserConfig,
+    ("batcher",): BatcherUserConfig,
+    ("adapters",): AdapterSettings,
+}

@@ -49,6 +49,7 @@ class Origin(NamedTuple):
         source: Origin.
         headers: Headers, of which one has the request's id.
         resumed: It goes on with a stream that broke elsewhere.
+        adapter: Id of the adapter; empty: none.
     """
 
     key: str = ""
@@ -58,6 +59,7 @@ class Origin(NamedTuple):
     source: Source = "http"
     headers: list[tuple[bytes, bytes]] = []  # noqa: RUF012
     resumed: bool = False
+    adapter: str = ""
 
     @property
     def request_id(self) -> str:
@@ -268,6 +270,7 @@ class Call:
             key=origin.key,
             tenant=origin.tenant,
             model=book.model,
+            adapter=origin.adapter,
             tier=TIERS.get(origin.priority, "other"),
             endpoint=origin.endpoint,
             source=origin.source,

@@ -37,6 +37,7 @@ class Prices(NamedTuple):
         cached_tokens: int,
         output_tokens: int,
         cost: int = 0,
+        adapter: str = "",
     ) -> float:
         """Return the cost of calls of one kind, in `currency`.
 
@@ -48,8 +49,9 @@ class Prices(NamedTuple):
             cached_tokens: As in a `Row`.
             output_tokens: As in a `Row`.
             cost: As in a `Row`.
+            adapter: Their adapter, whose own price goes before that of the model.
         """
-        price = self.models.get(model)
+        price = self.models.get(adapter) or self.models.get(model)
         if price is None or outcome in FREE or source in OWN:
             return 0.0
         cached_price = price.input if price.cached_input is None else price.cached_input

@@ -16,7 +16,7 @@ BY = ("tenant", "key", "model", "adapter", "tier", "endpoint", "source", "outcom
 
 SUMMED = ("prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "engine_s")
 
-PRICED = ("model", "source", "outcome")
+PRICED = ("model", "adapter", "source", "outcome")
 """Columns on which the price depends."""
 
 
@@ -249,6 +249,7 @@ def _price(prices: Prices, named: Mapping[str, str], sums: Sequence[float]) -> f
         cached_tokens=cached,
         output_tokens=output,
         cost=cost,
+        adapter=named["adapter"],
     )
 
 

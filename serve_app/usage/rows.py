@@ -40,7 +40,7 @@ class Row(msgspec.Struct, kw_only=True, frozen=True):
         key: Name of the API key; empty: there was none.
         tenant: The tenant.
         model: Id of the model.
-        adapter: Name of the adapter; empty: none.
+        adapter: Id of the adapter; empty: none.
         tier: Service tier: `priority`, `default`, `flex`.
         endpoint: The route, or the method of the handle.
         source: Origin of the call.

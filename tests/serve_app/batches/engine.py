@@ -74,6 +74,9 @@ class Engine:
             self.final[custom_id] += 1
         return Answer(status, {"echo": custom_id} | ({"usage": USAGE} if status == 200 else {}))
 
+    async def refresh(self) -> None:
+        return
+
     async def load(self) -> EngineLoad | None:
         """Return the load, if the number of places is set."""
         if self.places is None:

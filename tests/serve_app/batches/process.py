@@ -36,6 +36,9 @@ class LoggedEngine:
         await asyncio.sleep(0)
         return Answer(200, {"echo": custom_id})
 
+    async def refresh(self) -> None:
+        return
+
     async def load(self) -> EngineLoad | None:
         """Return nothing: it isn't known."""
         return None

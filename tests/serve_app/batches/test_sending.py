@@ -28,6 +28,9 @@ class Script:
             raise answer
         return answer
 
+    async def refresh(self) -> None:
+        return
+
     async def load(self) -> EngineLoad | None:
         """Return nothing."""
         return None

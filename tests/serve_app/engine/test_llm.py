@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from batcher import ContinuousBatcher
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.scheduling import Scheduling
+from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.llm import Engine
@@ -26,6 +27,17 @@ from tests.serve_app.usage.crashing import FakeSequence
 REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
 
 
+class FakeAdapters:
+    """Stands for the adapters of a VLLMEngine."""
+
+    def __init__(self) -> None:
+        self.slots = AdapterSlots(2)
+
+    async def check(self, id: str) -> None:
+        if id != "demo:words":
+            raise RequestError(404, "not_found_error", f"no {id!r}; served here: demo, demo:words")
+
+
 @dataclass
 class FakeEngine:
     """Stands for a VLLMEngine."""
@@ -33,6 +45,7 @@ class FakeEngine:
     died: bool = False
     max_tokenize_tokens: int = 1_000
     max_model_len: int = 2_048
+    adapters: FakeAdapters = field(default_factory=FakeAdapters)
 
 
 def made(app: Any, *, died: bool = False) -> Any:
@@ -269,6 +282,31 @@ async def test_the_tokens_of_a_call_over_the_handle_are_estimated() -> None:
         await engine.generate({"prompts": ["x" * 4_000], "max_tokens": 24})
     assert reported == [{"tokens": 1_024}]
     assert engine.record_routing_stats() == {"tokens": 0}
+
+
+async def test_the_adapters_that_are_loaded_are_reported() -> None:
+    engine = made(failing())
+    async with engine._engine.adapters.slots.using("demo:words"):
+        assert engine.record_routing_stats() == {"tokens": 0, "adapters": ["demo:words"]}
+
+
+async def test_an_adapter_that_is_not_served_is_a_404_with_those_that_are() -> None:
+    engine = made(failing(200, admitted=True))
+    status, body = await answer(engine, replace(REQUEST, adapter="demo:none"))
+    assert (status, "served here: demo, demo:words" in body["error"]["message"]) == (404, True)
+    status, _ = await answer(engine, replace(REQUEST, adapter="demo:words"))
+    assert status == 200
+    engine._max_prompts = 1
+    with pytest.raises(RequestError, match="served here"):
+        await engine.generate({"prompts": ["x"], "model": "demo:none"})
+
+
+async def test_the_ledger_has_the_adapter_of_a_call() -> None:
+    engine = made(working())
+    request = replace(REQUEST, adapter="demo:words")
+    assert [message async for message in engine.relay(request)]
+    (row,) = rows(engine)
+    assert (row.model, row.adapter) == ("demo", "demo:words")
 
 
 def rows(engine: Any) -> list[Row]:

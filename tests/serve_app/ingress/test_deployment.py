@@ -156,8 +156,6 @@ async def test_the_routes_of_openai_s_api_are_relayed(path: str) -> None:
         "/wake_up",
         "/collective_rpc",
         "/metrics",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
         "/v1/chat/completions/",
         "/v1//chat/completions",
         "/V1/chat/completions",

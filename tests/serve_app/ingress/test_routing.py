@@ -156,3 +156,50 @@ def test_the_models_of_a_caller_have_the_order_of_the_config() -> None:
     models = routing(LLM, OTHER, EMBEDDER)
     assert models.visible(None) == ["llm", "other", "embed"]
     assert models.visible({"embed", "llm", "gone"}) == ["llm", "embed"]
+
+
+ADAPTED = LLM | {"adapters": [{"source": "org/words"}, {"source": "/secret/place/german", "id": "german"}]}
+
+
+def test_an_adapter_is_answered_by_its_model() -> None:
+    models = routing(ADAPTED, FUNCTION)
+    assert list(models) == ["llm", "rank", "llm:words", "german"]
+    assert (models.choose("german", CHAT), models.base_of("german")) == ("german", "llm")
+    assert models.find("llm:words").id == "llm"
+    with pytest.raises(RequestError, match="not /process"):
+        models.choose("german", "/process")
+    with pytest.raises(RequestError, match="served here: llm, rank, llm:words, german"):
+        models.find("words")
+
+
+def test_without_a_name_a_request_goes_to_the_model_not_to_an_adapter() -> None:
+    models = routing(ADAPTED)
+    assert models.choose(None, CHAT) == "llm"
+    with pytest.raises(RequestError) as caught:
+        models.choose(None, CHAT, ["german"])
+    assert caught.value.status == 400
+
+
+def test_a_key_has_access_to_the_adapters_that_it_names() -> None:
+    models = routing(ADAPTED)
+    assert models.visible(["german"]) == ["german"]
+    assert models.choose("german", CHAT, ["german"]) == "german"
+    for name in ("llm", "llm:words"):
+        with pytest.raises(RequestError, match="it has access to: german"):
+            models.choose(name, CHAT, ["german"])
+
+
+def test_the_adapters_of_a_model_change_and_never_hide_a_model() -> None:
+    models = routing(ADAPTED, OTHER)
+    models.set_adapters("llm", {"new": "new", "other": "x"})
+    assert list(models) == ["llm", "other", "new"]
+    assert len(models) == 3
+    assert models.base_of("other") == "other"
+
+
+def test_the_card_of_an_adapter_names_its_model_and_hides_its_place() -> None:
+    models = routing(ADAPTED)
+    shown = card(models.find("german"), 1, 10, "german", models.adapter("german"))
+    assert (shown["id"], shown["parent"], shown["root"]) == ("german", "llm", "german")
+    shown = card(models.find("llm:words"), 1, 10, "llm:words", models.adapter("llm:words"))
+    assert (shown["parent"], shown["root"], shown["max_model_len"]) == ("llm", "org/words", 10)

@@ -18,7 +18,7 @@ def test_limits_and_weights() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"batchr": {}}, "user_config.batchr: unknown key; allowed here: batcher"),
+        ({"batchr": {}}, "user_config.batchr: unknown key; allowed here: batcher, adapters"),
         (
             {"batcher": {"max_queue_size": 1}},
             "user_config.batcher.max_queue_size: unknown key; allowed here: cap",
@@ -39,3 +39,11 @@ def test_an_error_has_its_path(given: dict[str, object], message: str) -> None:
     head, line = str(caught.value).split("\n  ")
     assert head == "the config's user_config has 1 mistake:"
     assert line.startswith(message)
+
+
+def test_adapters() -> None:
+    config = parse_user_config({"adapters": [{"source": "org/words", "pinned": True}]})
+    assert config.adapters is not None
+    assert config.adapters[0].pinned
+    with pytest.raises(SettingsError, match=r"user_config\.adapters\[0\]\.source: must be an absolute path"):
+        parse_user_config({"adapters": [{"source": "words"}]})

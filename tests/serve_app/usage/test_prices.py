@@ -62,3 +62,13 @@ def test_the_copy_beside_the_rows_reads_back() -> None:
     assert unpack(pack(UsageSettings())) is None
     with pytest.raises(ValueError, match="prices"):
         unpack(b'{"prices": {"demo": {"input": -1}}}')
+
+
+def test_an_adapter_without_a_price_has_that_of_its_model() -> None:
+    prices = Prices({"demo": PriceSettings(input=1.0), "demo:words": PriceSettings(input=3.0)}, "EUR")
+
+    def cost(adapter: str) -> float:
+        tokens = {"prompt_tokens": 1_000_000, "cached_tokens": 0, "output_tokens": 0}
+        return prices.cost("demo", "http", "ok", **tokens, adapter=adapter)
+
+    assert [cost(adapter) for adapter in ("", "demo:words", "demo:other")] == [1.0, 3.0, 1.0]

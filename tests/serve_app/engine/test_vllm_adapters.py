@@ -1,0 +1,240 @@
+"""The adapters of an engine that a test plays."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from serve_app.api.errors import RequestError
+from serve_app.engine.adapter_files import AdapterError
+from serve_app.engine.adapter_folder import AdapterFolder
+from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
+from serve_app.settings.schema import AdapterSettings, LLMSettings, SettingsError
+from tests.serve_app.engine.adapters import write_adapter
+
+
+class FakeLLM:
+    """vLLM's engine; it refuses adapters whose path has a file `refused`."""
+
+    def __init__(self) -> None:
+        self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=8))
+        self.loaded: dict[int, LoRARequest] = {}
+        self.pinned: list[int] = []
+        self.refuse = False
+        self.removed = asyncio.Event()
+
+    async def add_lora(self, request: LoRARequest) -> bool:
+        assert has_files(request)
+        if self.refuse:
+            raise RuntimeError("Call to add_lora method failed:\nno such module")
+        self.loaded[request.lora_int_id] = request
+        return True
+
+    async def remove_lora(self, number: int) -> bool:
+        del self.loaded[number]
+        self.removed.set()
+        return True
+
+    async def pin_lora(self, number: int) -> bool:
+        self.pinned.append(number)
+        return True
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(request.lora_name for request in self.loaded.values())
+
+
+def has_files(request: LoRARequest) -> bool:
+    return (Path(request.lora_path) / "adapter_model.safetensors").is_file()
+
+
+def made(tmp_path: Path, *names: str, folder: bool = True, **more: Any) -> tuple[Adapters, FakeLLM]:
+    """Return the adapters of a model, whose config has those of these names."""
+    settings = LLMSettings.model_validate(
+        {
+            "id": "demo",
+            "source": "x",
+            # Its layers aren't known.
+            "simulate": "h100-8b",
+            "adapters": [{"source": str(write_adapter(tmp_path / "sources" / name))} for name in names],
+            **({"adapters_folder": str(tmp_path / "kept")} if folder else {}),
+            **more,
+        }
+    )
+    llm = FakeLLM()
+    return Adapters(settings, llm, AdapterFiles(), {}), llm
+
+
+def source(tmp_path: Path, name: str, **fields: Any) -> AdapterSettings:
+    path = write_adapter(tmp_path / "sources" / name, **fields)
+    return AdapterSettings(source=str(path), id=name)
+
+
+async def test_the_adapters_of_the_config_and_of_the_folder_are_served_from_the_start(tmp_path: Path) -> None:
+    AdapterFolder(str(tmp_path / "kept"), "demo").write("more", source(tmp_path, "more"))
+    adapters, llm = made(tmp_path, "words")
+    await adapters.start()
+    assert sorted(adapters.requests) == ["demo:words", "more"]
+    assert llm.names == ["demo:words", "more"]
+    shown = {one["id"]: (one["root"], one["declared"]) for one in adapters.report()}
+    assert shown == {"demo:words": ("words", True), "more": ("more", False)}
+    await adapters.close()
+
+
+async def test_a_prepared_adapter_is_served_once_it_is_kept(tmp_path: Path) -> None:
+    adapters, llm = made(tmp_path)
+    await adapters.start()
+    await adapters.prepare("words", wanted := source(tmp_path, "words"))
+    assert "words" not in adapters
+    assert llm.names == ["words"]
+    assert await adapters.keep("words", wanted) == ""
+    await adapters.refresh()
+    assert "words" in adapters
+    with pytest.raises(AdapterError, match="loaded already"):
+        await adapters.prepare("words", wanted)
+    assert await adapters.keep("words", None) == ""
+    await adapters.refresh()
+    assert "words" not in adapters
+    await settled(llm, [])
+    await adapters.close()
+
+
+async def settled(llm: FakeLLM, names: list[str]) -> None:
+    async with asyncio.timeout(20):
+        await llm.removed.wait()
+    assert llm.names == names
+
+
+async def test_a_prepared_adapter_that_is_not_kept_is_dropped(tmp_path: Path) -> None:
+    adapters, llm = made(tmp_path)
+    await adapters.start()
+    await adapters.prepare("words", source(tmp_path, "words"))
+    await adapters.refresh(drop=False)
+    assert llm.names == ["words"]
+    await adapters.refresh()
+    assert "words" not in adapters
+    assert llm.names == []
+    await adapters.close()
+
+
+async def test_one_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    adapters, llm = made(tmp_path, "words")
+    await adapters.start()
+    with pytest.raises(AdapterError, match="rank 9"):
+        await adapters.prepare("large", source(tmp_path, "large", rank=9))
+    llm.refuse = True
+    with pytest.raises(AdapterError, match="refused by vLLM: no such module"):
+        await adapters.prepare("other", source(tmp_path, "other"))
+    assert (sorted(adapters.requests), llm.names) == (["demo:words"], ["demo:words"])
+    await adapters.close()
+
+
+async def test_without_a_folder_none_can_be_loaded(tmp_path: Path) -> None:
+    adapters, _ = made(tmp_path, "words", folder=False)
+    await adapters.start()
+    with pytest.raises(AdapterError, match="no adapters_folder"):
+        await adapters.prepare("more", source(tmp_path, "more"))
+    assert "no adapters_folder" in await adapters.keep("more", None)
+    await adapters.close()
+
+
+async def test_a_wrong_adapter_of_the_config_is_a_mistake_of_its_author(tmp_path: Path) -> None:
+    adapters, _ = made(tmp_path, "words")
+    (tmp_path / "sources" / "words" / "adapter_config.json").unlink()
+    with pytest.raises(SettingsError, match=r"demo:words \(.*words\) has no file"):
+        await adapters.start()
+    await adapters.close()
+
+
+async def test_one_of_the_folder_that_has_gone_is_left_out(tmp_path: Path) -> None:
+    gone = AdapterSettings(source="/no/such", id="gone")
+    AdapterFolder(str(tmp_path / "kept"), "demo").write("gone", gone)
+    adapters, _ = made(tmp_path, "words")
+    await adapters.start()
+    assert list(adapters.requests) == ["demo:words"]
+    with pytest.raises(RequestError, match="served here: demo, demo:words"):
+        await adapters.check("gone")
+    await adapters.close()
+
+
+async def test_one_that_could_not_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "sources" / "late"
+    AdapterFolder(str(tmp_path / "kept"), "demo").write("late", AdapterSettings(source=str(path), id="late"))
+    adapters, _ = made(tmp_path, "words")
+    await adapters.start()
+    write_adapter(path)
+    await adapters.refresh()
+    assert "late" not in adapters
+    monkeypatch.setattr("serve_app.engine.vllm_adapters.RETRY_S", 0.0)
+    await adapters.check("late")
+    assert "late" in adapters
+    await adapters.close()
+
+
+def test_the_copies_of_a_killed_process_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (left := tmp_path / "saturate-adapters-99999999-x").mkdir()
+    files = AdapterFiles()
+    assert not left.exists()
+    again = AdapterFiles()
+    assert len(list(tmp_path.iterdir())) == 2
+    files.close()
+    again.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_the_user_config_takes_the_place_of_the_config(tmp_path: Path) -> None:
+    adapters, llm = made(tmp_path, "words")
+    await adapters.start()
+    more = source(tmp_path, "more")
+    await adapters.declare((more,))
+    assert list(adapters.requests) == ["more"]
+    await settled(llm, ["more"])
+    with pytest.raises(SettingsError, match="has no file"):
+        await adapters.declare((more, AdapterSettings(source="/no/such")))
+    assert list(adapters.requests) == ["more"]
+    await adapters.declare(None)
+    assert list(adapters.requests) == ["demo:words"]
+    await adapters.close()
+
+
+async def test_an_adapter_leaves_vllm_after_its_last_request(tmp_path: Path) -> None:
+    adapters, llm = made(tmp_path, "words")
+    await adapters.start()
+    request = adapters.requests["demo:words"]
+    async with adapters.using(request):
+        await adapters.declare(())
+        assert "demo:words" not in adapters
+        assert llm.names == ["demo:words"]
+        assert has_files(request)
+        with pytest.raises(RequestError, match="does not exist"):
+            async with adapters.using(request):
+                pass
+    await settled(llm, [])
+    await adapters.close()
+
+
+async def test_a_pinned_adapter_is_pinned_in_vllm(tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path / "words"))
+    adapters, llm = made(tmp_path, **{"adapters": [{"source": path, "pinned": True}]})
+    await adapters.start()
+    assert llm.pinned == list(llm.loaded)
+    assert adapters.report()[0]["resident"]
+    await adapters.close()
+
+
+def test_options_follow_from_the_adapters_unless_the_config_has_them(tmp_path: Path) -> None:
+    paths = [str(write_adapter(tmp_path / f"{rank}", rank=rank)) for rank in (4, 20)]
+    model = {"id": "demo", "source": "x", "adapters": [{"source": path} for path in paths]}
+    options, fetched = lora_options(LLMSettings.model_validate(model), AdapterFiles())
+    assert options == {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 32}
+    assert {id: adapter.rank for id, adapter in fetched.items()} == {"demo:4": 4, "demo:20": 20}
+    engine = {"max_loras": 1, "max_lora_rank": 64, "max_cpu_loras": 3}
+    options, _ = lora_options(LLMSettings.model_validate(model | {"engine": engine}), AdapterFiles())
+    assert options == {"enable_lora": True, **engine}
+    assert lora_options(LLMSettings(id="demo", source="x"), AdapterFiles()) == ({}, {})

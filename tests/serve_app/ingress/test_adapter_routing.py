@@ -1,0 +1,114 @@
+"""Adapters and replicas: how often an engine has to load one, by the choice of the replica."""
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
+
+SLOTS = 8
+ADAPTERS = [f"demo:{number}" for number in range(32)]
+WEIGHTS = [1 / (rank + 1) ** 1.2 for rank in range(len(ADAPTERS))]
+"""Zipf's law: the eight most popular ones get 75% of the requests."""
+
+IN_FLIGHT = 16
+REPORT_EVERY = 50
+
+
+class Slots:
+    """The adapters of a replica, of which the least recently used goes first."""
+
+    def __init__(self) -> None:
+        self.resident: OrderedDict[str, None] = OrderedDict()
+        self.loads = 0
+
+    def use(self, adapter: str) -> None:
+        if adapter not in self.resident:
+            self.loads += 1
+            if len(self.resident) >= SLOTS:
+                self.resident.popitem(last=False)
+        self.resident[adapter] = None
+        self.resident.move_to_end(adapter)
+
+
+def states(replicas: dict[str, Slots]) -> dict[str, ReplicaState]:
+    return {
+        name: ReplicaState(adapters=tuple(slots.resident), slots=SLOTS) for name, slots in replicas.items()
+    }
+
+
+def run(choose: Callable[[str], tuple[str, Callable[[], None]]], replicas: dict[str, Slots]) -> Counter[str]:
+    """Send requests, of which some are always in flight; return how many each replica got."""
+    draw = random.Random(7)
+    sent: Counter[str] = Counter()
+    running: list[Callable[[], None]] = []
+    for adapter in draw.choices(ADAPTERS, WEIGHTS, k=5_000):
+        name, end = choose(adapter)
+        replicas[name].use(adapter)
+        sent[name] += 1
+        running.append(end)
+        if len(running) > IN_FLIGHT:
+            running.pop(draw.randrange(len(running)))()
+    return sent
+
+
+def loads(replicas: dict[str, Slots]) -> int:
+    return sum(slots.loads for slots in replicas.values())
+
+
+def chosen_loads(count: int = 2, callers: int = 1) -> tuple[int, Counter[str]]:
+    """Return the loads where `callers` choose by what the replicas hold, and the requests of each."""
+    replicas = {f"r{number}": Slots() for number in range(count)}
+    choices = [ReplicaChoice(draw=random.Random(seed)) for seed in range(callers)]
+    draw = random.Random(3)
+    asked = 0
+
+    def choose(adapter: str) -> tuple[str, Callable[[], None]]:
+        nonlocal asked
+        if asked % REPORT_EVERY == 0:
+            for choice in choices:
+                choice.update(states(replicas))
+        asked += 1
+        choice, call = draw.choice(choices), str(asked)
+        name = choice.choose((), adapter=adapter)
+        choice.charge(call, name, (), 256, adapter)
+        choice.loads.take(call, name)
+        return name, lambda: choice.loads.end(call, name)
+
+    sent = run(choose, replicas)
+    return loads(replicas), sent
+
+
+def random_loads(count: int = 2) -> int:
+    replicas = {f"r{number}": Slots() for number in range(count)}
+    draw = random.Random(3)
+    run(lambda adapter: (draw.choice(list(replicas)), lambda: None), replicas)
+    return loads(replicas)
+
+
+def test_two_replicas_load_adapters_half_as_often_as_with_a_random_choice() -> None:
+    found, sent = chosen_loads()
+    assert found <= random_loads() / 2
+    # Neither replica is left to idle.
+    assert min(sent.values()) >= 0.25 * sum(sent.values())
+
+
+def test_callers_that_do_not_know_of_each_other_agree() -> None:
+    found, _ = chosen_loads(callers=3)
+    assert found <= random_loads() / 2
+
+
+def test_an_adapter_goes_where_it_is_loaded_unless_that_replica_is_too_loaded() -> None:
+    choice = ReplicaChoice(draw=random.Random(1))
+    choice.update({"a": ReplicaState(adapters=("x",)), "b": ReplicaState()})
+    assert {choice.choose((), adapter="x") for _ in range(20)} == {"a"}
+    choice.charge("1", "a", (), 10_000_000)
+    assert choice.choose((), adapter="x") == "b"
+    assert choice.choose((), avoid=["b"], adapter="x") == "a"
+
+
+def test_without_an_adapter_the_load_decides_as_before() -> None:
+    choice = ReplicaChoice(draw=random.Random(1))
+    choice.update({"a": ReplicaState(adapters=("x",)), "b": ReplicaState()})
+    choice.charge("1", "a", (), 100)
+    assert choice.choose(()) == "b"
