@@ -16,14 +16,17 @@ class Request:
 
     def __init__(self, slots: AdapterSlots, adapter: str) -> None:
         self.adapter = adapter
-        self.entered = False
+        self._entered = False
         self._end = asyncio.Event()
         self.task = asyncio.ensure_future(self._run(slots))
 
     async def _run(self, slots: AdapterSlots) -> None:
         async with slots.using(self.adapter):
-            self.entered = True
+            self._entered = True
             await self._end.wait()
+
+    def entered(self) -> bool:
+        return self._entered
 
     async def end(self) -> None:
         self._end.set()
@@ -45,8 +48,8 @@ async def ask(slots: AdapterSlots, *adapters: str) -> list[Request]:
 async def test_a_free_slot_is_taken_at_once_and_kept() -> None:
     slots = AdapterSlots(2)
     a, b = await ask(slots, "a", "b")
-    assert a.entered
-    assert b.entered
+    assert a.entered()
+    assert b.entered()
     await a.end()
     await b.end()
     assert slots.resident == ["a", "b"]
@@ -63,24 +66,24 @@ async def test_the_adapter_that_was_used_least_recently_gives_its_slot() -> None
 async def test_a_flood_on_the_adapters_that_are_loaded_does_not_keep_another_out() -> None:
     slots = AdapterSlots(2)
     first, _, waiting = await ask(slots, "a", "b", "c")
-    assert not waiting.entered
+    assert not waiting.entered()
     more_a, more_b = await ask(slots, "a", "b")
     # a drains, b goes on.
-    assert (more_a.entered, more_b.entered) == (False, True)
+    assert (more_a.entered(), more_b.entered()) == (False, True)
     await first.end()
     await settle()
-    assert waiting.entered
+    assert waiting.entered()
     assert slots.resident == ["b", "c"]
-    assert not more_a.entered
+    assert not more_a.entered()
 
 
 async def test_a_request_that_leaves_the_queue_lets_those_behind_it_in() -> None:
     slots = AdapterSlots(1)
     first, gone, behind = await ask(slots, "a", "b", "a")
-    assert not behind.entered
+    assert not behind.entered()
     gone.task.cancel()
     await settle()
-    assert behind.entered
+    assert behind.entered()
     await first.end()
     await behind.end()
     assert slots.waiting == 0
@@ -126,20 +129,20 @@ def test_no_more_adapters_than_slots_have_requests_and_all_are_served(
             elif chosen and action == "cancel":
                 chosen[-1].task.cancel()
                 requests.remove(chosen[-1])
-            elif chosen and chosen[0].entered:
+            elif chosen and chosen[0].entered():
                 await chosen[0].end()
                 requests.remove(chosen[0])
             await settle()
-            used = {one.adapter for one in requests if one.entered} | {"e"}
+            used = {one.adapter for one in requests if one.entered()} | {"e"}
             assert len(used) <= count
             assert used <= set(slots.resident)
             assert len(slots.resident) <= count
         while requests:
-            running = [one for one in requests if one.entered]
+            running = [one for one in requests if one.entered()]
             assert running, "all wait for each other"
             for one in running:
                 await one.end()
-            requests = [one for one in requests if not one.entered or not one.task.done()]
+            requests = [one for one in requests if not one.entered() or not one.task.done()]
             await settle()
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(slots.using("a"))

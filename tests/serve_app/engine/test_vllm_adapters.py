@@ -221,7 +221,7 @@ async def test_an_adapter_leaves_vllm_after_its_last_request(tmp_path: Path) -> 
 
 async def test_a_pinned_adapter_is_pinned_in_vllm(tmp_path: Path) -> None:
     path = str(write_adapter(tmp_path / "words"))
-    adapters, llm = made(tmp_path, **{"adapters": [{"source": path, "pinned": True}]})
+    adapters, llm = made(tmp_path, adapters=[{"source": path, "pinned": True}])
     await adapters.start()
     assert llm.pinned == list(llm.loaded)
     assert adapters.report()[0]["resident"]
