@@ -183,7 +183,7 @@ class AdapterSettings(Strict):
     """A LoRA adapter of a language model, in PEFT's file format.
 
     Attributes:
-        source: A directory, a Hugging Face id, or a URL such as `s3://BUCKET/PATH`.
+        source: A directory, a Hugging Face id, a URL such as `s3://BUCKET/PATH`, or `saturate://demo/NAME`.
         id: The name that clients put in `model`; by default `MODEL:NAME`, with the last part of `source`.
         pinned: It keeps its slot in the engine, whatever else is asked for.
     """
@@ -206,6 +206,8 @@ class AdapterSettings(Strict):
     @property
     def location(self) -> str:
         """The directory, Hugging Face id or URL that the files are read from."""
+        if self.source.startswith(f"{DEMO_MODEL}/"):
+            return str(DEMO_FOLDER / "adapters" / self.name)
         return str(Path(self.source).expanduser()) if self.source.startswith("~/") else self.source
 
 

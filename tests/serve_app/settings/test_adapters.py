@@ -20,6 +20,11 @@ def test_an_adapter_is_named_after_its_model_and_source_unless_it_has_an_id() ->
     assert [adapter.root for adapter in adapters.adapters] == ["words", "org/x", "w"]
 
 
+def test_the_demo_adapters_are_in_the_package() -> None:
+    (adapter,) = model({"source": "saturate://demo/words"}).adapters
+    assert adapter.location.endswith("/serve_app/demo/adapters/words")
+
+
 @pytest.mark.parametrize(
     ("adapters", "more", "message"),
     [
