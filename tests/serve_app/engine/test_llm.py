@@ -392,7 +392,7 @@ async def test_a_call_over_the_handle_has_a_row() -> None:
     parts: Any = engine
     parts._max_prompts = 1
 
-    async def generate(request: Any, scheduling: Any, usage: Any, call: Any) -> Any:
+    async def generate(request: Any, scheduling: Any, usage: Any, call: Any, adapter: str) -> Any:
         part = call.part()
         part.begin(FakeSequence(Tokens(10, 4, 3)))
         part.end()

@@ -16,6 +16,7 @@ from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import SamplingFields
 from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.vllm_adapters import AdapterFiles, Adapters
 from serve_app.engine.vllm_engine import Completion, VLLMEngine, _hide_refusals
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.engine.vllm_options import Limits
@@ -46,6 +47,7 @@ async def engine(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncIterat
     await engine._texts.start()
     engine._ids = itertools.count()
     engine._limits = Limits(1024, None, 64, {"a": 2.0})
+    engine.adapters = Adapters(LLMSettings(id="demo", source=DEMO_MODEL), engine.llm, AdapterFiles(), {})
     yield engine
     await batcher.stop(drain=False)
     await engine._texts.stop()
