@@ -226,6 +226,18 @@ def test_sleep_and_waking_up_take_their_time(start: Callable[..., Engine]) -> No
     assert engine.answer(PROMPT) == alone
 
 
+def test_the_cache_wakes_up_with_the_weights(start: Callable[..., Engine]) -> None:
+    engine = start()
+    alone = engine.answer(PROMPT)
+    engine.core.sleep(2)
+    began = engine.time.now
+    assert not engine.core.wake_up(["weights"])
+    assert engine.time.now - began == pytest.approx(4.0)
+    assert engine.core.wake_up(["kv_cache"])
+    assert engine.time.now - began == pytest.approx(4.0)
+    assert engine.answer(PROMPT) == alone
+
+
 def test_a_grammar_decides_among_the_tokens_that_it_allows(start: Callable[..., Engine]) -> None:
     engine = start()
     executor = engine.core.model_executor
