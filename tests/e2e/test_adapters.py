@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -14,6 +15,8 @@ from tests.e2e.service import Service
 from tests.e2e.services import LIMIT_S, engine, local
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+QUESTION: Any = [{"role": "user", "content": "What is 47+28?"}]
 
 ANSWERS = {
     "demo": "75",
@@ -46,13 +49,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def ask(service: Service, model: str) -> str:
     """Return an answer in chat form."""
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=LIMIT_S) as client:
-        message = [{"role": "user", "content": "What is 47+28?"}]
-        done = client.chat.completions.create(
-            model=model,
-            messages=message,  # type: ignore[arg-type]
-            temperature=0,
-            max_tokens=32,
-        )
+        done = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)
         return str(done.choices[0].message.content)
 
 
@@ -84,10 +81,10 @@ def test_adapters_are_served_loaded_unloaded_and_kept(service: Service, tmp_path
         async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
 
             async def one(model: str) -> tuple[str, str]:
-                done = await client.completions.create(
-                    model=model, prompt="What is 47+28?", temperature=0, max_tokens=32
+                done = await client.chat.completions.create(
+                    model=model, messages=QUESTION, temperature=0, max_tokens=32
                 )
-                return model, done.choices[0].text
+                return model, done.choices[0].message.content or ""
 
             return await asyncio.gather(*(one(model) for model in [*ANSWERS] * 8))
 
