@@ -111,6 +111,10 @@ class JSONBody:
     def __init__(self, body: bytes) -> None:
         self._fields = (_split(body) if _is_plain(body) else None) or _parse(body)
 
+    def among(self, names: Sequence[str]) -> list[str]:
+        """Return those of the names that the object has."""
+        return [name for name in names if name in self._fields]
+
     def values(self, *names: str) -> dict[str, Any]:
         """Return the values of those of the named fields that the object has.
 

@@ -96,11 +96,11 @@ def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAI
     if limits.max_tokens is not None:
         for name in TOKENS:
             _check_most(name, getattr(fields, name), limits.max_tokens, "ingress.max_tokens")
-    for name in (*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS:
+    for name in content.among((*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS):
         # An empty list is refused by vLLM, in its own words.
         if content.count(name, limits.max_prompts) != 0:
             _check_list(content, name, limits)
-    for name in MESSAGE_LISTS:
+    for name in content.among(MESSAGE_LISTS):
         count = content.count_parts(name, limits.max_messages)
         _check_most(name, count, limits.max_messages, "ingress.max_messages")
     return fields

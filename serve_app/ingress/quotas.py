@@ -37,8 +37,10 @@ async def reserve(
     """
     try:
         reservation = await client.reserve(tenant, tokens, key)
-    finally:
+    except BaseException:
         scope[LEASES_KEY] = client.leases(tenant, key)
+        raise
+    scope[LEASES_KEY] = reservation.leases
     return reservation
 
 

@@ -45,7 +45,7 @@ def openai_demand(
     if path in WITHOUT_MODEL:
         return NOTHING
     names = (*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS
-    counts = [content.count(name, 0) or 1 for name in names]
+    counts = [content.count(name, 0) or 1 for name in content.among(names)]
     # The lists of two fields may be combined.
     prompts = max(1, sum(count for count in counts if count > 1))
     prompt: int | None = (len(body) if path not in PAIRS else len(body) * prompts) + prompts * TEMPLATE_TOKENS

@@ -52,6 +52,7 @@ class Lease:
     Attributes:
         id: The thing.
         limits: Its limits, by name.
+        smallest: The name of the lowest of them, and that limit.
         free: The amount that may be taken now.
         ends_at: When that ends, on the holder's clock.
         need: The free amount that waiting requests ask for.
@@ -83,6 +84,7 @@ class Lease:
         "need",
         "pending",
         "quota",
+        "smallest",
         "states",
         "states_at",
         "unmet",
@@ -91,8 +93,7 @@ class Lease:
 
     def __init__(self, id: LeaseID, quota: Quota, now: float) -> None:
         self.id = id
-        self.quota = quota
-        self.limits = limits_of(quota, id.kind)
+        self.set_quota(quota)
         self.free = 0
         self.ends_at = now
         self.need = self.least = 0
@@ -112,6 +113,12 @@ class Lease:
         self._base = 0
         self._rate = 0.0
         self._taken = 0
+
+    def set_quota(self, quota: Quota) -> None:
+        """Set the quota of its key or tenant, which has a limit of its kind."""
+        self.quota = quota
+        self.limits = limits_of(quota, self.id.kind)
+        self.smallest = min(self.limits.items(), key=lambda item: item[1])
 
     @property
     def is_tokens(self) -> bool:
@@ -308,7 +315,7 @@ class LeaseHolder:
         if lease is None:
             lease = self._leases[id] = Lease(id, quota, self.clock())
         elif lease.quota is not quota:
-            lease.quota, lease.limits = quota, limits_of(quota, id.kind)
+            lease.set_quota(quota)
         return lease
 
     def take(self, leases: Sequence[Lease], tokens: int) -> Reservation | None:

@@ -365,7 +365,7 @@ def check_fits(leases: Sequence[Lease], tokens: int) -> None:
     for lease in leases:
         if not lease.is_tokens:
             continue
-        name, limit = min(lease.limits.items(), key=lambda item: item[1])
+        name, limit = lease.smallest
         if tokens > limit:
             message = (
                 f"{lease.id.subject}: {name} {limit}: this request may take {tokens} tokens, which never fit "
