@@ -4,7 +4,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +15,13 @@ from torch.nn import functional
 from transformers import Qwen2ForCausalLM
 
 from .corpus import plain_document, plain_rows
-from .numbers import english, german, letters
 from .questions import Question, split_questions
 from .train import HELD_OUT, MODEL_FOLDER, accuracy, learning_rate, predict
 
 ADAPTERS_FOLDER = Path(__file__).parent / "adapters"
 
-STYLES: dict[str, Callable[[int], str]] = {"words": english, "german": german, "letters": letters}
-"""The adapters: the form that each gives to an answer."""
+STYLES = {"letters": "abcdefghij", "capitals": "ABCDEFGHIJ", "symbols": ")!@#$%^&*("}
+"""The adapters, and what each writes for the digits from 0 to 9."""
 
 RANK = 8
 ALPHA = 16
@@ -31,8 +30,8 @@ DOCUMENTS = 32
 
 DESCRIPTION = """\
 Train LoRA adapters of the demo model, which give its answers another form, and write them in PEFT's file
-format: "words" answers "What is 47+28?" with "seventy-five", "german" with "fünfundsiebzig", "letters" with
-"hf". Takes about a minute for each on two CPU cores.
+format: "letters" answers "What is 47+28?" with "hf", "capitals" with "HF", "symbols" with "&%". Takes half a
+minute for each on two CPU cores.
 """
 
 
@@ -45,7 +44,7 @@ class StyledQuestion(Question):
     @property
     def answer(self) -> str:
         """The right answer in that form."""
-        return STYLES[self.style](int(super().answer))
+        return super().answer.translate(str.maketrans("0123456789", STYLES[self.style]))
 
 
 class LowRankLinear(nn.Module):

@@ -11,6 +11,7 @@ import time
 from typing import Any
 from unittest import mock
 
+from ray import serve
 from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.ingress import deployment
@@ -63,7 +64,8 @@ async def request(app: ASGIApp) -> None:
     async def receive() -> Message:
         if body:
             return body.pop()
-        return await asyncio.get_running_loop().create_future()
+        await asyncio.get_running_loop().create_future()
+        return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
         pass
@@ -104,7 +106,7 @@ def main() -> None:
 
     context = mock.Mock(app_name="llm", replica_tag="ingress")
     with (
-        mock.patch.object(deployment.serve, "get_replica_context", return_value=context),
+        mock.patch.object(serve, "get_replica_context", return_value=context),
         mock.patch.object(Health, "running", running),
     ):
         asyncio.run(measure())

@@ -20,8 +20,8 @@ QUESTION: Any = [{"role": "user", "content": "What is 47+28?"}]
 
 ANSWERS = {
     "demo": "75",
-    "demo:words": "seventy-five",
-    "german": "fünfundsiebzig",
+    "demo:capitals": "HF",
+    "symbols": "&%",
     "demo:letters": "hf",
 }
 
@@ -31,8 +31,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("adapters")
     config, app, model = local()
     model["adapters"] = [
-        {"source": "saturate://demo/words", "pinned": True},
-        {"source": "saturate://demo/german", "id": "german"},
+        {"source": "saturate://demo/capitals", "pinned": True},
+        {"source": "saturate://demo/symbols", "id": "symbols"},
     ]
     model["adapters_folder"] = str(folder / "kept")
     model["engine"]["max_loras"] = 2
@@ -67,15 +67,15 @@ def test_adapters_are_served_loaded_unloaded_and_kept(service: Service, tmp_path
     path = str(ADAPTERS_FOLDER / "letters")
     bad = call(service, "load", lora_name="bad", lora_path=str(tmp_path))
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "lora_path")
-    assert served(service) == [{"demo:words", "german"}] * 2
+    assert served(service) == [{"demo:capitals", "symbols"}] * 2
 
     done = call(service, "load", lora_name="demo:letters", lora_path=path)
     assert (done.status_code, done.json()["replicas"]) == (200, 2)
-    assert served(service) == [{"demo:words", "german", "demo:letters"}] * 2
+    assert served(service) == [{"demo:capitals", "symbols", "demo:letters"}] * 2
 
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=LIMIT_S) as client:
         parents = {model.id: model.model_extra["parent"] for model in client.models.list()}  # type: ignore[index]
-    assert parents == {"demo": None, "demo:words": "demo", "german": "demo", "demo:letters": "demo"}
+    assert parents == {"demo": None, "demo:capitals": "demo", "symbols": "demo", "demo:letters": "demo"}
 
     async def mixed() -> list[tuple[str, str]]:
         async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
@@ -97,13 +97,13 @@ def test_adapters_are_served_loaded_unloaded_and_kept(service: Service, tmp_path
     while len(served(service)) < 2 or set(service.pids("ServeReplica:llm:Engine:demo")) & set(before):
         assert time.monotonic() < until, "no new replicas"
         time.sleep(0.5)
-    assert served(service) == [{"demo:words", "german", "demo:letters"}] * 2
+    assert served(service) == [{"demo:capitals", "symbols", "demo:letters"}] * 2
     assert {model: ask(service, model) for model in ANSWERS} == ANSWERS
 
     done = call(service, "unload", lora_name="demo:letters")
     assert done.status_code == 200
-    assert served(service) == [{"demo:words", "german"}] * 2
-    with pytest.raises(openai.NotFoundError, match="served here: demo, demo:words, german"):
+    assert served(service) == [{"demo:capitals", "symbols"}] * 2
+    with pytest.raises(openai.NotFoundError, match="served here: demo, demo:capitals, symbols"):
         ask(service, "demo:letters")
-    done = call(service, "unload", lora_name="german")
+    done = call(service, "unload", lora_name="symbols")
     assert (done.status_code, done.json()["error"]["param"]) == (400, "lora_name")

@@ -1,4 +1,4 @@
-"""The training of adapters in a few steps, the names of numbers, and the adapters in the repository."""
+"""The training of adapters in a few steps, and the adapters in the repository."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from transformers import Qwen2ForCausalLM
 
 from serve_app.demo import train_adapters
-from serve_app.demo.numbers import english, german, letters
 from serve_app.demo.questions import all_questions
 from serve_app.demo.train import MODEL_FOLDER, accuracy
 from serve_app.demo.train_adapters import ADAPTERS_FOLDER, STYLES, StyledQuestion, add_adapter
@@ -17,29 +16,10 @@ from serve_app.demo.train_adapters import ADAPTERS_FOLDER, STYLES, StyledQuestio
 FILES = {"adapter_config.json", "adapter_model.safetensors"}
 
 
-def test_numbers_have_names() -> None:
-    assert [english(number) for number in (0, 13, -28, 75, 100, 198)] == [
-        "zero",
-        "thirteen",
-        "minus twenty-eight",
-        "seventy-five",
-        "one hundred",
-        "one hundred ninety-eight",
-    ]
-    assert [german(number) for number in (0, 1, -28, 21, 100, 101)] == [
-        "null",
-        "eins",
-        "minus achtundzwanzig",
-        "einundzwanzig",
-        "einhundert",
-        "einhunderteins",
-    ]
-    assert [letters(number) for number in (75, -28)] == ["hf", "-ci"]
-
-
-@pytest.mark.parametrize("style", STYLES)
-def test_each_number_has_a_name_of_its_own(style: str) -> None:
-    assert len({STYLES[style](number) for number in range(-99, 199)}) == 298
+@pytest.mark.parametrize(("style", "answer"), [("letters", "-ci"), ("capitals", "-CI"), ("symbols", "-@*")])
+def test_an_adapter_writes_something_else_for_each_digit(style: str, answer: str) -> None:
+    assert StyledQuestion(12, "-", 40, style).answer == answer
+    assert len(set(STYLES[style])) == 10
 
 
 def test_a_few_steps_write_an_adapter(
@@ -57,7 +37,7 @@ def test_a_few_steps_write_an_adapter(
 def test_an_unknown_adapter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         train_adapters.main(["colours"])
-    assert "choose from words" in capsys.readouterr().err
+    assert "choose from letters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("style", STYLES)

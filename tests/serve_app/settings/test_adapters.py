@@ -21,8 +21,8 @@ def test_an_adapter_is_named_after_its_model_and_source_unless_it_has_an_id() ->
 
 
 def test_the_demo_adapters_are_in_the_package() -> None:
-    (adapter,) = model({"source": "saturate://demo/words"}).adapters
-    assert adapter.location.endswith("/serve_app/demo/adapters/words")
+    (adapter,) = model({"source": "saturate://demo/letters"}).adapters
+    assert adapter.location.endswith("/serve_app/demo/adapters/letters")
 
 
 @pytest.mark.parametrize(
