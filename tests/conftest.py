@@ -36,6 +36,7 @@ LAST = [
     "test_admitted_work",
     "test_simulated",
     "test_turns",
+    "test_adapters",
     "test_scaling",
     "test_worker_death",
     "test_node_loss",

@@ -12,7 +12,7 @@ import pytest
 
 from serve_app.demo.train_adapters import ADAPTERS_FOLDER
 from tests.e2e.service import Service
-from tests.e2e.services import LIMIT_S, engine, local
+from tests.e2e.services import LIMIT_S, engine, local, wait_for_replicas
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -42,6 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     deployment["num_replicas"] = 2
     deployment["ray_actor_options"] = {"num_cpus": 0}
     service = Service(config, folder)
+    wait_for_replicas(service, 2)
     yield service
     service.stop()
 
