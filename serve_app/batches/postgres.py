@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -95,6 +95,10 @@ class Postgres:
     def close(self) -> None:
         """Close it."""
         with self._lock, self._reading:
+            if self._db is not None:
+                # The server notices the end of a connection a moment later.
+                with suppress(psycopg.Error):
+                    self._db.execute("SELECT pg_advisory_unlock(%s)", (LOCK,))
             for connection in (self._db, self._reader):
                 if connection is not None:
                     connection.close()

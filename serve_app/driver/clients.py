@@ -136,10 +136,12 @@ class HTTPClient:
 
 def _report_of(models: JSON, name: str | None) -> JSON:
     """Return the part of `/stats` of a model, or of the model of an adapter; None: the first one."""
-    for model, report in models.items():
-        adapters = (one["id"] for replica in report["replicas"] for one in replica.get("adapters", ()))
-        if name is None or name == model or name in adapters:
-            found: JSON = report
+    found: JSON
+    if name is None or name in models:
+        found = models[name or next(iter(models))]
+        return found
+    for found in models.values():
+        if name in (one["id"] for replica in found["replicas"] for one in replica.get("adapters", ())):
             return found
     raise KeyError(name)
 
