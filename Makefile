@@ -35,7 +35,7 @@ format: install ## Put the code into its style.
 	$(BIN)/ruff format .
 
 # The checks and these tests take one core, while the others wait for a service and then use it.
-BESIDE := tests/batcher $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serve_app/*/))
+BESIDE := tests/batcher tests/k8s $(filter-out %/cli/ %/__pycache__/,$(wildcard tests/serve_app/*/))
 
 test: install ## Check style and types, and run every test but the long ones.
 	@$(MAKE) --no-print-directory --jobs=2 service-tests tests-beside

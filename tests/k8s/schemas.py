@@ -37,6 +37,10 @@ needs_crds = pytest.mark.skipif(
 )
 
 
+# The library reads a megabyte of definitions anew for each document.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+
+
 @functools.cache
 def crd(kind: str, version: str) -> dict[str, Any]:
     """Return the schema of a KubeRay kind."""

@@ -159,7 +159,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     turns=TURNS,
     kill_at=st.integers(0, 24),

@@ -234,7 +234,7 @@ SEEDS = st.integers(0, 1 << 32)
 
 
 @given(SEEDS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_no_window_gets_more_than_its_limit_whatever_happens(seed: int) -> None:
     fleet = Fleet()
     for step in steps_of(seed, "crash", "restart", "deliver", "jump"):
@@ -243,7 +243,7 @@ def test_no_window_gets_more_than_its_limit_whatever_happens(seed: int) -> None:
 
 
 @given(SEEDS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_sum_is_exact_once_all_have_reported(seed: int) -> None:
     fleet = Fleet()
     for step in steps_of(seed, "restart", "deliver", "jump"):
