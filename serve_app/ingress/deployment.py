@@ -43,7 +43,6 @@ from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.quotas import (
     RATE_LIMIT_HEADERS,
     QuotaMiddleware,
-    ReservedResponse,
     key_quota,
     reserve,
 )
@@ -327,23 +326,16 @@ class Ingress:
         )
         self._lost.check(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
-        if self._quotas is None:
-            return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
-        quota = key_quota(caller.key.name, caller.key.quota) if caller else None
-        context = None if demand is NOTHING else await self._contexts.of(chosen)
-        if path == GENERATE and demand.output is None:
-            # The config may set a limit for calls that state none.
-            served_model = self._routing.find(chosen)
-            if not isinstance(served_model, FunctionSettings):
-                demand = demand._replace(output=served_model.sampling.max_tokens)
-        tokens = demand.most(context)
-        reservation = await reserve(self._quotas, request.scope, scheduling.tenant, tokens, quota)
-        try:
-            response = ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
-        except BaseException:
-            reservation.settle(0, request=False)
-            raise
-        return ReservedResponse(response, reservation)
+        if self._quotas is not None:
+            quota = key_quota(caller.key.name, caller.key.quota) if caller else None
+            context = None if demand is NOTHING else await self._contexts.of(chosen)
+            if path == GENERATE and demand.output is None:
+                # The config may set a limit for calls that state none.
+                served_model = self._routing.find(chosen)
+                if not isinstance(served_model, FunctionSettings):
+                    demand = demand._replace(output=served_model.sampling.max_tokens)
+            await reserve(self._quotas, request.scope, scheduling.tenant, demand.most(context), quota)
+        return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
 
 
 async def _no_metrics(request: Request) -> Response:

@@ -3,7 +3,6 @@
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
@@ -21,6 +20,9 @@ RATE_LIMIT_HEADERS = tuple(
 LEASES_KEY = "saturate.leases"
 """Key of the ASGI scope under which a request has its leases."""
 
+RESERVATION_KEY = "saturate.reservation"
+"""Key of the ASGI scope under which a request has its reservation."""
+
 
 def key_quota(name: str, quota: Quota | None) -> KeyQuota | None:
     """Return the quota of a key as the client takes it; None: the key has none."""
@@ -29,8 +31,8 @@ def key_quota(name: str, quota: Quota | None) -> KeyQuota | None:
 
 async def reserve(
     client: QuotaClient, scope: MutableMapping[str, Any], tenant: str, tokens: int, key: KeyQuota | None
-) -> Reservation:
-    """Reserve a request, and note its leases for the headers of its answer.
+) -> None:
+    """Reserve a request; `QuotaMiddleware` settles it, and puts the headers of its leases on the answer.
 
     Raises:
         RequestError: See `QuotaClient.reserve`.
@@ -40,14 +42,15 @@ async def reserve(
     except BaseException:
         scope[LEASES_KEY] = client.leases(tenant, key)
         raise
-    scope[LEASES_KEY] = reservation.leases
-    return reservation
+    scope[LEASES_KEY], scope[RESERVATION_KEY] = reservation.leases, reservation
 
 
 class QuotaMiddleware:
-    """ASGI middleware that puts OpenAI's rate limit headers on the answers of keys and tenants with quotas.
+    """ASGI middleware that settles reservations, and puts OpenAI's rate limit headers on answers.
 
-    It comes behind `AuthMiddleware`.
+    It comes behind `AuthMiddleware`. A request has used the tokens of its answer's usage. Without usage, an
+    error or an answer in one piece has used none; one that broke off, or a stream, all that it has reserved:
+    no more than that is known.
 
     Args:
         app: The application behind it.
@@ -64,14 +67,32 @@ class QuotaMiddleware:
             return
         # Nothing runs before the first request in a replica's event loop.
         self._client.start()
+        head: Message = {}
+        complete = False
 
         async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start" and (leases := self._leases(scope)):
-                headers = [*message.get("headers", ()), *self._client.headers(leases)]
-                message = {**message, "headers": headers}
+            nonlocal head, complete
+            if message["type"] == "http.response.start":
+                head = message
+                if leases := self._leases(scope):
+                    headers = [*message.get("headers", ()), *self._client.headers(leases)]
+                    message = {**message, "headers": headers}
+            elif not message.get("more_body", False):
+                complete = True
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        try:
+            await self._app(scope, receive, with_headers)
+        finally:
+            reservation: Reservation | None = scope.get(RESERVATION_KEY)
+            if reservation is not None:
+                usage: RequestUsage | None = scope.get(SCOPE_KEY)
+                if usage is not None:
+                    reservation.settle(usage.prompt_tokens + usage.output_tokens)
+                elif _used_none(head, scope.get(STATUS_KEY), complete=complete):
+                    reservation.settle(0)
+                else:
+                    reservation.settle()
 
     def _leases(self, scope: Scope) -> Sequence[Lease]:
         leases: Sequence[Lease] | None = scope.get(LEASES_KEY)
@@ -81,46 +102,18 @@ class QuotaMiddleware:
         return leases or ()
 
 
-class ReservedResponse(Response):
-    """An answer whose request has reserved tokens, and gives back what it didn't use.
-
-    The tokens are those of the answer's usage. Of an answer without one, an error or an answer in one piece
-    has used none; one that broke off, or a stream, all that it has reserved: no more than that is known.
+def _used_none(head: Message, status: int | None, *, complete: bool) -> bool:
+    """Return whether an answer without usage has used no tokens.
 
     Args:
-        response: The answer.
-        reservation: The reservation.
+        head: The answer's first message; empty: there is none.
+        status: The status that counts, if it isn't the one of the head.
+        complete: The answer is whole.
     """
-
-    def __init__(self, response: Response, reservation: Reservation) -> None:
-        self._response = response
-        self._reservation = reservation
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, and settle the reservation."""
-        status = 0
-        streams = complete = False
-
-        async def observe(message: Message) -> None:
-            nonlocal status, streams, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                streams = any(
-                    name == b"content-type" and value.startswith(b"text/event-stream")
-                    for name, value in message.get("headers", ())
-                )
-            elif not message.get("more_body", False):
-                complete = True
-            await send(message)
-
-        try:
-            await self._response(scope, receive, observe)
-        finally:
-            usage: RequestUsage | None = scope.get(SCOPE_KEY)
-            if usage is not None:
-                self._reservation.settle(usage.prompt_tokens + usage.output_tokens)
-            elif scope.get(STATUS_KEY, status) >= 400 or (complete and not streams):
-                self._reservation.settle(0)
-            else:
-                self._reservation.settle()
+    if (status or head.get("status", 0)) >= 400:
+        return True
+    streams = any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in head.get("headers", ())
+    )
+    return complete and not streams

@@ -51,6 +51,7 @@ class Lease:
 
     Attributes:
         id: The thing.
+        is_tokens: It is counted in tokens; otherwise each request counts as one.
         limits: Its limits, by name.
         smallest: The name of the lowest of them, and that limit.
         free: The amount that may be taken now.
@@ -79,6 +80,7 @@ class Lease:
         "hold_s",
         "holders",
         "id",
+        "is_tokens",
         "least",
         "limits",
         "need",
@@ -93,6 +95,7 @@ class Lease:
 
     def __init__(self, id: LeaseID, quota: Quota, now: float) -> None:
         self.id = id
+        self.is_tokens = id.kind == "tokens"
         self.set_quota(quota)
         self.free = 0
         self.ends_at = now
@@ -119,11 +122,6 @@ class Lease:
         self.quota = quota
         self.limits = limits_of(quota, self.id.kind)
         self.smallest = min(self.limits.items(), key=lambda item: item[1])
-
-    @property
-    def is_tokens(self) -> bool:
-        """True if it is counted in tokens, False if each request counts as one."""
-        return self.id.kind == "tokens"
 
     @property
     def is_active(self) -> bool:
@@ -322,10 +320,9 @@ class LeaseHolder:
         """Reserve one request and its tokens in all leases; None: one of them doesn't cover it."""
         now = self.clock()
         for lease in leases:
-            amount = tokens if lease.id.kind == "tokens" else 1
-            if lease.free < amount or now >= lease.ends_at:
+            if lease.free < (tokens if lease.is_tokens else 1) or now >= lease.ends_at:
                 return None
-        accounts = [lease._take(tokens if lease.id.kind == "tokens" else 1) for lease in leases]
+        accounts = [lease._take(tokens if lease.is_tokens else 1) for lease in leases]
         return Reservation(self, leases, accounts, tokens, now)
 
     def take_share(self, leases: Sequence[Lease], tokens: int, wall: float) -> Reservation | LimitState:
@@ -471,7 +468,7 @@ def _span(limit: str) -> Span:
 def tightest(leases: Iterable[Lease], kind: str, now: float) -> LimitState | None:
     """Return the limit of a kind of which the least remains; None: there is none."""
     found: LimitState | None = None
-    least = 0
+    least, left_s = 0, 0.0
     for lease in leases:
         if lease.id.kind != kind:
             continue
@@ -480,11 +477,8 @@ def tightest(leases: Iterable[Lease], kind: str, now: float) -> LimitState | Non
             # As `Lease.remaining`, which makes an object of each.
             remaining = state.limit if since >= state.ends_in_s else state.remaining - spent
             if found is None or remaining < least:
-                found, least = state, remaining
-                found_since = since
+                found, least, left_s = state, remaining, state.ends_in_s - since
     if found is None:
         return None
-    remaining = max(0, min(found.limit, least))
-    return LimitState(
-        found.name, found.limit, remaining, found.reserved, max(0.0, found.ends_in_s - found_since)
-    )
+    remaining = min(found.limit, least) if least > 0 else 0
+    return LimitState(found.name, found.limit, remaining, found.reserved, left_s if left_s > 0 else 0.0)

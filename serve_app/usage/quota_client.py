@@ -1,6 +1,7 @@
 """Reservations of requests in one replica: from its leases, which it renews in the background."""
 
 import asyncio
+import functools
 import logging
 import math
 import time
@@ -42,10 +43,10 @@ RETRY_S = 0.25
 
 LEAST_RETRY_S = 0.1
 
-_HEADERS = {
-    kind: tuple(f"x-ratelimit-{value}-{kind}".encode() for value in ("limit", "remaining", "reset"))
+_HEADERS = [
+    (kind, [f"x-ratelimit-{value}-{kind}".encode() for value in ("limit", "remaining", "reset")])
     for kind in ("requests", "tokens")
-}
+]
 
 Exchange = Callable[[Report], Awaitable[Answer]]
 
@@ -188,13 +189,14 @@ class QuotaClient:
     def headers(self, leases: Sequence[Lease]) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of the tightest limits of tokens and of requests."""
         now = self._clock()
-        headers = []
-        for kind, (limit, remaining, reset) in _HEADERS.items():
+        headers: list[tuple[bytes, bytes]] = []
+        for kind, (limit, remaining, reset) in _HEADERS:
             if (state := tightest(leases, kind, now)) is not None:
-                used = state.remaining < state.limit
-                headers.append((limit, b"%d" % state.limit))
-                headers.append((remaining, b"%d" % state.remaining))
-                headers.append((reset, _duration(state.ends_in_s).encode() if used else b"0s"))
+                headers += (
+                    (limit, b"%d" % state.limit),
+                    (remaining, b"%d" % state.remaining),
+                    (reset, _duration(state.ends_in_s) if state.remaining < state.limit else b"0s"),
+                )
         return headers
 
     # Reports
@@ -404,13 +406,18 @@ def _away_error(seconds: float) -> RequestError:
     return RequestError(503, "service_unavailable", message, retry_after_s=max(1.0, seconds))
 
 
-def _duration(seconds: float) -> str:
-    """Return a time as OpenAI's headers have it: 6m0s, 1.5s, 20ms."""
+def _duration(seconds: float) -> bytes:
+    """Return a time as OpenAI's headers have it: 6m0s, 2s, 20ms."""
     if seconds < 1:
-        return f"{max(1, math.ceil(seconds * 1000))}ms"
-    whole = math.ceil(seconds)
-    hours, rest = divmod(whole, 3600)
+        return b"%dms" % max(1, math.ceil(seconds * 1000))
+    return _whole_seconds(math.ceil(seconds))
+
+
+# Windows end at the same time for many requests.
+@functools.lru_cache(maxsize=128)
+def _whole_seconds(seconds: int) -> bytes:
+    hours, rest = divmod(seconds, 3600)
     minutes, last = divmod(rest, 60)
     if hours:
-        return f"{hours}h{minutes}m{last}s"
-    return f"{minutes}m{last}s" if minutes else f"{last}s"
+        return b"%dh%dm%ds" % (hours, minutes, last)
+    return b"%dm%ds" % (minutes, last) if minutes else b"%ds" % last
