@@ -1,17 +1,18 @@
 """The Serve config of a service: reading, checking, changing."""
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
-from ray.serve.schema import ServeApplicationSchema, ServeDeploySchema
+from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import LaunchError
 from serve_app.ingress.health import engine_name
-from serve_app.settings.schema import parse
+from serve_app.settings.schema import LLMSettings, parse
 from serve_app.settings.user_config import parse_user_config
 
 IMPORT_PATH = "serve_app.app:build"
@@ -41,11 +42,40 @@ def read_config(path: Path) -> ServeDeploySchema:
             for deployment in app.deployments:
                 if deployment.name in languages and isinstance(deployment.user_config, dict):
                     parse_user_config(deployment.user_config)
+            for model in settings.models:
+                if isinstance(model, LLMSettings):
+                    _check_gpus(app, model)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise LaunchError(f"{path}: {error}") from None
     return config
+
+
+def _check_gpus(app: ServeApplicationSchema, model: LLMSettings) -> None:
+    """Check that Ray reserves a GPU for each process of a replica of a model.
+
+    Raises:
+        ValueError: It reserves another number.
+    """
+    engine = model.engine
+    sizes = {
+        name: size
+        for name in ("tensor_parallel_size", "pipeline_parallel_size")
+        if (size := getattr(engine, name) or 1) > 1
+    }
+    gpus = math.prod(sizes.values())
+    for deployment in app.deployments:
+        options = deployment.ray_actor_options
+        if deployment.name != engine_name(model.id) or not isinstance(options, RayActorOptionsSchema):
+            continue
+        # On a CPU there are none to reserve, and a simulated device has one process.
+        if sizes and model.simulate is None and options.num_gpus and options.num_gpus != gpus:
+            stated = " and ".join(f"{name} {size}" for name, size in sizes.items())
+            raise ValueError(
+                f"deployments: {deployment.name}: ray_actor_options.num_gpus: {options.num_gpus:g}: "
+                f"must be {gpus}, as {stated} take a GPU per process"
+            )
 
 
 def answer_s(config: ServeDeploySchema) -> float:

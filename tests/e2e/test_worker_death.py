@@ -1,4 +1,4 @@
-"""The death of vLLM's worker, where it is a process of its own: not in configs/local.yaml."""
+"""The death of a worker of vLLM, where it is a process of its own: not in configs/local.yaml."""
 
 import asyncio
 import signal
@@ -10,17 +10,16 @@ from tests.e2e.fault_injection import LIMIT_S, inject, wait_until_whole
 from tests.e2e.service import Service
 from tests.e2e.services import local, use_exact_arithmetic
 
-TIMES = 5
-
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * LIMIT_S)]
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Two Engines, each with a worker beside its EngineCore."""
+@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two ranks"])
+def workers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Two Engines, each with workers beside its EngineCore: one, or one for each half of the model."""
     config, app, model = local()
     use_exact_arithmetic(config)
     model["engine"]["distributed_executor_backend"] = "mp"
+    model["engine"]["tensor_parallel_size"] = request.param
     for deployment in app["deployments"]:
         deployment["ray_actor_options"] = {"num_cpus": 0}
         if deployment["name"] != "Ingress":
@@ -31,9 +30,9 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     assert service.processes() == []
 
 
-@pytest.mark.parametrize("time", range(TIMES))
+@pytest.mark.parametrize("time", range(3))
 async def test_clients_get_their_answers(time: int, workers: Service) -> None:
     await asyncio.to_thread(wait_until_whole, workers)
     found = await inject(workers, "VLLM::Worker", signal.SIGKILL)
-    print(f"death of the worker: recovered in {found.recovered_s:.1f} s; {found.load.summary()}", flush=True)
+    print(f"death of a worker: recovered in {found.recovered_s:.1f} s; {found.load.summary()}", flush=True)
     assert found.load.failures() == []

@@ -61,7 +61,7 @@ OPTION = re.compile(
 """A commented-out option of a config."""
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-7b-l4.yaml", "llama3-8b-a100.yaml"])
+@pytest.mark.parametrize("name", ["qwen2.5-7b-l4.yaml", "llama3-8b-a100.yaml", "llama3-70b-4xa100.yaml"])
 def test_commented_out_options_are_valid(name: str) -> None:
     text, count = OPTION.subn(r"\1\2", (FOLDER / name).read_text())
     assert count == 5

@@ -97,6 +97,23 @@ def test_the_part_of_the_config_that_running_engines_take_in_is_checked_too(tmp_
     read_config(write(tmp_path, content))
 
 
+def test_a_model_on_several_gpus_reserves_as_many(tmp_path: Path) -> None:
+    content = yaml.safe_load((ROOT / "configs/llama3-70b-4xa100.yaml").read_text())
+    (app,) = content["applications"]
+    (model,) = app["args"]["models"]
+    options = app["deployments"][1]["ray_actor_options"]
+    model["engine"] |= {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    read_config(write(tmp_path, content))
+    options["num_gpus"] = 1
+    assert (
+        "deployments: Engine:llama3-70b: ray_actor_options.num_gpus: 1: must be 4, as tensor_parallel_size 2 "
+        "and pipeline_parallel_size 2 take a GPU per process"
+    ) in problem(write(tmp_path, content))
+    # On a CPU, processes take no GPU.
+    options["num_gpus"] = 0
+    read_config(write(tmp_path, content))
+
+
 def test_another_application_s_args_are_not_ours_to_check(tmp_path: Path) -> None:
     content = config()
     other = {"name": "o", "route_prefix": "/o", "import_path": "o:build", "args": {"x": 1}}
