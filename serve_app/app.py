@@ -15,7 +15,9 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import BATCHES, QUOTAS, TURNS, engine_name
 from serve_app.ingress.quota_deployment import Quotas
 from serve_app.ingress.turn_deployment import Turns
-from serve_app.settings.schema import FunctionSettings, ModelSettings, Settings, ShareSettings, parse
+from serve_app.settings.models import FunctionSettings, ModelSettings
+from serve_app.settings.schema import Settings, parse
+from serve_app.settings.turns import ShareSettings
 
 UNBOUNDED = 100_000
 """Ray Serve's limit on ongoing requests, too high to be reached: the batchers bound their queues, by tokens,

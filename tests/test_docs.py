@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from ray.serve.schema import DeploymentSchema
 
 from serve_app.auth.keys import read_keys
-from serve_app.settings import schema
+from serve_app.settings.fields import Strict
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
 from tests import commands
@@ -212,23 +212,7 @@ def settings_of(section: type[BaseModel]) -> set[str]:
 
 @pytest.mark.parametrize(
     "section",
-    [
-        schema.EngineSettings,
-        schema.GoalSettings,
-        schema.BatcherSettings,
-        schema.LLMSettings,
-        schema.FunctionBatcherSettings,
-        schema.FunctionSettings,
-        schema.IngressSettings,
-        schema.AccessSettings,
-        schema.TraceSettings,
-        schema.TelemetrySettings,
-        schema.BatchesSettings,
-        schema.LedgerSettings,
-        schema.PriceSettings,
-        schema.UsageSettings,
-        schema.Settings,
-    ],
+    [section for section in Strict.__subclasses__() if section.__module__.startswith("serve_app.settings.")],
     ids=lambda section: section.__name__,
 )
 def test_every_setting_is_documented(section: type[BaseModel]) -> None:

@@ -19,7 +19,10 @@ from serve_app.api.addresses import Network
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path
-from serve_app.settings.schema import BatchLimits, Positive, Quota, ServedId, SettingsError, Strict, Weight
+from serve_app.settings.batches import BatchLimits
+from serve_app.settings.fields import Positive, ServedId, Strict, Weight
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.usage import Quota
 
 Tier = Literal["priority", "default", "flex"]
 State = Literal["valid", "disabled", "expired"]

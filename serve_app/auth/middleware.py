@@ -17,7 +17,8 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.keys import Key, check_together, expired_keys, hash_key, plain_keys, read_keys
 from serve_app.auth.rate_limit import RateLimit
-from serve_app.settings.schema import AccessSettings, SettingsError
+from serve_app.settings.ingress import AccessSettings
+from serve_app.settings.schema import SettingsError
 from serve_app.system.file_signature import file_signature
 
 logger = logging.getLogger("ray.serve")

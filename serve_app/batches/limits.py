@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from serve_app.settings.schema import BatchesSettings
+from serve_app.settings.batches import BatchesSettings
 
 DAY_S = 86_400
 

@@ -31,7 +31,7 @@ from serve_app.relay.asgi import run_app
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.upload import Uploads
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import BatchesSettings
+from serve_app.settings.batches import BatchesSettings
 
 logger = logging.getLogger("ray.serve")
 

@@ -12,7 +12,8 @@ from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, Serv
 from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import LaunchError
 from serve_app.ingress.health import engine_name
-from serve_app.settings.schema import LLMSettings, parse
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
 
 IMPORT_PATH = "serve_app.app:build"

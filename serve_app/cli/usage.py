@@ -12,7 +12,8 @@ from typing import Any
 import click
 import yaml
 
-from serve_app.settings.schema import UsageSettings, parse
+from serve_app.settings.schema import parse
+from serve_app.settings.usage import UsageSettings
 from serve_app.usage.disk import LocalDisk
 from serve_app.usage.files import PRICES
 from serve_app.usage.prices import Prices, prices_of, unpack

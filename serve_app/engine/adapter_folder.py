@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from pydantic import ValidationError
 
-from serve_app.settings.schema import AdapterSettings
+from serve_app.settings.adapters import AdapterSettings
 
 ENDING = ".json"
 

@@ -32,14 +32,10 @@ from serve_app.relay.frame import split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import (
-    NO_USAGE,
-    SILENT,
-    FunctionSettings,
-    SettingsError,
-    TelemetrySettings,
-    UsageSettings,
-)
+from serve_app.settings.models import FunctionSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.telemetry import SILENT, TelemetrySettings
+from serve_app.settings.usage import NO_USAGE, UsageSettings
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.catalogue import LOOP_HELD
 from serve_app.telemetry.engine import EngineTelemetry

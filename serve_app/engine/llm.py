@@ -49,15 +49,11 @@ from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import (
-    NO_USAGE,
-    SILENT,
-    AdapterSettings,
-    LLMSettings,
-    ShareSettings,
-    TelemetrySettings,
-    UsageSettings,
-)
+from serve_app.settings.adapters import AdapterSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.telemetry import SILENT, TelemetrySettings
+from serve_app.settings.turns import ShareSettings
+from serve_app.settings.usage import NO_USAGE, UsageSettings
 from serve_app.settings.user_config import parse_user_config
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.parent_death import tie_children

@@ -22,13 +22,9 @@ from serve_app.api.protocol import JSON
 from serve_app.engine.adapter_files import Adapter, AdapterError, Shapes, check, fetch, layer_shapes
 from serve_app.engine.adapter_folder import AdapterFolder, FolderError
 from serve_app.engine.adapter_slots import AdapterSlots
-from serve_app.settings.schema import (
-    AdapterSettings,
-    LLMSettings,
-    SettingsError,
-    adapters_by_id,
-    check_pinned,
-)
+from serve_app.settings.adapters import AdapterSettings, adapters_by_id, check_pinned
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
 
 logger = logging.getLogger("ray.serve")
 

@@ -50,7 +50,8 @@ from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_part
 from serve_app.engine.vllm_validation import end_at_first_error
 from serve_app.engine.vllm_warm_up import compile_nothing_on_a_cpu, warm_up
-from serve_app.settings.schema import LLMSettings, ShareSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.turns import ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
 from serve_app.usage.calls import CallBook, Origin
 

@@ -11,7 +11,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from batcher import ContinuousBatcher, Goals
-from serve_app.settings.schema import BatcherSettings, EngineSettings, LLMSettings, SettingsError
+from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettings
+from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options
 
 

@@ -10,7 +10,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve_app.engine.vllm_usage import set_part
-from serve_app.settings.schema import LLMSettings, SettingsError, ShareSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.turns import ShareSettings
 from serve_app.usage.calls import CallBook, Origin
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8]

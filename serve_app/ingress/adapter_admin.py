@@ -17,7 +17,10 @@ from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.admin import check_admin
 from serve_app.ingress.body import read_body
 from serve_app.ingress.routing import Routing
-from serve_app.settings.schema import AdapterSettings, LLMSettings, ServedId, Settings
+from serve_app.settings.adapters import AdapterSettings
+from serve_app.settings.fields import ServedId
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import Settings
 from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from serve_app.api.protocol import JSON
 from serve_app.ingress.routing import Routing
-from serve_app.settings.schema import FunctionSettings, ModelSettings
+from serve_app.settings.models import FunctionSettings, ModelSettings
 
 MAX_AGE_S = 1.0
 """Seconds for which a report is used again: unknown names, which anyone can send, ask the replicas no more

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
 from serve_app.ingress.body_budget import held_body
-from serve_app.settings.schema import IngressSettings
+from serve_app.settings.ingress import IngressSettings
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST = msgspec.json.Decoder(list[msgspec.Raw])

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from serve_app.api.protocol import JSON
 from serve_app.ingress.routing import Routing
-from serve_app.settings.schema import FunctionSettings
+from serve_app.settings.models import FunctionSettings
 
 
 class ContextLengths:

@@ -53,7 +53,8 @@ from serve_app.ingress.stats_view import own_part
 from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.ingress.usage_report import UsageReports
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import FunctionSettings, Settings
+from serve_app.settings.models import FunctionSettings
+from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry

@@ -9,7 +9,7 @@ from serve_app.api.protocol import check_count, parse_body
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.value_count import check_values
-from serve_app.settings.schema import IngressSettings
+from serve_app.settings.ingress import IngressSettings
 
 TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ANSWERS = ("n", "best_of")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from serve_app.settings.schema import FunctionSettings, ModelSettings
+from serve_app.settings.models import FunctionSettings, ModelSettings
 
 STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
 """Shows `/stats` as it changes; a page without other files."""

@@ -5,7 +5,9 @@ import os
 from pathlib import Path
 
 from serve_app.api.protocol import JSON
-from serve_app.settings.schema import BatchesSettings, QuotasSettings, Settings, SettingsError
+from serve_app.settings.batches import BatchesSettings
+from serve_app.settings.schema import Settings, SettingsError
+from serve_app.settings.usage import QuotasSettings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import quiet_collection
 from serve_app.system.serve_logging import flush_warnings

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
-from serve_app.settings.schema import Quota
+from serve_app.settings.usage import Quota
 from serve_app.usage.lease_holder import Lease, Reservation
 from serve_app.usage.quota_client import KeyQuota, QuotaClient
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.settings.schema import FunctionSettings, ModelSettings, adapters_by_id
+from serve_app.settings.adapters import adapters_by_id
+from serve_app.settings.models import FunctionSettings, ModelSettings
 
 GENERATE = "/generate"
 PROCESS = "/process"

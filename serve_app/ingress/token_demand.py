@@ -5,7 +5,7 @@ import re
 from serve_app.api.token_bound import NOTHING, TEMPLATE_TOKENS, TokenDemand
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.limits import CHAT_BATCH, PROMPT_LISTS, CallFields, OpenAIFields
-from serve_app.settings.schema import IngressSettings
+from serve_app.settings.ingress import IngressSettings
 
 MEDIA = re.compile(
     rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|video|video_url|prompt_embeds|'

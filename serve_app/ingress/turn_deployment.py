@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from ray.util import list_named_actors
 
-from serve_app.settings.schema import Settings, ShareSettings
+from serve_app.settings.schema import Settings
+from serve_app.settings.turns import ShareSettings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import quiet_collection
 from serve_app.system.serve_logging import flush_warnings

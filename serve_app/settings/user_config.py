@@ -3,8 +3,10 @@
 from pydantic import BaseModel, ValidationError
 
 from serve_app.api.protocol import JSON
+from serve_app.settings.adapters import AdapterSettings
+from serve_app.settings.fields import Positive, Strict, Weights
 from serve_app.settings.messages import describe_errors
-from serve_app.settings.schema import AdapterSettings, Positive, SettingsError, Strict, Weights
+from serve_app.settings.schema import SettingsError
 
 
 class BatcherUserConfig(Strict):

@@ -6,7 +6,7 @@ from typing import Any
 from batcher import ContinuousBatcher, DynamicBatcher
 from serve_app.api.headers import Headers
 from serve_app.relay.usage import RequestUsage
-from serve_app.settings.schema import TelemetrySettings
+from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter

@@ -8,7 +8,7 @@ from starlette.middleware import Middleware
 
 from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
-from serve_app.settings.schema import TelemetrySettings
+from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter

@@ -14,7 +14,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from serve_app.api.headers import Headers
 from serve_app.relay.usage import PromptUsage, RequestUsage
-from serve_app.settings.schema import SettingsError, TraceSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.telemetry import TraceSettings
 from serve_app.telemetry.request_tracker import QUIET, TrackedRequest
 
 W3C = TraceContextTextMapPropagator()

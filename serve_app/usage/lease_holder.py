@@ -6,7 +6,7 @@ Nothing here waits or does I/O. `quota_book` is the other side.
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from serve_app.settings.schema import Quota
+from serve_app.settings.usage import Quota
 from serve_app.usage.messages import (
     NO_PERIOD,
     SLOTS,

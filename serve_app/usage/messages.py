@@ -6,7 +6,7 @@ numbers of an account only grow, so a message that is lost, repeated or late cha
 
 from typing import Literal, NamedTuple
 
-from serve_app.settings.schema import Quota
+from serve_app.settings.usage import Quota
 
 Kind = Literal["tokens", "requests", "slots"]
 """The thing that an account counts; a slot is one request in flight."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from serve_app.settings.schema import PriceSettings, UsageSettings
+from serve_app.settings.usage import PriceSettings, UsageSettings
 from serve_app.usage.rows import Outcome, Source
 
 MILLION = 1_000_000

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from serve_app.settings.schema import Quota
+from serve_app.settings.usage import Quota
 from serve_app.usage.messages import (
     NO_PERIOD,
     SLOTS,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
-from serve_app.settings.schema import Quota, QuotasSettings
+from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system import cancellation
 from serve_app.usage.lease_holder import Lease, LeaseHolder, Reservation, tightest
 from serve_app.usage.messages import (

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from uuid import uuid4
 
-from serve_app.settings.schema import QuotasSettings
+from serve_app.settings.usage import QuotasSettings
 from serve_app.usage.messages import Answer, Report
 from serve_app.usage.quota_client import QuotaClient
 

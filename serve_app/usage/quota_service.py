@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from uuid import uuid4
 
-from serve_app.settings.schema import QuotasSettings
+from serve_app.settings.usage import QuotasSettings
 from serve_app.usage.messages import Answer, LimitState, Report
 from serve_app.usage.quota_book import QuotaBook
 from serve_app.usage.state import State, TakenOverError

@@ -9,7 +9,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from serve_app.api.scheduling import Tenant
 from serve_app.api.validation import field_path
-from serve_app.settings.schema import Quota, QuotasSettings, SettingsError
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system.file_signature import file_signature
 
 logger = logging.getLogger("ray.serve")

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from serve_app.settings.schema import LedgerSettings, SettingsError, UsageSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.usage import LedgerSettings, UsageSettings
 from serve_app.usage import prices
 from serve_app.usage.calls import CallBook
 from serve_app.usage.closing import Closer

@@ -13,7 +13,8 @@ from typing import Any
 from serve_app.engine.llm import Engine
 from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import DEMO_MODEL, LLMSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
 
 CONTEXT = 1024
 KV_BYTES = 256 << 20

@@ -13,7 +13,10 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.app import INGRESS_RESOURCE, ROUTER, build
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
-from serve_app.settings.schema import LLMSettings, SettingsError, TelemetrySettings, UsageSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.telemetry import TelemetrySettings
+from serve_app.settings.usage import UsageSettings
 
 DEMO = {"id": "demo", "source": "saturate://demo"}
 OTHER = {"id": "org/other", "source": "org/other", "engine": {"max_num_seqs": 8}}

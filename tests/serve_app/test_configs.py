@@ -12,7 +12,8 @@ from ray.serve.schema import ServeDeploySchema
 from serve_app.app import build
 from serve_app.cli.serve_config import IMPORT_PATH, read_config
 from serve_app.engine.autoscaling import ByTokens
-from serve_app.settings.schema import LLMSettings, parse
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import parse
 
 FOLDER = Path(__file__).parents[2] / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))

@@ -17,7 +17,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import BatchesSettings
+from serve_app.settings.batches import BatchesSettings
 from serve_app.system.garbage_collection import quiet_collection
 from tests.benchmarks import report
 from tests.benchmarks.batches.engines import MODEL, Handle, client_of

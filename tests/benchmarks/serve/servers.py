@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from serve_app.settings.schema import SILENT as SILENT_TELEMETRY
+from serve_app.settings.telemetry import SILENT as SILENT_TELEMETRY
 from serve_app.system.processes import end_descendants
 from tests.benchmarks.serve import ray_llm
 from tests.benchmarks.serve.models import Model, config

@@ -23,7 +23,8 @@ from serve_app.api.scheduling import SchedulingFields
 from serve_app.auth import middleware
 from serve_app.auth.keys import hash_key, new_key
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
-from serve_app.settings.schema import AccessSettings, SettingsError
+from serve_app.settings.ingress import AccessSettings
+from serve_app.settings.schema import SettingsError
 
 LIMIT_S = 5.0
 KEY = "sk-ada"

@@ -8,7 +8,7 @@ from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
-from serve_app.settings.schema import AccessSettings
+from serve_app.settings.ingress import AccessSettings
 
 SERVED = {"demo", "large"}
 

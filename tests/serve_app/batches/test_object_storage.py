@@ -9,7 +9,7 @@ from pydantic_core import from_json
 
 from serve_app.batches.errors import ContentLostError, StoreError
 from serve_app.batches.service import BatchService
-from serve_app.settings.schema import BatchesSettings
+from serve_app.settings.batches import BatchesSettings
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import batch_of, commits, put, row, text_of
 from tests.serve_app.batches.test_service import get

@@ -10,7 +10,7 @@ import pytest
 from serve_app.batches.errors import DatabaseError
 from serve_app.batches.service import BatchService
 from serve_app.batches.store import Store
-from serve_app.settings.schema import BatchesSettings
+from serve_app.settings.batches import BatchesSettings
 from tests.serve_app.batches import server
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import batch_of, commits, file_of, row, text_of

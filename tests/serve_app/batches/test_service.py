@@ -15,7 +15,7 @@ from serve_app.batches.rate import Rate
 from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import BatchesSettings
+from serve_app.settings.batches import BatchesSettings
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import CHAT, batch_of, commits, opened, put, row, text_of
 

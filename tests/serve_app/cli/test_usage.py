@@ -12,7 +12,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from serve_app.cli.main import saturate
-from serve_app.settings.schema import PriceSettings, UsageSettings
+from serve_app.settings.usage import PriceSettings, UsageSettings
 from serve_app.usage.prices import pack
 from serve_app.usage.rows import utc
 from tests.serve_app.usage.ledgers import write_row

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.engine.adapter_files import AdapterError, check, fetch, layer_shapes
-from serve_app.settings.schema import DEMO_MODEL, LLMSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.adapters import LAYER, SHAPES, write_adapter
 
 

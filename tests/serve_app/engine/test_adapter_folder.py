@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.engine import adapter_folder
 from serve_app.engine.adapter_folder import AdapterFolder, FolderError
-from serve_app.settings.schema import AdapterSettings
+from serve_app.settings.adapters import AdapterSettings
 
 WORDS = AdapterSettings(source="/adapters/words", id="words")
 

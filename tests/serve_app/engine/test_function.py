@@ -19,7 +19,8 @@ from serve_app.engine.loop_watch import LoopWatch
 from serve_app.relay import frame
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import FunctionSettings, SettingsError, parse
+from serve_app.settings.models import FunctionSettings
+from serve_app.settings.schema import SettingsError, parse
 from serve_app.usage.rows import Row
 
 

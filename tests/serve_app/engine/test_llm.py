@@ -18,7 +18,7 @@ from serve_app.engine.llm import Engine
 from serve_app.relay import frame
 from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.schema import SILENT
+from serve_app.settings.telemetry import SILENT
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.usage.calls import CallBook
 from serve_app.usage.rows import Row, Tokens

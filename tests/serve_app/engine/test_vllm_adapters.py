@@ -12,7 +12,9 @@ from serve_app.api.errors import RequestError
 from serve_app.engine.adapter_files import AdapterError
 from serve_app.engine.adapter_folder import AdapterFolder
 from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
-from serve_app.settings.schema import AdapterSettings, LLMSettings, SettingsError
+from serve_app.settings.adapters import AdapterSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
 from tests.serve_app.engine.adapters import write_adapter
 
 

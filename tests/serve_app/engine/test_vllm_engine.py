@@ -20,7 +20,8 @@ from serve_app.engine.vllm_adapters import AdapterFiles, Adapters
 from serve_app.engine.vllm_engine import Completion, VLLMEngine, _hide_refusals
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.engine.vllm_options import Limits
-from serve_app.settings.schema import DEMO_MODEL, LLMSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
 from serve_app.settings.user_config import BatcherUserConfig
 from tests.serve_app.engine.vllm_doubles import CONTEXT, Script, gated, output
 

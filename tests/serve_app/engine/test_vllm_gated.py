@@ -21,7 +21,8 @@ from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_cu
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.relay.resume import StreamTokens, to_ids
-from serve_app.settings.schema import DEMO_MODEL, LLMSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.vllm_doubles import BLOCK, CONTEXT, Script, gated, output
 
 LIMIT_S = 20.0

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from serve_app.engine.vllm_options import Limits, batcher_of, limits_of, vllm_args
-from serve_app.settings.schema import LLMSettings, SettingsError
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
 
 GOALS = {"goals": {"ttft_p99_s": 0.5}}
 

@@ -9,7 +9,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve_app.engine import vllm_sleep
 from serve_app.engine.vllm_sleep import SleepingError, VLLMSleeper, check_sleep_mode
-from serve_app.settings.schema import LLMSettings, SettingsError, ShareSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.turns import ShareSettings
 from serve_app.usage.calls import CallBook
 from tests.serve_app.engine.vllm_doubles import output
 

@@ -12,7 +12,8 @@ from vllm.tokenizers import get_tokenizer
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.engine.vllm_tokenizing import PIECE_CHARS, bound_tokenizing
-from serve_app.settings.schema import DEMO_MODEL, LLMSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
 
 MOST = 10
 COUNTS = TokenizeParams(max_total_tokens=None)

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from serve_app.api.errors import RequestError, error_response
 from serve_app.ingress.body import read_body
 from serve_app.ingress.body_budget import SMALL, BodyBudget, BodyBudgetMiddleware
-from serve_app.settings.schema import IngressSettings
+from serve_app.settings.ingress import IngressSettings
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
     LIMIT_S,

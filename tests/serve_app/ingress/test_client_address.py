@@ -20,7 +20,7 @@ from starlette.routing import Route
 from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import AuthMiddleware, KeyStore
 from serve_app.ingress.header_filter import middlewares
-from serve_app.settings.schema import AccessSettings
+from serve_app.settings.ingress import AccessSettings
 
 LIMIT_S = 30.0
 CONFIG = Path(__file__).parents[3] / "configs" / "local.yaml"

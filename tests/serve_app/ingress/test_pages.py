@@ -6,7 +6,8 @@ import pytest
 from starlette.requests import Request
 
 from serve_app.ingress.pages import base_url, page
-from serve_app.settings.schema import ModelSettings, parse
+from serve_app.settings.models import ModelSettings
+from serve_app.settings.schema import parse
 
 VOID = {"meta", "link", "br"}
 

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from serve_app.ingress.quota_deployment import place_of
-from serve_app.settings.schema import BatchesSettings, QuotasSettings, SettingsError
+from serve_app.settings.batches import BatchesSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.usage import QuotasSettings
 
 POSTGRES = "postgresql://user:secret@db/quotas"
 

@@ -8,7 +8,7 @@ import pytest
 from serve_app.api.token_bound import NOTHING, TEMPLATE_TOKENS, TokenDemand
 from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.token_demand import call_demand, openai_demand
-from serve_app.settings.schema import IngressSettings
+from serve_app.settings.ingress import IngressSettings
 
 LIMITS = IngressSettings()
 CHAT = "/v1/chat/completions"

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from serve_app.settings.schema import LLMSettings, SettingsError, adapters_by_id, parse
+from serve_app.settings.adapters import adapters_by_id
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError, parse
 
 
 def model(*adapters: Any, **more: Any) -> LLMSettings:

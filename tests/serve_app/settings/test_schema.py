@@ -13,23 +13,18 @@ from hypothesis import strategies as st
 
 from batcher import PROFILES, DynamicBatcher, profile
 from serve_app.api.protocol import JSON, SamplingFields
-from serve_app.settings.schema import (
-    DEMO_MODEL,
-    AccessSettings,
+from serve_app.settings.ingress import AccessSettings, IngressSettings
+from serve_app.settings.models import (
     BatcherSettings,
     EngineSettings,
     FunctionBatcherSettings,
     FunctionSettings,
     GoalSettings,
-    IngressSettings,
-    LedgerSettings,
     LLMSettings,
-    PriceSettings,
-    Settings,
-    SettingsError,
-    UsageSettings,
-    parse,
 )
+from serve_app.settings.schema import Settings, SettingsError, parse
+from serve_app.settings.sources import DEMO_MODEL
+from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
 
 FULL: JSON = {
     "models": [

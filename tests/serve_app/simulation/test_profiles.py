@@ -7,7 +7,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from serve_app.settings.schema import LLMSettings, SettingsError, parse
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError, parse
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from tests.serve_app.simulation.virtual import NUMBERS, profile
 

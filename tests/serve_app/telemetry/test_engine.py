@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batcher import ContinuousBatcher
 from serve_app.relay.usage import PromptUsage, RequestUsage
-from serve_app.settings.schema import SILENT, TelemetrySettings, TraceSettings
+from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 

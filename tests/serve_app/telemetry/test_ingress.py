@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
-from serve_app.settings.schema import SILENT, TelemetrySettings, TraceSettings
+from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry import ingress
 from serve_app.telemetry.ingress import IngressTelemetry
 

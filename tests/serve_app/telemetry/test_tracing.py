@@ -9,7 +9,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from serve_app.api.scheduling import Scheduling
 from serve_app.relay.usage import PromptUsage, RequestUsage
-from serve_app.settings.schema import SettingsError, TraceSettings, parse
+from serve_app.settings.schema import SettingsError, parse
+from serve_app.settings.telemetry import TraceSettings
 from serve_app.telemetry.request_tracker import TrackedRequest
 from serve_app.telemetry.tracing import Tracing, pass_on
 

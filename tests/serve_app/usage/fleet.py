@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from serve_app.settings.schema import Quota, QuotasSettings
+from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.usage.messages import Answer, Report
 from serve_app.usage.quota_client import QuotaClient
 from serve_app.usage.quota_service import QuotaService

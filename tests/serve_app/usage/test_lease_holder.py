@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.settings.schema import Quota
+from serve_app.settings.usage import Quota
 from serve_app.usage.lease_holder import SLOTS_S, Lease, LeaseHolder, Reservation, tightest
 from serve_app.usage.messages import LIMITS, LeaseID
 from serve_app.usage.quota_book import QuotaBook

@@ -1,6 +1,6 @@
 """Names of leases, and the limits of each kind."""
 
-from serve_app.settings.schema import Quota
+from serve_app.settings.usage import Quota
 from serve_app.usage.messages import LIMITS, key_subject, limits_of, tenant_subject
 
 

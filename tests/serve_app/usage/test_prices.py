@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.settings.schema import PriceSettings, UsageSettings
+from serve_app.settings.usage import PriceSettings, UsageSettings
 from serve_app.usage.prices import Prices, pack, prices_of, unpack
 
 SETTINGS = UsageSettings(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.settings.schema import Quota
+from serve_app.settings.usage import Quota
 from serve_app.usage.lease_holder import Reservation
 from serve_app.usage.quota_client import KeyQuota, QuotaClient
 from tests.batcher.virtual import virtual

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.settings.schema import Quota, QuotasSettings
+from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.usage.messages import Account, LeaseID, Report
 from serve_app.usage.quota_service import QuotaService
 from serve_app.usage.state import StateError, TakenOverError, open_state

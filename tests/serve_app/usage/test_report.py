@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.settings.schema import PriceSettings
+from serve_app.settings.usage import PriceSettings
 from serve_app.usage.closing import Closer
 from serve_app.usage.disk import LocalDisk
 from serve_app.usage.files import open_path

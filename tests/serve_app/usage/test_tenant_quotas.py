@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.settings.schema import Quota, QuotasSettings, SettingsError
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.usage.tenant_quotas import TenantQuotas, read_quotas
 
 

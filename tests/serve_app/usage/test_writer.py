@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.settings.schema import LedgerSettings, PriceSettings, SettingsError, UsageSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
 from serve_app.usage.calls import CallBook
 from serve_app.usage.disk import LocalDisk
 from serve_app.usage.remote import Remote

@@ -1,0 +1,93 @@
+"""Settings of LoRA adapters."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+)
+
+from serve_app.api.protocol import Flag
+from serve_app.settings.fields import ServedId, Strict
+from serve_app.settings.sources import DEMO_FOLDER, DEMO_MODEL
+
+
+def _adapter_source(source: str) -> str:
+    if "://" in source or source.startswith(("/", "~/")) or re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        return source
+    raise ValueError(
+        f"must be an absolute path, a Hugging Face id such as org/name, or a URL such as s3://BUCKET/PATH, "
+        f"not {source!r}"
+    )
+
+
+class AdapterSettings(Strict):
+    """A LoRA adapter of a language model, in PEFT's file format.
+
+    Attributes:
+        source: A directory, a Hugging Face id, a URL such as `s3://BUCKET/PATH`, or `saturate://demo/NAME`.
+        id: The name that clients put in `model`; by default `MODEL:NAME`, with the last part of `source`.
+        pinned: It keeps its slot in the engine, whatever else is asked for.
+    """
+
+    source: Annotated[str, AfterValidator(_adapter_source)]
+    id: ServedId | None = None
+    pinned: Flag = False
+
+    @property
+    def name(self) -> str:
+        """The last part of the source: what clients may see of it."""
+        return self.source.rstrip("/").rpartition("/")[2]
+
+    @property
+    def root(self) -> str:
+        """The source as clients see it: without the directories or the bucket that it is in."""
+        private = "://" in self.source or self.source.startswith(("/", "~"))
+        return self.name if private else self.source
+
+    @property
+    def location(self) -> str:
+        """The directory, Hugging Face id or URL that the files are read from."""
+        if self.source.startswith(f"{DEMO_MODEL}/"):
+            return str(DEMO_FOLDER / "adapters" / self.name)
+        return str(Path(self.source).expanduser()) if self.source.startswith("~/") else self.source
+
+
+def adapters_by_id(model: str, adapters: Sequence[AdapterSettings]) -> dict[str, AdapterSettings]:
+    """Return adapters by their ids.
+
+    Args:
+        model: Id of their base model.
+        adapters: The adapters.
+
+    Raises:
+        ValueError: Two have the same id.
+    """
+    found: dict[str, AdapterSettings] = {}
+    for number, adapter in enumerate(adapters):
+        id = adapter.id or f"{model}:{adapter.name}"
+        if id in found:
+            raise ValueError(f"adapters[{number}].id: {id!r} is used twice; each adapter needs its own")
+        found[id] = adapter
+    return found
+
+
+MAX_SLOTS = 8
+"""Adapters in one batch of an engine, at most, unless `max_loras` says otherwise."""
+
+LATER_SLOTS = 4
+"""The least of it where adapters may come while the service runs."""
+
+MAX_CPU_SLOTS = 64
+
+
+def check_pinned(slots: int, adapters: Iterable[AdapterSettings]) -> None:
+    """Raise a ValueError if pinned adapters leave no slot to others."""
+    pinned = sum(adapter.pinned for adapter in adapters)
+    if pinned and pinned >= slots:
+        raise ValueError(
+            f"adapters: {pinned} are pinned, and the engine has {slots} slots (engine.max_loras), of which "
+            "one has to stay free; pin fewer, or raise max_loras"
+        )

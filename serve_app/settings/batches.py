@@ -1,0 +1,85 @@
+"""Settings of files and batches."""
+
+import re
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    model_validator,
+)
+
+from serve_app.settings.fields import Folder, FolderOrURL, Positive, Strict
+
+DAY_S = 86_400
+
+
+def _database(url: str) -> str:
+    if not re.fullmatch(r"postgres(ql)?://\S+", url):
+        raise ValueError(
+            "must be a URL such as postgresql://USER@HOST/DATABASE; leave it out for SQLite in the folder"
+        )
+    return url
+
+
+class BatchesSettings(Strict):
+    """Files and batches of OpenAI's API, in a deployment of their own, `Batches`.
+
+    Attributes:
+        folder: Directory of the state and the contents, on a volume that outlives the node; it is created
+            if missing. One service has it at a time.
+        content: Directory or URL of the contents, in place of the folder: `s3://BUCKET/PREFIX`, `gs://...`.
+        database: URL of a PostgreSQL database for the state, in place of SQLite in the folder.
+        database_env: Environment variable with that URL, which may hold a password.
+        max_file_bytes: Largest upload.
+        max_tenant_bytes: Most bytes of all uploads of a tenant.
+        max_lines: Most rows of a batch.
+        max_line_bytes: Most bytes of a row.
+        max_open_batches: Most batches of a tenant that haven't ended.
+        retention_s: Seconds after which a file is deleted, if its upload doesn't say.
+        max_result_bytes: Most bytes of all result files of a tenant; the oldest are deleted beyond it.
+        max_rows_in_flight: Most rows that are sent to the engines at once.
+    """
+
+    folder: Folder
+    content: FolderOrURL | None = None
+    database: Annotated[str, AfterValidator(_database)] | None = None
+    database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    max_file_bytes: Positive = 200 << 20
+    max_tenant_bytes: Positive = 20 << 30
+    max_lines: Positive = 50_000
+    max_line_bytes: Positive = 4 << 20
+    max_open_batches: Positive = 100
+    retention_s: Annotated[int, Field(strict=True, ge=3600)] = 30 * DAY_S
+    max_result_bytes: Positive = 100 << 30
+    max_rows_in_flight: Positive = 1024
+
+    @model_validator(mode="after")
+    def _agree_with_each_other(self) -> "BatchesSettings":
+        if self.database and self.database_env:
+            raise ValueError("give database or database_env, not both")
+        if self.max_line_bytes > self.max_file_bytes:
+            raise ValueError(
+                f"max_line_bytes: must be at most max_file_bytes, which is {self.max_file_bytes}"
+            )
+        if self.max_file_bytes > self.max_tenant_bytes:
+            raise ValueError(
+                f"max_file_bytes: must be at most max_tenant_bytes, which is {self.max_tenant_bytes}"
+            )
+        return self
+
+
+class BatchLimits(Strict):
+    """Limits of an API key on files and batches, in place of those of `BatchesSettings`.
+
+    Attributes:
+        max_file_bytes: Largest upload.
+        max_tenant_bytes: Most bytes of all uploads of its tenant when it adds one.
+        max_lines: Most rows of a batch.
+        max_open_batches: Most batches of its tenant that haven't ended when it creates one.
+    """
+
+    max_file_bytes: Positive | None = None
+    max_tenant_bytes: Positive | None = None
+    max_lines: Positive | None = None
+    max_open_batches: Positive | None = None

@@ -1,0 +1,84 @@
+"""Settings of the Ingress: limits of requests, and access by keys."""
+
+import re
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    model_validator,
+)
+
+from serve_app.api.addresses import Network
+from serve_app.api.protocol import Flag
+from serve_app.settings.fields import File, Positive, Seconds, Strict
+
+
+def _origin(url: str) -> str:
+    if url != "*" and not re.fullmatch(r"https?://[^/\s]+", url):
+        raise ValueError(f"must be '*' or an origin such as https://chat.example.com, not {url!r}")
+    return url
+
+
+class IngressSettings(Strict):
+    """Limits of the HTTP side.
+
+    Attributes:
+        max_body_bytes: Largest request body; a larger one is answered 413.
+        max_bytes_in_flight: Most bytes of all request bodies that one Ingress replica holds, from their
+            arrival to the end of their answers; beyond it 503. By default eight times `max_body_bytes`.
+        body_timeout_s: Seconds within which a request body has to arrive; a slower one is answered 408.
+        max_prompts: Most prompts in one call, and records in one `/process` call.
+        max_tokens: Most tokens per answer that a request may ask for; the default bound is the model's
+            context.
+        max_n: Most answers per prompt (`n`).
+        max_messages: Most messages and parts of their contents, in all chats of a call; and most tools.
+        max_values: Most values in a JSON body: texts, objects, lists; of numbers in lists 50 times as many.
+        open_adapters: Clients may load and unload adapters where the service asks for no keys.
+        allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
+    """
+
+    max_body_bytes: Positive = 32 * 1024 * 1024
+    max_bytes_in_flight: Positive | None = None
+    body_timeout_s: Seconds = 60.0
+    max_prompts: Positive = 10_000
+    max_tokens: Positive | None = None
+    max_n: Positive = 128
+    max_messages: Positive = 10_000
+    max_values: Positive = 100_000
+    open_adapters: Flag = False
+    allow_origins: tuple[Annotated[str, AfterValidator(_origin)], ...] = ()
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """`max_bytes_in_flight` in effect."""
+        return self.max_bytes_in_flight or 8 * self.max_body_bytes
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> "IngressSettings":
+        if self.bytes_in_flight < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"max_bytes_in_flight: must be at least twice max_body_bytes, which is {self.max_body_bytes}"
+            )
+        return self
+
+
+class AccessSettings(Strict):
+    """Sources of API keys; `serve_app.auth.keys.Key` has the fields of a key.
+
+    Attributes:
+        keys_file: A YAML or JSON list of keys. It is read again when it changes.
+        keys_env: Environment variable with such a list; it is read once.
+        trusted_proxies: Ranges of addresses of the proxies whose `X-Forwarded-For` tells a client's address,
+            for keys with `allow_from`. By default the peer of the connection is the client.
+    """
+
+    keys_file: File | None = None
+    keys_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    trusted_proxies: tuple[Network, ...] = ()
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> "AccessSettings":
+        if self.keys_file is None and self.keys_env is None:
+            raise ValueError("give keys_file or keys_env; to serve without API keys, leave access out")
+        return self

@@ -1,0 +1,312 @@
+"""Settings of models: language models and functions."""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
+
+from batcher import PROFILES, DynamicBatcher, profile
+from batcher.forming import Forming
+from serve_app.api.protocol import Flag, SamplingFields
+from serve_app.settings.adapters import (
+    LATER_SLOTS,
+    MAX_CPU_SLOTS,
+    MAX_SLOTS,
+    AdapterSettings,
+    adapters_by_id,
+    check_pinned,
+)
+from serve_app.settings.fields import (
+    FolderOrURL,
+    Group,
+    Host,
+    ModelId,
+    NotNegative,
+    Positive,
+    Seconds,
+    Strict,
+    Weights,
+)
+from serve_app.settings.sources import DEMO_FOLDER, DEMO_MODEL
+from serve_app.simulation.profiles import Profile, read_profile
+
+
+class EngineSettings(Strict):
+    """vLLM's own settings, named as in `vllm serve --help`, with underscores.
+
+    A setting left out keeps vLLM's default. `extra` takes any other `vllm serve` option; vLLM
+    checks its value when the engine starts.
+    """
+
+    tokenizer: str | None = None
+    revision: str | None = None
+    dtype: Literal["auto", "half", "float16", "bfloat16", "float", "float32"] | None = None
+    quantization: str | None = None
+    load_format: str | None = None
+    trust_remote_code: Flag | None = None
+    seed: Annotated[int, Field(strict=True)] | None = None
+    max_model_len: Positive | None = None
+    gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
+    kv_cache_memory_bytes: Positive | None = None
+    tensor_parallel_size: Positive | None = None
+    pipeline_parallel_size: Positive | None = None
+    max_num_seqs: Positive | None = None
+    max_num_batched_tokens: Positive | None = None
+    enable_chunked_prefill: Flag | None = None
+    long_prefill_token_threshold: NotNegative | None = None
+    scheduling_policy: Literal["fcfs", "priority"] | None = None
+    enable_prefix_caching: Flag | None = None
+    enforce_eager: Flag | None = None
+    distributed_executor_backend: str | None = None
+    chat_template: str | None = None
+    enable_auto_tool_choice: Flag | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_lora: Flag | None = None
+    max_loras: Positive | None = None
+    max_cpu_loras: Positive | None = None
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] | None = None
+    allowed_media_domains: list[Host] | None = None
+    extra: dict[str, Any] = Field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that are set, by their vLLM names."""
+        return self.model_dump(exclude={"extra"}, exclude_none=True) | self.extra
+
+    @model_validator(mode="after")
+    def _extra_holds_only_the_rest(self) -> "EngineSettings":
+        for name in self.extra:
+            if name in type(self).model_fields:
+                raise ValueError(f"extra.{name}: put {name} directly under engine, where it is checked")
+            if name in {"model", "served_model_name", "host", "port", "uds", "api_key"}:
+                raise ValueError(f"extra.{name}: saturate sets this itself; leave it out")
+        return self
+
+
+class GoalSettings(Strict):
+    """Latency goals for 99 of 100 requests of the tiers above `flex`; see `batcher.Goals`.
+
+    Attributes:
+        ttft_p99_s: Seconds from arrival at the replica to the first token.
+        tpot_p99_s: Seconds per token after the first.
+    """
+
+    ttft_p99_s: Seconds
+    tpot_p99_s: Seconds | None = None
+
+
+class BatcherSettings(Strict):
+    """Admission of requests to one Engine replica.
+
+    Attributes:
+        policy: `guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so
+            a running request is never preempted. `max_utilization` reserves the prompt and an
+            output estimated from finished requests: more run at once, some may be preempted.
+        capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
+        max_running: Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs`
+            plus as many as end within two steps: these wait in vLLM, so that no step runs with a free
+            sequence slot.
+        max_queue_size: Most requests that wait; the next one is answered 429.
+        max_queue_tokens: Most tokens that wait; by default only `max_queue_size` bounds the queue.
+        tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
+        goals: Latency goals for the tiers above `flex`; `flex` runs beside them as far as the goals
+            allow. vLLM schedules by tier too, unless `engine.scheduling_policy` says otherwise. Without
+            goals a tier goes before the next lower one, and nothing more.
+        priority_aging_s: Seconds of waiting after which a tier goes before the next higher one, for one
+            request; null: never. The default is 10, with goals null.
+    """
+
+    policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict"
+    capacity_tokens: Positive | None = None
+    max_running: Positive | None = None
+    max_queue_size: Positive = 5_000
+    max_queue_tokens: Positive | None = None
+    tenant_weights: Weights = Field(default_factory=dict)
+    goals: GoalSettings | None = None
+    priority_aging_s: Seconds | None = 10.0
+
+    @property
+    def aging_s(self) -> float | None:
+        """`priority_aging_s` in effect: null with goals, since ageing works against them, unless set."""
+        left_out = "priority_aging_s" not in self.model_fields_set
+        return None if self.goals and left_out else self.priority_aging_s
+
+
+class LLMSettings(Strict):
+    """A language model in vLLM, served by one Engine deployment, `Engine:<id>`.
+
+    Attributes:
+        id: The name that clients put in `model`.
+        kind: "llm"; may be left out.
+        source: A Hugging Face model id, a directory, or `saturate://demo`.
+        engine: vLLM's settings.
+        batcher: Admission to each replica.
+        sampling: Defaults for `/generate` where a request leaves a field out.
+        engine_hang_timeout_s: Seconds without a step after which the replica of an engine with work is
+            replaced. It has to exceed the longest step, a kernel's first compilation included. With
+            `disable_log_stats` only a step that yields a token is seen: then it has to exceed the longest
+            prompt's time to first token.
+        grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
+            may take to parse; one that takes longer is answered 400.
+        grammar_compile_cpu_s: The same to compile one, for the tokens of the model.
+        max_tokenize_tokens: Most tokens of a text of `/tokenize`, and of a list of `/detokenize`; null: as
+            many as the context. Other routes take what fits into the context.
+        max_prompt_logprobs: Most logprobs of a prompt (`prompt_logprobs`, `echo` with `logprobs`): its tokens
+            times the logprobs of each. vLLM makes them on the event loop.
+        simulate: Profile of a simulated device, which takes the model's place: a built-in one by its name, a
+            YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. Then
+            `source` lends its tokenizer only; the default is the demo model's.
+        share: Name of a group of models that take turns on a device: one of them is awake, the others sleep.
+        routing: `prefix` sends a request to the replica that has the longest beginning of its prompt in its
+            KV cache, if that is not much more loaded than the others. `least_loaded` looks at tokens alone.
+        adapters: LoRA adapters that are served beside the model.
+        adapters_folder: Directory that all replicas share, or URL, which keeps the adapters that are loaded
+            by `POST /v1/load_lora_adapter`; left out: none can be.
+    """
+
+    id: ModelId
+    kind: Literal["llm"] = "llm"
+    source: Annotated[str, Field(min_length=1)]
+    engine: EngineSettings = EngineSettings()
+    batcher: BatcherSettings = BatcherSettings()
+    sampling: SamplingFields = SamplingFields()
+    engine_hang_timeout_s: Seconds = 60.0
+    grammar_cpu_s: Seconds = 0.1
+    grammar_compile_cpu_s: Seconds = 5.0
+    max_tokenize_tokens: Positive | None = None
+    max_prompt_logprobs: Positive = 32_768
+    routing: Literal["prefix", "least_loaded"] = "prefix"
+    simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
+    share: Group | None = None
+    adapters: tuple[AdapterSettings, ...] = ()
+    adapters_folder: FolderOrURL | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simulation_needs_no_source(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("simulate") is not None:
+            return {"source": DEMO_MODEL, **fields}
+        return fields
+
+    @property
+    def path(self) -> str:
+        """The model that vLLM loads: a directory or a Hugging Face id."""
+        if self.source == DEMO_MODEL:
+            return str(DEMO_FOLDER / "model")
+        return self.source
+
+    @property
+    def has_adapters(self) -> bool:
+        """True if the engine can run adapters."""
+        if self.engine.enable_lora is not None:
+            return self.engine.enable_lora
+        return bool(self.adapters) or self.adapters_folder is not None
+
+    @property
+    def slots(self) -> int:
+        """`engine.max_loras` in effect: room for the pinned adapters and others."""
+        pinned = sum(adapter.pinned for adapter in self.adapters)
+        later = self.adapters_folder is not None or self.engine.enable_lora
+        usual = max(len(self.adapters), LATER_SLOTS if later else 1)
+        return self.engine.max_loras or max(min(usual, MAX_SLOTS), pinned + 1)
+
+    @property
+    def cpu_slots(self) -> int:
+        """`engine.max_cpu_loras` in effect: all adapters of the config, up to a bound."""
+        most = min(max(len(self.adapters), 4 * self.slots), MAX_CPU_SLOTS)
+        return self.engine.max_cpu_loras or max(most, self.slots)
+
+    @model_validator(mode="after")
+    def _adapters_fit(self) -> "LLMSettings":
+        adapters_by_id(self.id, self.adapters)
+        if self.adapters and self.engine.enable_lora is False:
+            raise ValueError("engine.enable_lora: must be true, or left out, since there are adapters")
+        check_pinned(self.slots, self.adapters)
+        return self
+
+
+def _known_profile(name: str) -> str:
+    if name not in PROFILES:
+        raise ValueError(f"must be one of {', '.join(map(repr, PROFILES))}, not {name!r}")
+    return name
+
+
+class FunctionBatcherSettings(Strict):
+    """Batching of records for a function; the settings are arguments of `batcher.DynamicBatcher`.
+
+    Attributes:
+        profile: A preset, see `batcher.PROFILES`; other settings override its values.
+    """
+
+    profile: Annotated[str, AfterValidator(_known_profile)] | None = None
+    target_batch_cost: Positive | None = None
+    max_batch_size: Positive | None = None
+    min_batch_size: Positive | None = None
+    batch_timeout_s: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None = None
+    max_queue_size: Positive | None = None
+    max_queue_cost: Positive | None = None
+    prefetch_batches: NotNegative | None = None
+    max_concurrent_batches: Positive | None = None
+    forming: Forming | None = None
+    padded: Flag | None = None
+    on_error: Literal["split", "fail", "single"] | None = None
+    tenant_weights: Weights | None = None
+    priority_aging_s: Seconds | None = 10.0
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `DynamicBatcher`: the profile's, overridden by those that are set."""
+        given = self.model_dump(exclude={"profile", "priority_aging_s"}, exclude_none=True)
+        given["priority_aging_s"] = self.priority_aging_s
+        return given if self.profile is None else profile(self.profile, **given)
+
+    @model_validator(mode="after")
+    def _agree_with_each_other(self) -> "FunctionBatcherSettings":
+        # The batcher itself refuses arguments that contradict each other.
+        DynamicBatcher(list, **self.arguments())
+        return self
+
+
+def _target(path: str) -> str:
+    name = r"[A-Za-z_][A-Za-z0-9_]*"
+    if not re.fullmatch(rf"{name}(\.{name})*:{name}", path):
+        raise ValueError(f"must have the form 'package.module:Class', not {path!r}")
+    return path
+
+
+class FunctionSettings(Strict):
+    """A model that is a function of a batch, served by one deployment, `Engine:<id>`.
+
+    Attributes:
+        id: The name that clients put in `model`.
+        kind: "function".
+        target: Import path of a class with a method `process(batch)`, as "package.module:Class".
+        options: Keyword arguments of the class.
+        embeddings: Records are texts and results their vectors; `/v1/embeddings` serves the model too.
+        batcher: Batching of records.
+    """
+
+    id: ModelId
+    kind: Literal["function"]
+    target: Annotated[str, AfterValidator(_target)]
+    options: dict[str, Any] = Field(default_factory=dict)
+    embeddings: Flag = False
+    batcher: FunctionBatcherSettings = FunctionBatcherSettings()
+
+
+def _kind(model: object) -> str:
+    """Return the kind of a model, which selects the branch of `ModelSettings`."""
+    if not isinstance(model, dict):
+        return str(getattr(model, "kind", "llm"))
+    return str(model.get("kind", "llm"))
+
+
+ModelSettings = Annotated[
+    Annotated[LLMSettings, Tag("llm")] | Annotated[FunctionSettings, Tag("function")], Discriminator(_kind)
+]

@@ -1,0 +1,55 @@
+"""Settings of metrics, traces and the request log."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    Field,
+)
+
+from serve_app.api.protocol import Flag
+from serve_app.settings.fields import Strict
+
+
+def _endpoint(url: str) -> str:
+    if not re.fullmatch(r"(https?|file)://\S+", url):
+        raise ValueError(f"must begin with http://, https:// or file://, not {url!r}")
+    return url
+
+
+class TraceSettings(Strict):
+    """Export of OpenTelemetry spans.
+
+    Attributes:
+        endpoint: A collector's URL for OTLP over HTTP, such as http://collector:4318/v1/traces; or
+            file:///DIRECTORY, where each process writes a file of JSON lines.
+        sample_ratio: Sampled share, 0 to 1, of the requests without a trace context. The context of the
+            others says whether they are sampled.
+    """
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)]
+    sample_ratio: Annotated[float, Field(strict=True, ge=0, le=1)] = 1.0
+
+
+class TelemetrySettings(Strict):
+    """Metrics, request log and traces.
+
+    Attributes:
+        metrics: Export the service's metrics on Ray's Prometheus endpoint.
+        engine_metrics: Export vLLM's metrics there too.
+        tenants: Most tenants with a series of their own; the others share one.
+        request_log: Format, "json" or "text", of the line that the Ingress writes per request to a file
+            beside Serve's logs; null: no log. Prompts and answers are never in it.
+        traces: Export of spans; null: none.
+    """
+
+    metrics: Flag = True
+    engine_metrics: Flag = True
+    tenants: Annotated[int, Field(strict=True, ge=0, le=1_000)] = 20
+    request_log: Literal["json", "text"] | None = "json"
+    traces: TraceSettings | None = None
+
+
+SILENT = TelemetrySettings(metrics=False, engine_metrics=False, request_log=None)
+"""Telemetry of a replica outside Ray Serve."""
