@@ -43,7 +43,7 @@ def view(url: str, now: Poll, before: Poll | None) -> View:
     models, tenants = [], _Tenants(growth)
     for id, report in now.stats["models"].items():
         entries, earlier = _entries(report), _entries(then.get(id, {}))
-        models.append(_model(id, report, health.get(id, {}), entries, earlier, growth))
+        models.append(_model(id, report, _mapping(health.get(id)), entries, earlier, growth))
         tenants.add(entries, earlier)
     batches = now.stats.get("batches")
     return View(
@@ -283,6 +283,10 @@ def _by_tier(classes: Any) -> dict[str, int]:
                     name = tier(int(priority))
                     found[name] = found.get(name, 0) + waiting[0]
     return found
+
+
+def _mapping(value: Any) -> JSON:
+    return value if isinstance(value, dict) else {}
 
 
 def _share(part: float | None, whole: float | None) -> float | None:

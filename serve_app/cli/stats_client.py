@@ -111,7 +111,7 @@ class StatsClient:
             raise StatsError(f"{self.url}: no answer within {ANSWER_S:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             # A connection that breaks has no message.
-            raise StatsError(f"{self.url}: {error or type(error).__name__}") from None
+            raise StatsError(f"{self.url}: {str(error) or type(error).__name__}") from None
 
     def _health(self) -> JSON:
         """Return the health of the models; a picture without it lacks little."""
