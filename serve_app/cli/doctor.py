@@ -77,9 +77,10 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
       saturate doctor --json | jq '.findings[] | select(.level != "ok")'
     """
     plan = Plan() if config is None else read_plan(config)
-    case = Case(Machine(), plan, address or os.environ.get("RAY_ADDRESS"))
+    address = address or os.environ.get("RAY_ADDRESS")
+    case = Case(Machine(), plan, None if address == "local" else address)
     found = []
-    for name, finding in examine(case):
+    for name, finding in examine(case, CHECKS):
         found.append((name, finding))
         if not as_json:
             _show(name, finding)
@@ -99,7 +100,7 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def examine(case: Case, checks: Mapping[str, Check] = CHECKS) -> Iterator[tuple[str, Finding]]:
+def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[tuple[str, Finding]]:
     """Yield the finding of each check that plays a part; one that fails itself is a warning."""
     for name, check in checks.items():
         try:

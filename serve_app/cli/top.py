@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 
 import click
@@ -84,10 +83,10 @@ def top(url: str, api_key: str | None, interval: float, once: bool, as_json: boo
     return 0
 
 
-def _once(client: StatsClient, interval_s: float, sleep: Callable[[float], None] = time.sleep) -> View:
+def _once(client: StatsClient, interval_s: float) -> View:
     """Return the figures of one interval."""
     before = client.poll()
-    sleep(interval_s)
+    time.sleep(interval_s)
     return view(client.url, client.poll(), before)
 
 

@@ -18,7 +18,7 @@ DASHBOARD_PORT = 8265
 def check_cluster(case: Case) -> Finding | None:
     """Check that the cluster can be reached, and has the Ray of this machine; None: there is no cluster."""
     address = case.address
-    if not address or address == "local":
+    if not address:
         return None
     if address == "auto":
         note = Path(case.machine.environment.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster")

@@ -16,13 +16,13 @@ class GPU(NamedTuple):
     """A GPU; memory in MiB, None: it can't be told.
 
     Attributes:
-        index: Its number.
+        number: Its number.
         name: Its name.
         total: Its memory.
         free: The part that is free.
     """
 
-    index: str
+    number: str
     name: str
     total: int | None
     free: int | None
@@ -32,7 +32,7 @@ def check_driver(case: Case) -> Finding:
     """Check the NVIDIA driver, and that it runs the CUDA for which torch is built."""
     machine = case.machine
     build = torch_cuda(machine)
-    wanted = sum(one.gpus * one.replicas for one in case.plan.deployments)
+    wanted = _wanted(case)
     try:
         said = machine.run("nvidia-smi")
     except CommandError as error:
@@ -79,8 +79,8 @@ def check_gpus(case: Case) -> Finding | None:
     if gpus is None:
         return None
     there = _visible(gpus, case.machine)
-    wanted = sum(one.gpus * one.replicas for one in case.plan.deployments)
-    listed = ", ".join(f"{one.index} {one.name} ({_gb(one.free)} of {_gb(one.total)} free)" for one in there)
+    wanted = _wanted(case)
+    listed = ", ".join(f"{one.number} {one.name} ({_gb(one.free)} of {_gb(one.total)} free)" for one in there)
     if wanted > len(there):
         hidden = f" ({HIDDEN} hides {len(gpus) - len(there)})" if len(there) < len(gpus) else ""
         return problem(
@@ -98,7 +98,7 @@ def check_gpus(case: Case) -> Finding | None:
         for one in roomy:
             if one.total and one.free is not None and one.free < part * one.total:
                 return problem(
-                    f"{model.id} takes {_gb(part * one.total)} of GPU {one.index}, and {_gb(one.free)} are "
+                    f"{model.id} takes {_gb(part * one.total)} of GPU {one.number}, and {_gb(one.free)} are "
                     f"free{held}",
                     "end those processes (`saturate stop`), or lower engine.gpu_memory_utilization",
                 )
@@ -111,6 +111,11 @@ def torch_cuda(machine: Machine) -> str | None:
     """Return the CUDA version for which torch is built, such as "12.9"; None: it is built without."""
     found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", machine.package_text("torch", "version.py") or "", re.M)
     return found[1] if found else None
+
+
+def _wanted(case: Case) -> float:
+    """Return the GPUs that the config reserves here; those of a cluster may be in other machines."""
+    return 0.0 if case.address else sum(one.gpus * one.replicas for one in case.plan.deployments)
 
 
 def _gpus(machine: Machine) -> list[GPU] | None:
@@ -144,7 +149,7 @@ def _visible(gpus: list[GPU], machine: Machine) -> list[GPU]:
     if not all(name.isdigit() for name in names):
         # Named by UUID; or -1 hides all.
         return gpus[: len([name for name in names if not name.startswith("-")])]
-    return [one for one in gpus if one.index in names]
+    return [one for one in gpus if one.number in names]
 
 
 def _version(text: str) -> tuple[int, int]:
