@@ -27,7 +27,7 @@ class Figures:
         prompt_tokens_per_s: Tokens in.
         output_tokens_per_s: Tokens out.
         wait_p50_s: Seconds in the queue: median of the last 512 requests; `wait_p99_s`: percentile.
-        ttft_p50_s: Seconds in the replica until the first token: median of the last 512 streams;
+        ttft_p50_s: Seconds from arrival in the replica to the first token: median of the last 512 streams;
             `ttft_p99_s`: percentile.
         ttft_goal_s: Goal for `ttft_p99_s`, if the config sets one.
         ttft_expected_s: Value that the replica expects for it.
@@ -102,7 +102,7 @@ class Model:
         state: "ready", "starting", "asleep" (scaled to zero, or until its turn), "failed" or "error".
         detail: The reason of a state other than "ready", if it is known.
         simulated: Profile of its simulated device; None: its device is real.
-        expected: Replicas that can serve, as Ray Serve counts them; None: not known.
+        ready_replicas: Replicas that can serve, as Ray Serve counts them; None: not known.
         figures: Figures of its replicas together.
         replicas: Its replicas, as far as they answer.
         adapters: Its LoRA adapters.
@@ -112,7 +112,7 @@ class Model:
     state: str
     detail: str
     simulated: str | None
-    expected: int | None
+    ready_replicas: int | None
     figures: Figures
     replicas: Sequence[Replica]
     adapters: Sequence[Adapter]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from rich.console import Console
 from rich.live import Live
@@ -31,12 +32,10 @@ def watch(
         StatsError: The first look fails.
     """
     console = console or Console()
-    before: Poll | None = None
-    last = client.poll()
-    shown = view(client.url, last, None)
-    lost_at: float | None = None
-    note = ""
-    try:
+    with suppress(KeyboardInterrupt):
+        first = client.poll()
+        last: Poll | None = first
+        shown, note, lost_at = view(client.url, first, None), "", 0.0
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 live.update(picture(shown, console, note), refresh=True)
@@ -44,12 +43,11 @@ def watch(
                 try:
                     now = client.poll()
                 except StatsError as error:
-                    lost_at = clock() if lost_at is None else lost_at
+                    if last is not None:
+                        lost_at = clock()
+                    # Rates over the time in which the service was away would be wrong.
+                    last = None
                     note = f"lost for {clock() - lost_at:.0f} s, the picture is old: {error.message}"
                     continue
-                # Rates over the time in which the service was away would be wrong.
-                before, last = (None if lost_at is not None else last), now
-                shown = view(client.url, now, before)
-                lost_at, note = None, ""
-    except KeyboardInterrupt:
-        return
+                shown, note = view(client.url, now, last), ""
+                last = now

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from serve_app.cli.figures import Figures, Model, Replica, Tenant, View
+from serve_app.cli.reading import mapping, number
 
 MOST_REPLICAS, MOST_TENANTS, MOST_ADAPTERS = 16, 10, 8
 """Most lines of each kind; the JSON has all of them."""
@@ -126,10 +127,10 @@ def _is_detailed(model: Model) -> bool:
 
 def _model_state(model: Model) -> Text:
     there = len(model.replicas)
-    number = "" if not there and not model.expected else f" {there}"
-    if model.expected is not None and model.expected != there:
-        number = f" {there}/{model.expected}"
-    return Text(model.state + number, style=STYLES.get(model.state, "yellow"))
+    replicas = "" if not there and not model.ready_replicas else f" {there}"
+    if model.ready_replicas is not None and model.ready_replicas != there:
+        replicas = f" {there}/{model.ready_replicas}"
+    return Text(plain(model.state) + replicas, style=STYLES.get(model.state, "yellow"))
 
 
 def _replica_state(replica: Replica) -> Text:
@@ -178,19 +179,19 @@ def _tenants(tenants: Sequence[Tenant], console: Console) -> Table:
 
 def _batches(view: View) -> Text:
     """Return a line about the files and batches of the service."""
-    batches = view.batches or {}
+    batches = mapping(view.batches)
     if batches.get("error"):
         return Text.assemble(("batches: ", "bold"), plain(str(batches["error"])))
-    states = batches.get("batches") or {}
-    rows = batches.get("rows") or {}
-    parts = [f"{number} {state}" for state, number in states.items() if number]
+    parts = [f"{open} {state}" for state, open in mapping(batches.get("batches")).items() if open]
     if parts:
-        parts.append(f"rows: {count(rows.get('waiting'))} waiting, {count(rows.get('in_flight'))} in flight")
-        parts.append(f"{rate(batches.get('rows_per_s'))} rows/s")
-        if batches.get("eta_s"):
-            parts.append(f"{seconds(batches['eta_s'])} left")
-        if batches.get("late"):
-            parts.append(f"{batches['late']} will be late")
+        rows = mapping(batches.get("rows"))
+        waiting, running = (count(number(rows.get(name))) for name in ("waiting", "in_flight"))
+        parts.append(f"rows: {waiting} waiting, {running} in flight")
+        parts.append(f"{rate(number(batches.get('rows_per_s')))} rows/s")
+        if left := number(batches.get("eta_s")):
+            parts.append(f"{seconds(left)} left")
+        if late := number(batches.get("late")):
+            parts.append(f"{count(late)} will be late")
     return Text.assemble(("batches: ", "bold"), plain(" · ".join(parts) or "none is open"))
 
 
@@ -249,7 +250,7 @@ def _of(part: int | None, whole: int | None) -> str:
 
 
 def _tiers(tiers: dict[str, int]) -> str:
-    return ", ".join(f"{count(number)} {name}" for name, number in tiers.items()) or NOTHING
+    return ", ".join(f"{count(waiting)} {name}" for name, waiting in tiers.items()) or NOTHING
 
 
 def _goal(figures: Figures) -> str:

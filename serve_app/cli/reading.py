@@ -1,5 +1,6 @@
 """Reads the figures of a service from its statistics at two times."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -43,7 +44,7 @@ def view(url: str, now: Poll, before: Poll | None) -> View:
     models, tenants = [], _Tenants(growth)
     for id, report in now.stats["models"].items():
         entries, earlier = _entries(report), _entries(then.get(id, {}))
-        models.append(_model(id, report, _mapping(health.get(id)), entries, earlier, growth))
+        models.append(_model(id, report, mapping(health.get(id)), entries, earlier, growth))
         tenants.add(entries, earlier)
     batches = now.stats.get("batches")
     return View(
@@ -70,7 +71,7 @@ class _Growth:
         """Return the growth per second of a counter of a replica; None: it can't be known."""
         if earlier is None or self._seconds <= 0:
             return None
-        last, first = _number(of(entry)), _number(of(earlier))
+        last, first = number(of(entry)), number(of(earlier))
         return None if last is None or first is None else max(0.0, (last - first) / self._seconds)
 
 
@@ -82,13 +83,13 @@ def _model(id: str, report: JSON, health: JSON, entries: Entries, earlier: Entri
     if state == "failed":
         detail = next((str(one.turn["cause"]) for one in replicas if one.turn and one.turn.get("cause")), "")
     simulated = health.get("simulated")
-    expected = health.get("replicas")
+    ready = health.get("replicas")
     return Model(
         id,
         state,
         detail,
         simulated if isinstance(simulated, str) else None,
-        expected if isinstance(expected, int) else None,
+        ready if isinstance(ready, int) else None,
         _sum([one.figures for one in replicas]),
         replicas,
         _adapters(entries.values()),
@@ -118,13 +119,13 @@ def _replica(name: str, entry: JSON, earlier: JSON | None, growth: _Growth) -> R
     turn = turn if isinstance(turn, dict) else None
     if not isinstance(stats, dict):
         return Replica(name, False, turn, Figures())
-    kv, capacity = _number(stats.get("running_cost")), _number(stats.get("capacity"))
+    kv, capacity = number(stats.get("running_cost")), number(stats.get("capacity"))
     of_llm = capacity is not None
     busy = growth.per_s(entry, earlier, _of("batcher", "busy_time_s"))
     figures = Figures(
-        running=_number(stats.get("running")),
-        max_running=_number(stats.get("max_running")),
-        waiting=_number(stats.get("queue_depth")),
+        running=number(stats.get("running")),
+        max_running=number(stats.get("max_running")),
+        waiting=number(stats.get("queue_depth")),
         waiting_by_tier=_by_tier(stats.get("queue_classes")),
         kv_tokens=kv if of_llm else None,
         kv_capacity=capacity,
@@ -134,12 +135,11 @@ def _replica(name: str, entry: JSON, earlier: JSON | None, growth: _Growth) -> R
         prompt_tokens_per_s=growth.per_s(entry, earlier, _of("usage", "engine", "prompt")),
         output_tokens_per_s=growth.per_s(entry, earlier, _output),
         **{
-            name: _number(stats.get(name))
-            for name in ("wait_p50_s", "wait_p99_s", "ttft_p50_s", "ttft_p99_s")
+            name: number(stats.get(name)) for name in ("wait_p50_s", "wait_p99_s", "ttft_p50_s", "ttft_p99_s")
         },
-        ttft_goal_s=_number(stats.get("goal_ttft_s")),
-        ttft_expected_s=_number(stats.get("expected_ttft_s")),
-        **{name: _number(stats.get(f"total_{name}")) for name in OUTCOMES},
+        ttft_goal_s=number(stats.get("goal_ttft_s")),
+        ttft_expected_s=number(stats.get("expected_ttft_s")),
+        **{name: number(stats.get(f"total_{name}")) for name in OUTCOMES},
     )
     return Replica(name, True, turn, figures)
 
@@ -186,7 +186,7 @@ class _Tenants:
             for name, used in _used(entry).items():
                 sums = self._sums.setdefault(name, {})
                 for kind in ("calls", "prompt", "cached", "output", "cost"):
-                    sums[kind] = sums.get(kind, 0) + (_number(used.get(kind)) or 0)
+                    sums[kind] = sums.get(kind, 0) + (number(used.get(kind)) or 0)
                 for kind in ("prompt", "output"):
                     rate = self._growth.per_s(entry, before, _of("usage", "tenants", name, kind))
                     if rate is not None:
@@ -234,8 +234,8 @@ def _entries(report: JSON) -> Entries:
     """Return the replicas of a model's report; one without an id is known by its place."""
     listed = report.get("replicas", ())
     return {
-        str(entry.get("replica") or number): entry
-        for number, entry in enumerate(listed)
+        str(entry.get("replica") or place): entry
+        for place, entry in enumerate(listed)
         if isinstance(entry, dict)
     }
 
@@ -285,7 +285,8 @@ def _by_tier(classes: Any) -> dict[str, int]:
     return found
 
 
-def _mapping(value: Any) -> JSON:
+def mapping(value: Any) -> JSON:
+    """Return a mapping as it is; an empty one for everything else."""
     return value if isinstance(value, dict) else {}
 
 
@@ -293,6 +294,7 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _number(value: Any) -> Any:
+def number(value: Any) -> Any:
     """Return a number as it is; None for everything else."""
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if known else None

@@ -14,6 +14,9 @@ from serve_app.cli.reading import view
 from serve_app.cli.stats_client import StatsClient
 from serve_app.driver.options import DEFAULT_URL
 
+DUMB = {"dumb", "unknown"}
+"""Terminals on which nothing can be drawn, by the variable TERM."""
+
 WIDE = 160
 """Columns of a picture that goes to a file or a pipe, unless COLUMNS says otherwise."""
 
@@ -76,7 +79,7 @@ def top(url: str, api_key: str | None, interval: float, once: bool, as_json: boo
     with StatsClient(url, api_key) as client:
         if as_json:
             print(json.dumps(asdict(_once(client, interval)), indent=1, ensure_ascii=False))
-        elif once or not sys.stdout.isatty():
+        elif once or not sys.stdout.isatty() or os.environ.get("TERM") in DUMB:
             _print(_once(client, interval))
         else:
             _watch(client, interval)
@@ -95,8 +98,9 @@ def _print(shown: View) -> None:
 
     from serve_app.cli.picture import picture
 
-    wide = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", WIDE))
-    console = Console(width=wide)
+    columns = os.environ.get("COLUMNS", "")
+    given = int(columns) if columns.isdigit() else WIDE
+    console = Console(width=None if sys.stdout.isatty() else given)
     console.print(picture(shown, console))
 
 

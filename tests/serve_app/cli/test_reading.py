@@ -1,5 +1,6 @@
 """The figures of a service, from its statistics at two times."""
 
+import io
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from batcher import BatchStats
 from serve_app.cli.figures import Model, View
+from serve_app.cli.picture import picture
 from serve_app.cli.reading import view
 from serve_app.cli.stats_client import Poll
 from tests.serve_app.cli.fake_service import llm
@@ -171,7 +174,7 @@ def test_the_state_of_a_model_that_takes_turns(turns: list[str], state: str) -> 
 def test_a_simulated_model_says_so_and_replicas_that_are_missing_show() -> None:
     health = {"demo": {"state": "ready", "replicas": 3, "simulated": "h100-8b"}}
     model = only(poll(0.0, {"demo": replicas(llm("a"))}, health))
-    assert (model.simulated, model.expected, len(model.replicas)) == ("h100-8b", 3, 1)
+    assert (model.simulated, model.ready_replicas, len(model.replicas)) == ("h100-8b", 3, 1)
 
 
 def test_adapters_are_counted_over_the_replicas() -> None:
@@ -219,7 +222,7 @@ def test_the_fields_of_the_json_are_those_of_the_docs() -> None:
         "state",
         "detail",
         "simulated",
-        "expected",
+        "ready_replicas",
         "figures",
         "replicas",
         "adapters",
@@ -228,7 +231,7 @@ def test_the_fields_of_the_json_are_those_of_the_docs() -> None:
 
 
 anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
@@ -249,7 +252,11 @@ entries = st.fixed_dictionaries(
 )
 
 
-@given(st.lists(entries, max_size=3), st.lists(entries, max_size=3), anything)
-def test_a_service_of_another_version_breaks_nothing(now: Any, before: Any, health: Any) -> None:
-    """Entries are missing or mean something else; the figures that are there count."""
-    look(poll(1.0, {"m": replicas(*now)}, {"m": health}), poll(0.0, {"m": replicas(*before)}))
+@given(st.lists(entries, max_size=3), st.lists(entries, max_size=3), anything, anything)
+def test_a_service_of_another_version_breaks_nothing(
+    now: Any, before: Any, health: Any, batches: Any
+) -> None:
+    """Entries are missing or mean something else; the figures that are there are shown."""
+    later = poll(1.0, {"m": replicas(*now)}, {"m": health}, batches=batches)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(picture(look(later, poll(0.0, {"m": replicas(*before)})), console))

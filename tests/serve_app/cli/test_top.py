@@ -72,7 +72,7 @@ def test_json(service: FakeService) -> None:
         body = json.loads(ask(service.url, *arguments).stdout)
         assert body["url"] == service.url
         (model,) = body["models"]
-        assert (model["id"], model["state"], model["expected"]) == ("demo", "ready", 1)
+        assert (model["id"], model["state"], model["ready_replicas"]) == ("demo", "ready", 1)
         assert model["figures"]["running"] == 3
         assert model["figures"]["kv_used"] == 0.25
         assert model["figures"]["output_tokens_per_s"] > 0
@@ -118,7 +118,8 @@ def test_a_mistake_is_told(arguments: list[str], message: str) -> None:
 
 
 def test_the_help_has_no_need_of_ray() -> None:
-    script = "import sys; import serve_app.cli.top, serve_app.cli.live, serve_app.cli.doctor; print('ray' in sys.modules)"
+    modules = "serve_app.cli.top, serve_app.cli.live, serve_app.cli.doctor"
+    script = f"import sys, {modules}; print('ray' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True
     )

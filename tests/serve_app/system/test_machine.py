@@ -55,7 +55,7 @@ def test_programs() -> None:
     assert here.find_program("sh") == shutil.which("sh")
     assert here.run("sh", "-c", "echo hello") == "hello\n"
     assert here.run("no-such-program") is None
-    with pytest.raises(CommandError, match="^out of order$"):
+    with pytest.raises(CommandError, match=r"^out of order$"):
         here.run("sh", "-c", "echo out of order; echo more; exit 3")
     with pytest.raises(CommandError, match="exit code 3"):
         here.run("sh", "-c", "exit 3")
