@@ -216,7 +216,8 @@ class _Tenants:
 def _adapters(entries: Iterable[JSON]) -> list[Adapter]:
     found: dict[str, Adapter] = {}
     for entry in entries:
-        for one in entry.get("adapters") or ():
+        listed = entry.get("adapters")
+        for one in listed if isinstance(listed, list) else ():
             if not isinstance(one, dict) or "id" not in one:
                 continue
             id = str(one["id"])
@@ -278,10 +279,10 @@ def _by_tier(classes: Any) -> dict[str, int]:
     if isinstance(classes, dict):
         for priority, waiting in classes.items():
             # In JSON the keys are text.
-            with suppress(ValueError, TypeError, IndexError):
-                if waiting[0]:
+            with suppress(ValueError, TypeError, LookupError):
+                if records := number(waiting[0]):
                     name = tier(int(priority))
-                    found[name] = found.get(name, 0) + waiting[0]
+                    found[name] = found.get(name, 0) + records
     return found
 
 

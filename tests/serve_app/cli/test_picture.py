@@ -144,7 +144,7 @@ def test_turns_are_shown_by_replica() -> None:
 def test_models_without_replicas() -> None:
     models = {"down": {"replicas": [], "error": "no answer\nat all"}, "idle": {"replicas": []}}
     text = drawn(look(models, health={"idle": {"state": "asleep", "replicas": 0}}))
-    assert line(text, "down error").startswith("down error")
+    assert line(text, "down ").startswith("down error")
     assert "down: no answer at all" in text
     assert line(text, "idle").startswith("idle asleep")
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -230,11 +230,8 @@ def test_the_fields_of_the_json_are_those_of_the_docs() -> None:
     assert list(model["replicas"][0]) == ["replica", "statistics", "turn", "figures"]
 
 
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+anything = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=5), scalars, max_size=3)
 entries = st.fixed_dictionaries(
     {},
     optional={
@@ -252,6 +249,7 @@ entries = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(entries, max_size=3), st.lists(entries, max_size=3), anything, anything)
 def test_a_service_of_another_version_breaks_nothing(
     now: Any, before: Any, health: Any, batches: Any

