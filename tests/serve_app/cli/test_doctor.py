@@ -10,6 +10,7 @@ from serve_app.cli import doctor as command
 from serve_app.cli.checks.finding import Case, Check, Finding, ok, problem, warning
 from serve_app.cli.doctor import CHECKS, examine
 from serve_app.cli.main import saturate
+from serve_app.system.machine import Machine
 from tests.serve_app.cli.checks.machines import case
 from tests.serve_app.cli.services import config, write
 
@@ -102,6 +103,6 @@ def test_the_case(
 
 @pytest.mark.parametrize("name", set(CHECKS) - {"sources", "cluster"})
 def test_every_check_runs_on_this_machine(name: str) -> None:
-    for _, finding in examine(case(machine=command.Machine()), {name: CHECKS[name]}):
+    for _, finding in examine(case(machine=Machine()), {name: CHECKS[name]}):
         assert "could not run" not in finding.text
         assert bool(finding.fix) == (finding.level != "ok")

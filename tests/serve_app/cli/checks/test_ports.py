@@ -9,7 +9,7 @@ import pytest
 from serve_app.cli.checks import ports as checks
 from serve_app.cli.checks.plan import Plan
 from serve_app.cli.checks.ports import check_leftovers, check_ports, ports
-from serve_app.cli.runs import Run
+from serve_app.cli.runs import MARK, Run
 from serve_app.system.machine import Process
 from serve_app.system.processes import start_time
 from tests.serve_app.cli.checks.machines import FakeMachine, case
@@ -77,7 +77,7 @@ def test_a_port_of_haproxy_names_its_variable(taken: int) -> None:
 def test_a_port_of_a_service_is_a_warning(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = living()
     monkeypatch.setattr(checks, "find_runs", lambda: [run])
-    monkeypatch.setattr(checks, "environment", lambda pid: {checks.MARK: run.mark})
+    monkeypatch.setattr(checks, "environment", lambda pid: {MARK: run.mark})
     found = check_ports(case(plan=plain(taken)))
     assert found
     assert found.level == "warning"
