@@ -39,16 +39,16 @@ class Column:
 COLUMNS = (
     Column("running", lambda one: _of(one.running, one.max_running), 1),
     Column("waiting", lambda one: count(one.waiting), 0),
-    Column("by tier", lambda one: _tiers(one.waiting_by_tier), 7),
+    Column("by tier", lambda one: _tiers(one.waiting_by_tier), 4),
     Column("KV cache", lambda one: share(one.kv_used), 2),
     Column("tokens", lambda one: _of(one.kv_tokens, one.kv_capacity), 10),
     Column("out tok/s", lambda one: rate(one.output_tokens_per_s), 0),
-    Column("in tok/s", lambda one: rate(one.prompt_tokens_per_s), 6),
-    Column("req/s", lambda one: rate(one.requests_per_s), 5),
-    Column("TTFT p50", lambda one: seconds(one.ttft_p50_s), 4),
-    Column("p99", lambda one: _goal(one), 3),
+    Column("in tok/s", lambda one: rate(one.prompt_tokens_per_s), 7),
+    Column("req/s", lambda one: rate(one.requests_per_s), 6),
+    Column("TTFT p50", lambda one: seconds(one.ttft_p50_s), 5),
+    Column("TTFT p99", lambda one: _goal(one), 3),
     Column("wait p50", lambda one: seconds(one.wait_p50_s), 9),
-    Column("p99", lambda one: seconds(one.wait_p99_s), 8),
+    Column("wait p99", lambda one: seconds(one.wait_p99_s), 8),
     Column("busy", lambda one: share(one.busy), 11),
 )
 
@@ -67,9 +67,10 @@ def picture(view: View, console: Console, note: str = "") -> RenderableType:
     parts += [Text(), _models(view.models, console)]
     parts += [_adapters(model) for model in view.models if model.adapters]
     parts += [
-        Text.assemble((f"{plain(model.id)}: ", "bold"), plain(model.detail))
+        Text.assemble((f"{plain(model.id)}: ", "bold"), plain(text))
         for model in view.models
-        if model.detail
+        for text in (model.detail, model.simulated and f"on a simulated device, {model.simulated}")
+        if text
     ]
     if view.tenants:
         parts += [Text(), _tenants(view.tenants, console)]
@@ -107,10 +108,7 @@ def _models_table(models: Sequence[Model], columns: Sequence[Column]) -> Table:
         table.add_column(column.head, justify="right", no_wrap=True)
     for model in models:
         cells = (column.cell(model.figures) for column in columns)
-        name = Text(plain(model.id), style="bold")
-        if model.simulated:
-            name.append(f" (simulated {plain(model.simulated)})", style="dim")
-        table.add_row(name, _model_state(model), *cells)
+        table.add_row(Text(plain(model.id), style="bold"), _model_state(model), *cells)
         shown = model.replicas if _is_detailed(model) else ()
         for replica in shown[:MOST_REPLICAS]:
             cells = (column.cell(replica.figures) for column in columns)

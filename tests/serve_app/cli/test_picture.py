@@ -76,7 +76,7 @@ def test_a_line_has_all_figures_where_there_is_space() -> None:
     head, row = line(text, "model"), line(text, "demo")
     assert head == (
         "model state running waiting by tier KV cache tokens out tok/s in tok/s req/s "
-        "TTFT p50 p99 wait p50 p99 busy"
+        "TTFT p50 TTFT p99 wait p50 wait p99 busy"
     )
     assert row == (
         "demo ready 1 48/64 12 2 priority, 10 flex 75% 98k/131k 200 0 5.0 31 ms 400 ms 0 ms 1.4 s 75%"
@@ -151,7 +151,7 @@ def test_models_without_replicas() -> None:
 
 def test_a_simulated_device_is_named() -> None:
     text = drawn(look(one(), health={"demo": {"state": "ready", "replicas": 1, "simulated": "h100-8b"}}))
-    assert "demo (simulated h100-8b)" in text
+    assert "demo: on a simulated device, h100-8b" in text
 
 
 def test_adapters() -> None:
