@@ -21,21 +21,10 @@ WIDE = 160
 """Columns of a picture that goes to a file or a pipe, unless COLUMNS says otherwise."""
 
 
-def _key(context: click.Context, parameter: click.Parameter, name: str | None) -> str | None:
-    """Return the API key in the environment variable that an option names."""
-    if name is None:
-        return None
-    if not (key := os.environ.get(name)):
-        raise click.BadParameter(f"the environment has no variable {name}")
-    return key
-
-
 @click.command()
 @click.argument("url", default=DEFAULT_URL)
 @click.option(
     "--api-key-env",
-    "api_key",
-    callback=_key,
     metavar="NAME",
     help="Environment variable that holds the API key; without `admin: true` the key sees its own tenant.",
 )
@@ -50,7 +39,7 @@ def _key(context: click.Context, parameter: click.Parameter, name: str | None) -
 )
 @click.option("--once", is_flag=True, help="Print one picture, after one interval, and end.")
 @click.option("--json", "as_json", is_flag=True, help="The same as one JSON object, for programs.")
-def top(url: str, api_key: str | None, interval: float, once: bool, as_json: bool) -> int:
+def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json: bool) -> int:
     """Show live what the service at URL does, by default http://127.0.0.1:8000.
 
     The figures are those of GET /stats and GET /health. Ctrl-C ends the command. Where the output is no
@@ -76,7 +65,7 @@ def top(url: str, api_key: str | None, interval: float, once: bool, as_json: boo
       saturate top https://llm.example.com --api-key-env LLM_KEY --interval 5
       saturate top --once --json | jq '.models[] | {id, running: .figures.running}'
     """
-    with StatsClient(url, api_key) as client:
+    with StatsClient(url, _key(api_key_env)) as client:
         if as_json:
             print(json.dumps(asdict(_once(client, interval)), indent=1, ensure_ascii=False))
         elif once or not sys.stdout.isatty() or os.environ.get("TERM") in DUMB:
@@ -84,6 +73,15 @@ def top(url: str, api_key: str | None, interval: float, once: bool, as_json: boo
         else:
             _watch(client, interval)
     return 0
+
+
+def _key(name: str | None) -> str | None:
+    """Return the API key in an environment variable."""
+    if name is None:
+        return None
+    if not (key := os.environ.get(name)):
+        raise click.UsageError(f"--api-key-env {name}: no such variable in the environment")
+    return key
 
 
 def _once(client: StatsClient, interval_s: float) -> View:

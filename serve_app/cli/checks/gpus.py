@@ -36,10 +36,9 @@ def check_driver(case: Case) -> Finding:
     try:
         said = machine.run("nvidia-smi")
     except CommandError as error:
-        return problem(
-            f"nvidia-smi fails: {error}",
-            "restart the machine after an update of the driver, or install the driver again",
-        )
+        text = f"nvidia-smi fails: {error}"
+        fix = "restart the machine after an update of the driver, or install the driver again"
+        return problem(text, fix) if wanted else warning(text, fix)
     if said is None:
         if wanted:
             return problem(

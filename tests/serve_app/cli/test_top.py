@@ -106,7 +106,7 @@ def test_the_key_comes_from_the_environment(service: FakeService, monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--api-key-env", "NO_SUCH_KEY"], "the environment has no variable NO_SUCH_KEY"),
+        (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: no such variable in the environment"),
         (["--interval", "0"], "0"),
         (["host:8000"], "must begin with http:// or https://"),
     ],
