@@ -18,7 +18,7 @@ from serve_app.cli.main import saturate
 from tests.serve_app.cli.fake_service import FakeService, llm
 from tests.serve_app.cli.services import free_port
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture
