@@ -105,6 +105,8 @@ def _print(shown: View) -> None:
 def _watch(client: StatsClient, interval_s: float) -> None:
     from serve_app.cli.live import watch
 
-    # A terminal that is taken over has to be given back, whatever ends the command.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A terminal that is taken over has to be given back, whatever ends the command. Scripts have SIGINT
+    # ignored by what they start in the background.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     watch(client, interval_s)

@@ -16,7 +16,9 @@ def test_the_process_that_listens_is_found(family: socket.AddressFamily, host: s
         pytest.skip("this machine has no such addresses")
     with listener:
         port = listener.getsockname()[1]
-        with socket.create_connection((host, port)):
+        with socket.create_connection((host, port)) as client:
+            # One that has only a connection there doesn't hold the port.
+            assert listeners(client.getsockname()[1]) == []
             assert os.getpid() in [one.pid for one in listeners(port)]
             assert all(one.name for one in listeners(port))
     assert os.getpid() not in [one.pid for one in listeners(port)]
