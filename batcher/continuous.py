@@ -124,6 +124,7 @@ class ContinuousBatcher(Batcher[Slot]):
             occupancy=self._recorder.occupancy(now),
             outside_cost=self._queue.outside_cost,
             output_tokens=self._recorder.output_tokens,
+            **self._recorder.first_tokens(),  # type: ignore[arg-type]
             **({} if background is None else background.stats()),  # type: ignore[arg-type]
         )
 

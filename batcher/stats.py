@@ -157,6 +157,8 @@ class ContinuousStats(Stats):
         max_running: Records that may run at once, without the few that wait in the engine; None: no bound.
         occupancy: Mean share of the capacity in use since the start.
         output_tokens: Tokens that were reported as produced.
+        ttft_p50_s: Seconds from submission to the first token: median of the last 512 records that told it
+            (`Slot.first_token`); `ttft_p99_s`: percentile. None: no record has told it.
         background_running: Background records that run; 0 where there are no goals.
         background_window: How many of them may run now; None: there are no goals.
         goal_ttft_s: Seconds to the first token that are the goal for 99 of 100 requests of the foreground;
@@ -170,6 +172,8 @@ class ContinuousStats(Stats):
     max_running: int | None = None
     occupancy: float = 0.0
     output_tokens: int = 0
+    ttft_p50_s: float | None = None
+    ttft_p99_s: float | None = None
     background_running: int = 0
     background_window: int | None = None
     goal_ttft_s: float | None = None
@@ -278,6 +282,7 @@ class Recorder:
     _run_s: float = 0.0
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _firsts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     # The time up to `_since`, and the share of the capacity in use, summed over it.
     _busy: bool = False
     _busy_s: float = 0.0
@@ -295,6 +300,10 @@ class Recorder:
         self._run_s += records * run_s
         self._waits += waits_s
         self._runs += [run_s] * len(waits_s)
+
+    def first_token(self, seconds: float) -> None:
+        """Count the time from a record's submission to its first token."""
+        self._firsts.append(seconds)
 
     def unserved(self, entry: Entry[Any], *, late: bool = False) -> None:
         """Count an entry that has left the queue otherwise than to run."""
@@ -343,6 +352,13 @@ class Recorder:
         self.fill(self._fill, now)
         elapsed = sum(self._times(now))
         return self._filled_s / elapsed if elapsed else 0.0
+
+    def first_tokens(self) -> dict[str, float]:
+        """Return the fields of `ContinuousStats` about the first token; none if no record has told it."""
+        if not self._firsts:
+            return {}
+        median, late = percentiles(self._firsts, (0.5, 0.99))
+        return {"ttft_p50_s": median, "ttft_p99_s": late}
 
     def _times(self, now: float) -> tuple[float, float]:
         """Return the busy and the idle seconds up to now."""

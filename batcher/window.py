@@ -18,10 +18,8 @@ from batcher.stats import RECENT, Outcome, Recorder
 STEPS = 2
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
-
-# The measured rate of service.
-MEMORY = 1 - 1 / 256  # weight that a finished record keeps when the next one finishes
-ENOUGH = 16  # records to measure first
+MEMORY = 1 - 1 / 256  # weight that a record keeps in the measured rate of service when the next one ends
+ENOUGH = 16  # records to measure before the rate is used
 
 
 class Slot(Entry[None]):
@@ -112,7 +110,7 @@ class Slot(Entry[None]):
         self._window.leave(self, None)
 
     def first_token(self) -> None:
-        """Tell that the first token is there, for goals to be held against."""
+        """Tell that the first token is there: for the statistics, and for goals to be held against."""
         self._window.first_token(self)
 
     def report(self, output_tokens: int) -> None:
@@ -395,6 +393,8 @@ class Window:
 
     def first_token(self, slot: Slot) -> None:
         """Take in that a slot has its first token."""
-        if self._background is not None and not slot.first_at:
+        if not slot.first_at:
             slot.first_at = self._clock()
-            self._background.first_token(slot.priority, slot.first_at - slot.submitted_at)
+            self._recorder.first_token(slot.first_at - slot.submitted_at)
+            if self._background is not None:
+                self._background.first_token(slot.priority, slot.first_at - slot.submitted_at)

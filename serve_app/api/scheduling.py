@@ -20,6 +20,9 @@ TIER_PRIORITY: dict[ServiceTier, int] = {
     "flex": 1,
 }
 
+TIERS = {-1: "priority", 0: "default", 1: "flex"}
+"""Names of the tiers, by priority."""
+
 MAX_TENANT = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
 
@@ -44,6 +47,11 @@ class Scheduling(NamedTuple):
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""
         return None if self.queue_timeout_s is None else now + self.queue_timeout_s
+
+
+def tier(priority: int) -> str:
+    """Return the name of the tier with a priority."""
+    return TIERS.get(priority, "other")
 
 
 DEFAULT_SCHEDULING = Scheduling()

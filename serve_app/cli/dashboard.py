@@ -45,11 +45,15 @@ class Dashboard:
 
     @staticmethod
     def _ask(url: str, method: str, body: JSON | None = None) -> JSON:
-        token = os.environ.get("RAY_AUTH_TOKEN", "")
-        with suppress(OSError):
-            token = token or TOKEN_FILE.read_text().strip()
-        headers = {"authorization": f"Bearer {token}"} if token else {}
         with suppress(httpx.HTTPError, ValueError):
-            answer: JSON = httpx.request(method, url, json=body, headers=headers, timeout=10).json()
+            answer: JSON = httpx.request(method, url, json=body, headers=token_headers(), timeout=10).json()
             return answer
         return {}
+
+
+def token_headers() -> dict[str, str]:
+    """Return the headers with the token that Ray's dashboard asks for, if there is one."""
+    token = os.environ.get("RAY_AUTH_TOKEN", "")
+    with suppress(OSError):
+        token = token or TOKEN_FILE.read_text().strip()
+    return {"authorization": f"Bearer {token}"} if token else {}

@@ -10,6 +10,8 @@ COMMANDS = {
     "batch": ("serve_app.driver.command:batch", "Send a dataset through a service."),
     "keys": ("serve_app.auth.command:keys", "Make and change API keys."),
     "usage": ("serve_app.cli.usage:usage", "Sum up who used what."),
+    "top": ("serve_app.cli.top:top", "Show live what a service does."),
+    "doctor": ("serve_app.cli.doctor:doctor", "Check this machine, and say what to do."),
     "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
 }
 """Place of each subcommand, and its line in the help text."""

@@ -1,13 +1,11 @@
 """Metrics of a batcher, from its statistics."""
 
 from batcher import BatchStats, ContinuousBatcher, ContinuousStats, DynamicBatcher, Observation, Stats
+from serve_app.api.scheduling import TIERS, tier
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.tenants import Tenants
-
-TIERS = {-1: "priority", 0: "default", 1: "flex"}
-"""Names of the tiers, by priority."""
 
 OUTCOMES = ("completed", "failed", "cancelled", "expired", "rejected")
 
@@ -16,11 +14,6 @@ def metrics_of(batcher: ContinuousBatcher | DynamicBatcher[object, object]) -> t
     """Return the metrics of a batcher of this kind."""
     kind = catalogue.LLM if isinstance(batcher, ContinuousBatcher) else catalogue.FUNCTION
     return (*catalogue.BATCHER, *kind)
-
-
-def tier(priority: int) -> str:
-    """Return the name of the tier with a priority."""
-    return TIERS.get(priority, "other")
 
 
 class BatcherMetrics:

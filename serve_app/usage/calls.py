@@ -6,10 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from serve_app.api.scheduling import tier
 from serve_app.usage.rows import Outcome, Row, Source, Tokens, utc
-
-TIERS = {-1: "priority", 0: "default", 1: "flex"}
-"""Names of the tiers, by priority."""
 
 FOLD = 64
 """Sequences of a part from which on those that have ended are added up: a beam search has thousands."""
@@ -271,7 +269,7 @@ class Call:
             tenant=origin.tenant,
             model=book.model,
             adapter=origin.adapter,
-            tier=TIERS.get(origin.priority, "other"),
+            tier=tier(origin.priority),
             endpoint=origin.endpoint,
             source=origin.source,
             prompt_tokens=tokens.prompt,

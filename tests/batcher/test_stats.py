@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from batcher import BatchStats, ContinuousStats
+from batcher import BatchStats, ContinuousBatcher, ContinuousStats
 from batcher.stats import RECENT, Recorder, percentiles
 
 
@@ -38,6 +38,29 @@ def test_percentiles_are_over_recent_records() -> None:
     recorder.ran(100, [0.0] * 100, 9.0)
     recorder.ran(RECENT, [0.0] * RECENT, 1.0)
     assert recorder.common(0.0)["run_p99_s"] == 1.0
+
+
+async def test_first_tokens_are_timed_from_submission_for_records_that_tell_them() -> None:
+    now = 10.0
+    async with ContinuousBatcher(capacity=100, clock=lambda: now) as batcher:
+        async with batcher.slot(prompt_tokens=10, max_tokens=10) as slot:
+            slot.report(3)
+        assert (batcher.stats.ttft_p50_s, batcher.stats.ttft_p99_s) == (None, None)
+        for seconds in (1.0, 3.0, 2.0):
+            async with batcher.slot(prompt_tokens=10, max_tokens=10) as slot:
+                now += seconds
+                slot.first_token()
+                now += 50.0
+                # The second piece of a stream is no first token.
+                slot.first_token()
+        assert (batcher.stats.ttft_p50_s, batcher.stats.ttft_p99_s) == (2.0, 3.0)
+
+
+def test_first_tokens_are_those_of_recent_records() -> None:
+    recorder = Recorder()
+    for seconds in (*[9.0] * 100, *[1.0] * RECENT):
+        recorder.first_token(seconds)
+    assert recorder.first_tokens() == {"ttft_p50_s": 1.0, "ttft_p99_s": 1.0}
 
 
 def test_snapshots_are_plain_data() -> None:

@@ -29,6 +29,8 @@ print([name for name in ("ray", "vllm", "torch") if name in sys.modules])
         ["serve", "--help"],
         ["stop", "--help"],
         ["batch", "--help"],
+        ["top", "--help"],
+        ["doctor", "--help"],
         ["keys", "new", "--name", "ada", "--tenant", "research"],
     ],
     ids=" ".join,

@@ -1,0 +1,164 @@
+"""Checks of the GPUs: the driver and torch, and their number and memory."""
+
+import re
+from typing import NamedTuple
+
+from serve_app.cli.checks.finding import Case, Finding, ok, problem, warning
+from serve_app.settings.schema import UTILIZATION
+from serve_app.system.machine import CommandError, Machine
+
+MIB = 1 << 20
+
+HIDDEN = "CUDA_VISIBLE_DEVICES"
+
+
+class GPU(NamedTuple):
+    """A GPU; memory in MiB, None: it can't be told.
+
+    Attributes:
+        number: Its number.
+        name: Its name.
+        total: Its memory.
+        free: The part that is free.
+    """
+
+    number: str
+    name: str
+    total: int | None
+    free: int | None
+
+
+def check_driver(case: Case) -> Finding:
+    """Check the NVIDIA driver, and that it runs the CUDA for which torch is built."""
+    machine = case.machine
+    build = torch_cuda(machine)
+    wanted = _wanted(case)
+    try:
+        said = machine.run("nvidia-smi")
+    except CommandError as error:
+        text = f"nvidia-smi fails: {error}"
+        fix = "restart the machine after an update of the driver, or install the driver again"
+        return problem(text, fix) if wanted else warning(text, fix)
+    if said is None:
+        if wanted:
+            return problem(
+                f"no GPU here, and the config reserves {wanted:g}",
+                "install NVIDIA's driver (in a container: its Container Toolkit), or take a config for a CPU",
+            )
+        if build:
+            return warning(
+                f"no GPU: CPU configs only; torch is built for CUDA {build}",
+                "on a machine that stays without a GPU: make install, which takes the builds for a CPU",
+            )
+        return ok("no GPU: CPU configs only")
+    found = re.search(r"Driver Version\s*:\s*([\d.]+)", said)
+    driver = f"driver {found[1]}" if found else "a driver"
+    cuda = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)", said)
+    if build is None:
+        text = f"{driver}, and torch is a build without CUDA: models run on the CPU"
+        fix = "pip install -e '.[gpu]' in a new virtual environment"
+        return problem(text, fix) if wanted else warning(text, fix)
+    if not cuda:
+        return ok(f"{driver}, torch for CUDA {build}")
+    newest = int(cuda[1]), int(cuda[2])
+    needed = _version(build)
+    text = f"{driver} runs CUDA up to {newest[0]}.{newest[1]}, and torch is built for {build}"
+    if newest[0] < needed[0]:
+        return problem(text, f"update the driver to one that runs CUDA {needed[0]}")
+    if newest < needed:
+        return warning(
+            text, f"update the driver if a kernel fails: it runs most of CUDA {needed[0]}, not all"
+        )
+    return ok(f"{driver}, CUDA up to {newest[0]}.{newest[1]}, torch for {build}")
+
+
+def check_gpus(case: Case) -> Finding | None:
+    """Check the number of GPUs and their free memory."""
+    gpus = _gpus(case.machine)
+    if gpus is None:
+        return None
+    there = _visible(gpus, case.machine)
+    wanted = _wanted(case)
+    listed = ", ".join(f"{one.number} {one.name} ({_gb(one.free)} of {_gb(one.total)} free)" for one in there)
+    if wanted > len(there):
+        hidden = f" ({HIDDEN} hides {len(gpus) - len(there)})" if len(there) < len(gpus) else ""
+        return problem(
+            f"{len(there)} GPUs are visible{hidden}, and the config reserves {wanted:g}: {listed or 'none'}",
+            f"lower num_gpus, the replicas or engine.tensor_parallel_size of the config, or set {HIDDEN}",
+        )
+    holders = _holders(case.machine)
+    held = f"; in use by {holders}" if holders else ""
+    for model in case.plan.llms:
+        reserved = case.plan.gpus_of(model.id)
+        if not reserved or model.simulate is not None:
+            continue
+        part = model.engine.gpu_memory_utilization or UTILIZATION
+        roomy = sorted(there, key=lambda one: one.free or 0, reverse=True)[: max(1, round(reserved))]
+        for one in roomy:
+            if one.total and one.free is not None and one.free < part * one.total:
+                return problem(
+                    f"{model.id} takes {_gb(part * one.total)} of GPU {one.number}, and {_gb(one.free)} are "
+                    f"free{held}",
+                    "end those processes (`saturate stop`), or lower engine.gpu_memory_utilization",
+                )
+    if holders and not case.plan.deployments:
+        return warning(f"{listed}{held}", "end those processes before a service starts (`saturate stop`)")
+    return ok(listed or "none is visible")
+
+
+def torch_cuda(machine: Machine) -> str | None:
+    """Return the CUDA version for which torch is built, such as "12.9"; None: it is built without."""
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", machine.package_text("torch", "version.py") or "", re.M)
+    return found[1] if found else None
+
+
+def _wanted(case: Case) -> float:
+    """Return the GPUs that the config reserves here; those of a cluster may be in other machines."""
+    return 0.0 if case.address else sum(one.gpus * one.replicas for one in case.plan.deployments)
+
+
+def _gpus(machine: Machine) -> list[GPU] | None:
+    """Return the GPUs; None: there is no driver that tells them."""
+    fields = "--query-gpu=index,name,memory.total,memory.free"
+    try:
+        said = machine.run("nvidia-smi", fields, "--format=csv,noheader,nounits")
+    except CommandError:
+        # The check of the driver tells it.
+        return None
+    if said is None:
+        return None
+    rows = ([part.strip() for part in line.split(",")] for line in said.splitlines())
+    return [GPU(row[0], row[1], _number(row[2]), _number(row[3])) for row in rows if len(row) == 4]
+
+
+def _holders(machine: Machine) -> str:
+    """Return the processes that hold memory of a GPU."""
+    fields = "--query-compute-apps=pid,used_memory,process_name"
+    said = machine.run("nvidia-smi", fields, "--format=csv,noheader,nounits") or ""
+    rows = ([part.strip() for part in line.split(",", 2)] for line in said.splitlines())
+    return ", ".join(f"{row[2]} (pid {row[0]}, {_gb(_number(row[1]))})" for row in rows if len(row) == 3)
+
+
+def _visible(gpus: list[GPU], machine: Machine) -> list[GPU]:
+    """Return the GPUs that CUDA shows to a program."""
+    chosen = machine.environment.get(HIDDEN)
+    if chosen is None:
+        return gpus
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    if not all(name.isdigit() for name in names):
+        # Named by UUID; or -1 hides all.
+        return gpus[: len([name for name in names if not name.startswith("-")])]
+    return [one for one in gpus if one.number in names]
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    return int(major), int(minor.partition(".")[0] or 0)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def _gb(mib: float | None) -> str:
+    return "?" if mib is None else f"{mib * MIB / 1e9:.1f} GB"

@@ -1,0 +1,136 @@
+"""The needs of a config, as far as they can be read from it without Ray."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve_app.api.protocol import JSON
+from serve_app.settings.schema import LLMSettings, ModelSettings, SettingsError, parse
+
+IMPORT_PATH = "serve_app.app:build"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """The needs of a deployment at its start.
+
+    Attributes:
+        name: Its name.
+        replicas: Replicas; one at least, since one that is scaled to zero has to start some time.
+        cores: Cores that each reserves.
+        gpus: GPUs that each reserves.
+    """
+
+    name: str
+    replicas: int
+    cores: float
+    gpus: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The needs of a config; the defaults are those of a service in general.
+
+    Attributes:
+        path: The config; None: there is none.
+        host: Address that the service listens on.
+        port: Port that it listens on.
+        haproxy: Whether its HTTP goes through HAProxy.
+        variables: Environment variables that the config sets for the controller and the replicas.
+        models: Its models.
+        deployments: Its deployments.
+    """
+
+    path: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    haproxy: bool = True
+    variables: Mapping[str, str] = field(default_factory=dict)
+    models: tuple[ModelSettings, ...] = ()
+    deployments: tuple[Deployment, ...] = ()
+
+    @property
+    def llms(self) -> list[LLMSettings]:
+        """The language models."""
+        return [model for model in self.models if isinstance(model, LLMSettings)]
+
+    def gpus_of(self, model: str) -> float:
+        """Return the GPUs that a replica of a model reserves."""
+        return next((one.gpus for one in self.deployments if one.name == f"Engine:{model}"), 0.0)
+
+    def variable(self, name: str, environment: Mapping[str, str] = os.environ) -> str:
+        """Return an environment variable of the replicas; empty: it isn't set."""
+        return self.variables.get(name) or environment.get(name, "")
+
+
+def read_plan(path: Path) -> Plan:
+    """Read the needs of a config; what is wrong in it is left out, since another check tells it."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return Plan(path)
+    config = _mapping(content)
+    http = _mapping(config.get("http_options"))
+    controller = _variables(config.get("controller_options"))
+    apps = [app for app in _list(config.get("applications")) if app.get("import_path") == IMPORT_PATH]
+    models: list[ModelSettings] = []
+    deployments: list[Deployment] = []
+    variables = dict(controller)
+    for app in apps:
+        variables |= _variables(app)
+        try:
+            own = parse(_mapping(app.get("args"))).models
+        except SettingsError:
+            own = []
+        models += own
+        deployments += _deployments(app, own)
+    port = http.get("port")
+    return Plan(
+        path,
+        str(http.get("host") or "127.0.0.1"),
+        port if isinstance(port, int) else 8000,
+        controller.get("RAY_SERVE_ENABLE_HA_PROXY") == "1",
+        variables,
+        tuple(models),
+        tuple(deployments),
+    )
+
+
+def _deployments(app: JSON, models: list[ModelSettings]) -> Iterator[Deployment]:
+    given = {str(one.get("name")): one for one in _list(app.get("deployments"))}
+    for name in ("Ingress", *(f"Engine:{model.id}" for model in models)):
+        one = given.get(name, {})
+        options = _mapping(one.get("ray_actor_options"))
+        scaling = _mapping(one.get("autoscaling_config"))
+        replicas = one.get("num_replicas")
+        if not isinstance(replicas, int):
+            replicas = scaling.get("initial_replicas") or scaling.get("min_replicas") or 1
+        yield Deployment(
+            name,
+            replicas if isinstance(replicas, int) else 1,
+            # Ray Serve reserves a core for a replica unless it is told otherwise.
+            _number(options.get("num_cpus"), 1.0),
+            _number(options.get("num_gpus"), 0.0),
+        )
+
+
+def _variables(part: Any) -> dict[str, str]:
+    """Return the environment variables of a part of the config."""
+    found = _mapping(_mapping(_mapping(part).get("runtime_env")).get("env_vars"))
+    return {str(name): str(value) for name, value in found.items()}
+
+
+def _mapping(value: Any) -> JSON:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[JSON]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+
+
+def _number(value: Any, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default

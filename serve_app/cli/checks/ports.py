@@ -1,0 +1,119 @@
+"""Checks of the ports, and of what earlier services have left."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
+from serve_app.cli.errors import LaunchError
+from serve_app.cli.runs import MARK, Run, find_runs
+from serve_app.system.listeners import Listener, listeners
+from serve_app.system.processes import environment
+
+DASHBOARD = range(8265, 8275)
+"""Ports of Ray's dashboard: it takes the first that is free, and `saturate serve` looks at these."""
+
+ENGINE = "VLLM::"
+"""The name of an engine's process begins so."""
+
+
+class Port(NamedTuple):
+    """A port that a service needs.
+
+    Attributes:
+        use: Its use.
+        host: Address of the interface.
+        number: The port.
+        setting: The setting that changes it.
+    """
+
+    use: str
+    host: str
+    number: int
+    setting: str
+
+
+def ports(case: Case) -> Iterator[Port]:
+    """Yield the ports that a service of a config needs."""
+    plan = case.plan
+    yield Port("HTTP", plan.host, plan.port, "http_options.port in the config")
+    if plan.haproxy:
+        for use, name, default in (
+            ("HAProxy's statistics", "RAY_SERVE_HAPROXY_STATS_PORT", 8404),
+            ("HAProxy's metrics", "RAY_SERVE_HAPROXY_METRICS_PORT", 9101),
+            ("HTTP without replicas", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", 8500),
+        ):
+            given = plan.variable(name, case.machine.environment)
+            yield Port(use, "0.0.0.0", int(given) if given.isdigit() else default, name)
+
+
+def check_ports(case: Case) -> Finding | None:
+    """Check that the ports are free, and find out who holds those that aren't."""
+    runs = [run for run in find_runs() if run.alive]
+    needed = list(ports(case))
+    found = [finding for port in needed if (finding := _check(port, runs))]
+    if all(_refusal("127.0.0.1", port) for port in DASHBOARD):
+        text = (
+            f"all ports from {DASHBOARD[0]} to {DASHBOARD[-1]} are taken, where Ray's dashboard is looked for"
+        )
+        found.append(problem(text, "end one of the programs there"))
+    return together(found) or ok(f"{', '.join(str(port.number) for port in needed)} are free")
+
+
+def _check(port: Port, runs: list[Run]) -> Finding | None:
+    reason = _refusal(port.host, port.number)
+    if not reason:
+        return None
+    holders = listeners(port.number)
+    named = ", ".join(f"{one.name} (pid {one.pid})" for one in holders) or "a process of another user"
+    if own := _service(holders, runs):
+        text = f"port {port.number} ({port.use}) is in use by the saturate service on port {own.port}"
+        return warning(
+            text, f"`saturate stop --port {own.port}` before another one starts, or {port.setting}"
+        )
+    if not holders and "in use" not in reason:
+        named = reason
+    return problem(
+        f"port {port.number} ({port.use}) can't be used: {named}",
+        f"end that program, or set {port.setting}",
+    )
+
+
+def _refusal(host: str, port: int) -> str:
+    """Return the reason why a port can't be used; empty: it can."""
+    # It imports Ray.
+    from serve_app.cli.preflight import check_port
+
+    try:
+        check_port(host, port, [])
+    except LaunchError as error:
+        return error.message
+    return ""
+
+
+def _service(holders: list[Listener], runs: list[Run]) -> Run | None:
+    """Return the service to which a process belongs that listens."""
+    for one in holders:
+        mark = environment(one.pid).get(MARK)
+        for run in runs:
+            if mark == run.mark or one.pid in run.processes():
+                return run
+    return None
+
+
+def check_leftovers(case: Case) -> Finding:
+    """Check that no process of a killed service is left."""
+    runs = find_runs()
+    found = [
+        warning(
+            f"{len(run.processes())} processes of a killed service on port {run.port} are left",
+            "`saturate stop`",
+        )
+        for run in runs
+        if not run.alive
+    ]
+    orphans = [one for one in case.machine.processes() if one.name.startswith(ENGINE) and one.parent == 1]
+    if orphans:
+        ids = " ".join(str(one.pid) for one in orphans)
+        found.append(warning(f"engines without a service are left: pid {ids}", f"kill {ids}"))
+    living = [f"a service runs on port {run.port} (pid {run.launcher})" for run in runs if run.alive]
+    return together(found) or ok("; ".join(living) or "none")

@@ -1,0 +1,128 @@
+"""The command `saturate doctor`."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import click
+
+from serve_app.cli.checks.cluster import check_cluster
+from serve_app.cli.checks.config import check_config
+from serve_app.cli.checks.finding import Case, Check, Finding, Level, warning
+from serve_app.cli.checks.gpus import check_driver, check_gpus
+from serve_app.cli.checks.plan import Plan, read_plan
+from serve_app.cli.checks.ports import check_leftovers, check_ports
+from serve_app.cli.checks.resources import (
+    check_cores,
+    check_disk,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+)
+from serve_app.cli.checks.software import check_byte_code, check_haproxy, check_packages, check_python
+from serve_app.cli.checks.sources import check_sources
+from serve_app.system.machine import Machine
+
+CHECKS: Mapping[str, Check] = {
+    "config": check_config,
+    "python": check_python,
+    "packages": check_packages,
+    "byte code": check_byte_code,
+    "driver": check_driver,
+    "gpus": check_gpus,
+    "cores": check_cores,
+    "memory": check_memory,
+    "shared memory": check_shared_memory,
+    "disk": check_disk,
+    "open files": check_open_files,
+    "haproxy": check_haproxy,
+    "ports": check_ports,
+    "leftovers": check_leftovers,
+    "sources": check_sources,
+    "cluster": check_cluster,
+}
+"""The checks, in the order in which they are shown."""
+
+COLOURS: Mapping[Level, str] = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+@click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--address",
+    metavar="ADDRESS",
+    help="Ray cluster that the service is to run in: HOST:6379, ray://HOST:10001, or http://HOST:8265 of its "
+    "dashboard.  [default: RAY_ADDRESS of the environment; without it, a Ray of its own]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for programs.")
+def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
+    """Check this machine, and say what to do.
+
+    With CONFIG, the checks look at what that config needs: its ports, GPUs, cores, memory and models.
+    Nothing is started or changed. For a model of Hugging Face's hub the command asks the hub for its name,
+    unless HF_HUB_OFFLINE is 1.
+
+    \b
+    ok       nothing to do
+    warning  a service starts, but is slower, or fails in some case
+    problem  a service can't start, or fails
+
+    Exit code: 0 without a problem, also with warnings; 1 with one.
+
+    \b
+    Examples:
+      saturate doctor
+      saturate doctor configs/qwen2.5-7b-l4.yaml
+      saturate doctor --json | jq '.findings[] | select(.level != "ok")'
+    """
+    plan = Plan() if config is None else read_plan(config)
+    address = address or os.environ.get("RAY_ADDRESS")
+    case = Case(Machine(), plan, None if address == "local" else address)
+    found = []
+    for name, finding in examine(case, CHECKS):
+        found.append((name, finding))
+        if not as_json:
+            _show(name, finding)
+    problems = sum(finding.level == "problem" for _, finding in found)
+    warnings = sum(finding.level == "warning" for _, finding in found)
+    if as_json:
+        body = {
+            "ok": not problems,
+            "findings": [
+                {"check": name, "level": finding.level, "text": finding.text, "fix": finding.fix}
+                for name, finding in found
+            ],
+        }
+        print(json.dumps(body, indent=1, ensure_ascii=False))
+    else:
+        print(f"{_number(problems, 'problem')}, {_number(warnings, 'warning')}")
+    return 1 if problems else 0
+
+
+def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[tuple[str, Finding]]:
+    """Yield the finding of each check that plays a part; one that fails itself is a warning."""
+    for name, check in checks.items():
+        try:
+            finding = check(case)
+        except Exception as error:
+            said = str(error).strip().splitlines()
+            reason = said[0] if said else type(error).__name__
+            text = f"the check could not run: {type(error).__name__}: {reason}"
+            finding = warning(text, "look at this by hand, and report it as an error of saturate")
+        if finding is not None:
+            yield name, finding
+
+
+def _show(name: str, finding: Finding) -> None:
+    level = click.style(f"{finding.level:<8}", fg=COLOURS[finding.level], bold=finding.level == "problem")
+    first, *more = finding.text.splitlines()
+    click.echo(f"{level} {name:<14} {first}")
+    for line in more:
+        click.echo(f"{'':24}{line.strip()}")
+    if finding.fix:
+        click.echo(f"{'':24}-> {finding.fix}")
+
+
+def _number(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

