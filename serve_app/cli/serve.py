@@ -86,9 +86,9 @@ def read_settings(
     metavar="PATH=VALUE",
     multiple=True,
     callback=read_settings,
-    help="Change a value of MODEL's config; may be repeated. PATH begins with engine., batcher., sampling. or "
-    "another setting of the model; with ingress., batches., access., telemetry. or usage.; with http. (host, "
-    "port); or with deployment. (num_replicas, ray_actor_options.num_cpus). VALUE is YAML.",
+    help="Change a value of MODEL's config; may be repeated. PATH begins with engine., batcher., sampling. "
+    "or another setting of the model; with ingress., batches., access., telemetry. or usage.; with http. "
+    "(host, port); or with deployment. (num_replicas, ray_actor_options.num_cpus). VALUE is YAML.",
 )
 @click.option(
     "--print-config",
@@ -134,7 +134,8 @@ def serve(
       production, a cluster  --print-config > config.yaml, change it, saturate serve config.yaml
 
     Any option of `vllm serve` is taken by its own long name and goes to the engine (--max-model-len,
-    --enforce-eager, --quantization fp8, --revision). Exit codes: 0 stopped, 1 refused or failed, 2 wrong usage.
+    --enforce-eager, --quantization fp8, --revision). Exit codes: 0 stopped, 1 refused or failed, 2 wrong
+    usage.
 
     The service stays in the foreground. To stop, it lets requests in flight finish; a second Ctrl-C cuts them
     off. However it ends, no process of it is left: neither after a closed terminal nor after SIGKILL.
@@ -158,8 +159,8 @@ def serve(
     if is_config(name):
         if changed:
             raise click.UsageError(
-                f"{name} is a config: change its values there; --set, --print-config and options of `vllm serve` "
-                "are for a model"
+                f"{name} is a config: change its values there; --set, --print-config and options of `vllm "
+                "serve` are for a model"
             )
         return launch(Path(name), verbose=verbose, log_format=log_format)
     words = [*(() if target.name else (name,)), *target.words]

@@ -1,4 +1,4 @@
-"""The shape of a model, from its config.json: what the memory of its weights and of its KV cache depends on."""
+"""The shape of a model, from its config.json: what the memory of its KV cache depends on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -133,8 +133,8 @@ class _Fields:
         value = self.optional(*names)
         if value is None:
             raise ModelError(
-                f"config.json of {self._source} has no {names[0]}, so its memory can't be worked out; write a "
-                "config of your own for it (configs/README.md)"
+                f"config.json of {self._source} has no {names[0]}, so its memory can't be worked out; write "
+                "a config of your own for it (configs/README.md)"
             )
         return value
 

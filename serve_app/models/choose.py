@@ -15,8 +15,11 @@ from serve_app.models.model_files import ModelFiles
 SEQUENCES = 4
 """Requests of full length that fit at once, at least: with fewer, one long request keeps out the others."""
 
+GOOD_CONTEXT = 8192
+"""A context that most uses need, in tokens: a GPU is added to a replica that has no room for `SEQUENCES` of it."""
+
 LEAST_CONTEXT = 2048
-"""A context that is worth serving, in tokens: a chat of some turns."""
+"""A context that is worth serving, in tokens: a chat of some turns. A model with less is refused."""
 
 CONTEXT_STEP = 1024
 """A context below the model's own is a multiple of this."""
@@ -110,7 +113,8 @@ def choose(
     else:
         gpu, utilization = None, None
         parallel, sums = 1, _own_cache(wanted.on_cpu(machine.memory), given)
-        _check_fit(wanted, sums, given, f"the memory of this machine ({gb(machine.memory)} available)", "")
+        if sums.tokens < _least_tokens(architecture, given):
+            raise _refusal(wanted, sums, given, "the memory of this machine", "")
     context = given.get("max_model_len") or _context(architecture, sums.tokens)
     devices = parallel * stages if gpu else 0
     most = len(machine.gpus) // devices if devices else 1
@@ -143,13 +147,13 @@ def _notes(architecture: Architecture, known: frozenset[str]) -> list[str]:
     notes = []
     if known and architecture.classes and not known.intersection(architecture.classes):
         notes.append(
-            f"This vLLM has no {architecture.classes[0]} of its own; it may run the model by transformers, or "
-            "with --trust-remote-code, or refuse it."
+            f"This vLLM has no {architecture.classes[0]} of its own; it may run the model by transformers, "
+            "or with --trust-remote-code, or refuse it."
         )
     if architecture.sliding_window:
         notes.append(
-            f"Some layers look back on {architecture.sliding_window:,} tokens only. The sums count all layers "
-            "with the whole context, so more requests fit than they say."
+            f"Some layers look back on {architecture.sliding_window:,} tokens only. The sums count all "
+            "layers with the whole context, so more requests fit than they say."
         )
     return notes
 
@@ -203,18 +207,18 @@ def _spread(
         return _own_cache(wanted.on_gpu(gpu.memory, utilization, number, stages), given)
 
     for number in numbers:
-        if (sums := sums_of(number)).tokens >= _least_tokens(wanted.architecture, given):
+        if (sums := sums_of(number)).tokens >= _good_tokens(wanted.architecture, given):
             return number, sums
+    if sums.tokens >= _least_tokens(wanted.architecture, given):
+        return number, sums
     enough = [
         number * stages
         for number in ([fixed] if fixed else _parallels(wanted.architecture, MOST_DEVICES))
         if sums_of(number).tokens >= _least_tokens(wanted.architecture, given)
     ]
-    number = numbers[-1]
     place = f"{number * stages} x {gpu.name}" if number * stages > 1 else f"one {gpu.name}"
     more = f"{enough[0]} such GPUs" if enough else ""
-    _check_fit(wanted, sums_of(number), given, place, more)
-    raise AssertionError("a model that fits was refused")
+    raise _refusal(wanted, sums, given, place, more)
 
 
 def _parallels(architecture: Architecture, most: int) -> list[int]:
@@ -236,11 +240,23 @@ def _least_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
     return SEQUENCES * min(LEAST_CONTEXT, architecture.context)
 
 
-def _check_fit(wanted: Demand, sums: Sums, given: Mapping[str, Any], place: str, more: str) -> None:
-    """Raise a ModelError if the KV cache is too small, with the sums and what would do."""
+def _good_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
+    """Return the tokens of KV cache with which a replica needs no more GPUs."""
+    length = min(GOOD_CONTEXT, given.get("max_model_len", architecture.context))
+    return max(SEQUENCES * length, _least_tokens(architecture, given))
+
+
+def _refusal(wanted: Demand, sums: Sums, given: Mapping[str, Any], place: str, more: str) -> ModelError:
+    """Return the error of a KV cache that is too small, with the sums and what would do.
+
+    Args:
+        wanted: What the model takes.
+        sums: The sums of a device.
+        given: Options of the engine that its user has set.
+        place: The devices.
+        more: The devices that would do; empty: not known.
+    """
     least = _least_tokens(wanted.architecture, given)
-    if sums.tokens >= least:
-        return
     kind = f"one request of {least:,} tokens" if "max_model_len" in given else f"{least:,} tokens"
     needed = sums.weights + sums.reserve + least * sums.per_token
     each = " of each" if " x " in place else ""
@@ -254,7 +270,7 @@ def _check_fit(wanted: Demand, sums: Sums, given: Mapping[str, Any], place: str,
             f"about {gb(wanted.weight_bytes * 0.3)})"
         )
     advice.append("a smaller model")
-    raise ModelError(
+    return ModelError(
         f"the model doesn't fit {place}: it needs {gb(needed)}{each}, and {gb(sums.usable)} may be used "
         f"({sums.usable / sums.device:.0%} of {gb(sums.device)})\n"
         f"  weights   {gb(sums.weights)}\n"

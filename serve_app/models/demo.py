@@ -2,7 +2,7 @@
 
 from serve_app.models.devices import Machine
 from serve_app.models.document import Item, Section
-from serve_app.models.service import Service
+from serve_app.models.service import ONE_PROCESS, Service
 from serve_app.settings.schema import DEMO_MODEL
 
 NAME = "demo"
@@ -17,7 +17,7 @@ def demo_service(machine: Machine, head: str) -> Service:
     """
     gpu = bool(machine.gpus)
     options: Section = {
-        "num_cpus": Item(1, "...that reserves one core, and a GPU." if gpu else "...that reserves one core, and no GPU.")
+        "num_cpus": Item(1, f"...that reserves one core, and {'a' if gpu else 'no'} GPU."),
     }
     if gpu:
         options["num_gpus"] = Item(1)
@@ -54,15 +54,11 @@ def _engine() -> Section:
             256 << 20, "Bytes of KV cache. 256 MiB hold 131,072 tokens of this model."
         ),
         "enforce_eager": Item(True, "No compilation: for a model this small it takes longer than it saves."),
-        "distributed_executor_backend": Item(
-            "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-            "The model runs in the engine's own process. vLLM's default on a CPU is a second process; the two "
-            "poll each other, which takes half of two cores.",
-        ),
+        "distributed_executor_backend": ONE_PROCESS,
         "enable_auto_tool_choice": Item(
             True,
-            "Clients may offer tools. The demo model uses one only if `tool_choice` forces it to; the tool needs "
-            "`strict: true`, else its arguments come back as a quoted string.",
+            "Clients may offer tools. The demo model uses one only if `tool_choice` forces it to; the tool "
+            "needs `strict: true`, else its arguments come back as a quoted string.",
         ),
         "tool_call_parser": Item("hermes"),
     }

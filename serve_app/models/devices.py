@@ -104,8 +104,9 @@ def _visible(rows: list[list[str]], visible: str) -> list[list[str]]:
         ]
         if name.startswith("MIG-"):
             raise ModelError(
-                f"CUDA_VISIBLE_DEVICES names {name}, a slice of a GPU, whose memory can't be told here; write "
-                "a config with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+                f"CUDA_VISIBLE_DEVICES names {name}, a slice of a GPU, whose memory can't be told here; "
+                "write a config with engine.max_model_len and engine.gpu_memory_utilization "
+                "(configs/README.md)"
             )
         if len(match) != 1:
             break
@@ -117,8 +118,8 @@ def _gpu(row: list[str]) -> Gpu:
     index, _, name, total, reserved, used, capability, mig = row
     if mig == "Enabled":
         raise ModelError(
-            f"GPU {index} ({name}) is divided by MIG, and the memory of its slices can't be told here; write a "
-            "config with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+            f"GPU {index} ({name}) is divided by MIG, and the memory of its slices can't be told here; "
+            "write a config with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
         )
     if not total.isdigit():
         raise ModelError(

@@ -9,7 +9,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.models import installed_vllm
-from serve_app.models.choose import Choice, choose
+from serve_app.models.choose import GOOD_CONTEXT, SEQUENCES, Choice, choose
 from serve_app.models.demo import NAME, demo_service
 from serve_app.models.devices import Machine
 from serve_app.models.document import put
@@ -99,8 +99,8 @@ def _usable(machine: Machine, *, needs_device: bool) -> tuple[Machine, list[str]
         return replace(machine, gpus=()), [note]
     if not machine.gpus and build == "gpu" and needs_device:
         raise ModelError(
-            "no GPU found (`nvidia-smi` lists none, or CUDA_VISIBLE_DEVICES hides them), and the installed vLLM "
-            "needs one; on a CPU: uv pip install --torch-backend=cpu -e '.[cpu]'"
+            "no GPU found (`nvidia-smi` lists none, or CUDA_VISIBLE_DEVICES hides them), and the installed "
+            "vLLM needs one; on a CPU: uv pip install --torch-backend=cpu -e '.[cpu]'"
         )
     return machine, []
 
@@ -154,7 +154,9 @@ def _devices(machine: Machine) -> str:
         cores = machine.cores
         return f"the CPU ({cores} core{'s' if cores > 1 else ''}, {gb(machine.memory)} of memory available)"
     names = sorted({gpu.name for gpu in machine.gpus})
-    return f"{len(machine.gpus)} x {' and '.join(names)} ({gb(min(gpu.memory for gpu in machine.gpus))} each)"
+    memory = gb(min(gpu.memory for gpu in machine.gpus))
+    each = " each" if len(machine.gpus) > 1 else ""
+    return f"{len(machine.gpus)} x {' and '.join(names)} ({memory}{each})"
 
 
 def _demo_summary(service: Service, machine: Machine) -> tuple[str, ...]:
@@ -174,7 +176,10 @@ def _summary(choice: Choice) -> tuple[str, ...]:
     if not choice.devices:
         spread = "one replica"
     elif choice.tensor_parallel > 1:
-        spread = f"{copies}, tensor_parallel_size {choice.tensor_parallel}: fewer GPUs don't hold the model"
+        spread = (
+            f"{copies}, tensor_parallel_size {choice.tensor_parallel}: fewer GPUs have no room for the "
+            f"model and {SEQUENCES} requests of {GOOD_CONTEXT:,} tokens"
+        )
     else:
         spread = f"{copies}, one per {'GPU' if choice.devices == 1 else f'{choice.devices} GPUs'}"
     return (
@@ -184,7 +189,8 @@ def _summary(choice: Choice) -> tuple[str, ...]:
         f"dtype      {choice.dtype}",
         f"context    max_model_len {choice.max_model_len:,}: "
         f"{context_reason(choice.architecture, choice.max_model_len, choice.sums.tokens)}",
-        f"step       max_num_seqs {choice.max_num_seqs}, max_num_batched_tokens {choice.max_num_batched_tokens:,}",
+        f"step       max_num_seqs {choice.max_num_seqs}, max_num_batched_tokens "
+        f"{choice.max_num_batched_tokens:,}",
         f"spread     {spread}",
         f"parsers    tools: {parsers.tools or 'none known'}, reasoning: {parsers.reasoning or 'none'}",
     )

@@ -115,7 +115,8 @@ class HuggingFaceHub:
         match error:
             case errors.GatedRepoError() if self._client.get_token():
                 return ModelError(
-                    f"{id} is gated, and your Hugging Face token has no access to it; ask for access on {page}"
+                    f"{id} is gated, and your Hugging Face token has no access to it; ask for access on "
+                    f"{page}"
                 )
             case errors.GatedRepoError():
                 return ModelError(
@@ -125,8 +126,8 @@ class HuggingFaceHub:
                 return ModelError(f"{id} has no revision {revision!r}; {page}/tree/main lists them")
             case errors.RepositoryNotFoundError():
                 return ModelError(
-                    f"the Hugging Face hub has no model {id}, or shows it to others only; check the id on {page}, "
-                    "and for a private model set HF_TOKEN or run `hf auth login`"
+                    f"the Hugging Face hub has no model {id}, or shows it to others only; check the id on "
+                    f"{page}, and for a private model set HF_TOKEN or run `hf auth login`"
                 )
             case errors.RemoteEntryNotFoundError():
                 return ModelError(f"{id} has no {CONFIG}, so it is no model that vLLM can load; see {page}")

@@ -8,14 +8,14 @@ from serve_app.models.model_files import ModelFiles
 GB = 10**9
 
 UTILIZATION = 0.9
-"""Share of a GPU's memory for vLLM. The rest is for what it can't foresee: fragments, libraries, other programs."""
+"""Share of a GPU's memory for vLLM. The rest is for what it doesn't count: fragments, libraries, others."""
 
 RESERVE = 2_500_000_000
 """Bytes of a GPU beside weights and KV cache, for models of 1 to 100 billion parameters.
 
 1 GB: CUDA's context, the graphs that vLLM captures, and the buffers of collective calls. 1.5 GB: the
-activations of a step of 8,192 tokens, and the logits of up to 512 sequences in float32. vLLM measures the real
-number at its start; `SEQUENCES` contexts of slack absorb the difference.
+activations of a step of 8,192 tokens, and the logits of up to 512 sequences in float32. vLLM measures the
+real number at its start. A context of which several fit absorbs the difference.
 """
 
 CPU_UTILIZATION = 0.8

@@ -97,6 +97,6 @@ def weights_of(sizes: Mapping[str, int], source: str) -> int:
         if total := sum((shards or found).values()):
             return total
     raise ModelError(
-        f"{source} has no weights that can be served: neither *.safetensors nor *.bin; a model in GGUF needs a "
-        "config of its own (configs/README.md)"
+        f"{source} has no weights that can be served: neither *.safetensors nor *.bin; a model in GGUF "
+        "needs a config of its own (configs/README.md)"
     )

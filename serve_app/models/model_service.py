@@ -3,10 +3,10 @@
 import re
 
 from serve_app.models.architecture import Architecture
-from serve_app.models.choose import LARGE_GPU, SEQUENCES, Choice
+from serve_app.models.choose import GOOD_CONTEXT, LARGE_GPU, SEQUENCES, Choice
 from serve_app.models.document import Item, Section
 from serve_app.models.memory import CPU_RESERVE, RESERVE, Sums, gb
-from serve_app.models.service import Service
+from serve_app.models.service import ONE_PROCESS, Service
 
 ANSWER_TOKENS, REASONING_TOKENS = 512, 4096
 """Default of `max_tokens` for `/generate`, without and with reasoning before the answer."""
@@ -80,9 +80,9 @@ def _engine(choice: Choice) -> Section:
     if choice.utilization is not None:
         engine["gpu_memory_utilization"] = Item(
             choice.utilization,
-            f"Share of the GPU's memory that vLLM uses: {sums_line(sums)}. The reserve of {gb(RESERVE)} is for "
-            "activations and libraries; vLLM measures the real number at its start. Lower the share if the "
-            "engine runs out of memory.",
+            f"Share of the GPU's memory that vLLM uses: {sums_line(sums)}. The reserve of {gb(RESERVE)} is "
+            "for activations and libraries; vLLM measures the real number at its start. Lower the share if "
+            "the engine runs out of memory.",
         )
     engine["max_model_len"] = Item(
         choice.max_model_len,
@@ -92,16 +92,16 @@ def _engine(choice: Choice) -> Section:
     engine["max_num_seqs"] = Item(choice.max_num_seqs, _sequences_reason(choice))
     engine["max_num_batched_tokens"] = Item(
         choice.max_num_batched_tokens,
-        "Most tokens in one step, prompts and answers together. More: long prompts are read sooner, and delay "
-        "the next token of other requests for longer.",
+        "Most tokens in one step, prompts and answers together. More: long prompts are read sooner, and "
+        "delay the next token of other requests for longer.",
     )
     if choice.utilization is None:
         engine |= _cpu(choice)
     if choice.tensor_parallel > 1:
         engine["tensor_parallel_size"] = Item(
             choice.tensor_parallel,
-            f"GPUs that share the weights, {gb(sums.weights)} each: fewer have no room for them and for a KV "
-            "cache.",
+            f"GPUs that share the weights, {gb(sums.weights)} each: fewer have no room for them and for "
+            f"{SEQUENCES} requests of {GOOD_CONTEXT:,} tokens.",
         )
     if choice.devices > 1:
         engine["distributed_executor_backend"] = Item(
@@ -118,11 +118,7 @@ def _cpu(choice: Choice) -> Section:
             "and activations.",
         ),
         "enforce_eager": Item(True, "No compilation, which takes minutes on a CPU."),
-        "distributed_executor_backend": Item(
-            "vllm.v1.executor.uniproc_executor.UniProcExecutor",
-            "The model runs in the engine's own process. vLLM's default on a CPU is a second process; the two "
-            "poll each other, which takes half of two cores.",
-        ),
+        "distributed_executor_backend": ONE_PROCESS,
     }
 
 
@@ -130,10 +126,14 @@ def _dtype_reason(choice: Choice) -> str:
     own = choice.architecture.dtype
     if choice.dtype == "auto":
         method = choice.architecture.quantization
-        return "Type of the values that are not quantised; the weights are" + (f" ({method})." if method else ".")
+        return f"Type of the values that are not quantised. Those of the weights are: {method}."
     if choice.dtype == own:
         return "Type of weights and KV cache: that in which the weights are published."
-    return f"Type of weights and KV cache. The weights are published in {own}, which this device lacks or wastes memory on."
+    if own == "float32":
+        return (
+            f"Type of weights and KV cache. The weights are published in {own}, which takes twice the memory."
+        )
+    return f"Type of weights and KV cache. The weights are published in {own}, which this GPU lacks."
 
 
 def _sequences_reason(choice: Choice) -> str:
@@ -151,7 +151,8 @@ def _parsers(choice: Choice) -> Section:
     if choice.parsers.tools:
         engine["enable_auto_tool_choice"] = Item(
             True,
-            "Clients may offer tools. The parser has to match the format in which the model writes tool calls.",
+            "Clients may offer tools. The parser has to match the format in which the model writes tool "
+            "calls.",
         )
         engine["tool_call_parser"] = Item(choice.parsers.tools)
     if choice.parsers.reasoning:
@@ -172,7 +173,7 @@ def _sampling(choice: Choice) -> Item:
 
 
 def _engine_cores(choice: Choice, spare: float) -> float:
-    """Return the cores of a replica: together with the Ingress no more than there are, or Ray waits for ever."""
+    """Return the cores of a replica. All replicas together have no more than there are, or Ray waits."""
     if not choice.devices:
         return max(1, choice.machine.cores - 1) if choice.machine.cores > 1 else 0.5
     shares = (*range(MOST_CORES, 0, -1), 0.5, 0.25)
@@ -211,7 +212,8 @@ def _deployment(choice: Choice, cores: float) -> Section:
     if choice.devices:
         options["num_gpus"] = Item(choice.devices, "GPUs per replica.")
         options["num_cpus"] = Item(cores, "Cores per replica: tokenizing, scheduling, streaming.")
-        reason = f"Copies of the model: {len(choice.machine.gpus)} GPUs, {choice.devices} for each."
+        count = len(choice.machine.gpus)
+        reason = f"Copies of the model. This machine has {count} GPU{'s' if count > 1 else ''}."
     else:
         options["num_cpus"] = Item(cores, "Cores of the engine; one is left to the rest of the service.")
         reason = "One copy of the model."

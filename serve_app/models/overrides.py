@@ -51,7 +51,7 @@ class Override:
 
 
 def engine_options(overrides: Iterable[Override]) -> dict[str, Any]:
-    """Return the options of the engine that were set, by their vLLM names; one that is null is as left out."""
+    """Return the options of the engine that were set, by their vLLM names, without those that are null."""
     found = {}
     for override in overrides:
         match override.place:

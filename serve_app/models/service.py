@@ -10,6 +10,13 @@ from serve_app.settings.schema import BatcherSettings, IngressSettings
 
 HOST, PORT = "127.0.0.1", 8000
 
+ONE_PROCESS = Item(
+    "vllm.v1.executor.uniproc_executor.UniProcExecutor",
+    "The model runs in the engine's own process. vLLM's default on a CPU is a second process; the two poll "
+    "each other, which takes half of two cores.",
+)
+"""`distributed_executor_backend` on a CPU."""
+
 
 @dataclass
 class Service:
@@ -70,7 +77,9 @@ class ServeConfig:
         application = {
             "name": Item("llm", "Name of the application, for deployment handles."),
             "route_prefix": Item("/", "Path prefix of all routes."),
-            "import_path": Item("serve_app.app:build", "The function that builds the application from `args`."),
+            "import_path": Item(
+                "serve_app.app:build", "The function that builds the application from `args`."
+            ),
             "runtime_env": Item(
                 {"env_vars": Item(replicas)}, "Environment of the replicas; see controller_options."
             ),
@@ -113,9 +122,7 @@ def serve_config(service: Service) -> ServeConfig:
         model=model,
         ingress={"name": Item("Ingress", "The HTTP front. It holds no model."), **service.ingress},
         deployment={
-            "name": Item(
-                engine_name(service.id), "The model. The name is `Engine:` and the id from above."
-            ),
+            "name": Item(engine_name(service.id), "The model. The name is `Engine:` and the id from above."),
             **service.deployment,
         },
         environments=(
@@ -141,9 +148,9 @@ def _batcher() -> Section:
     return {
         "policy": Item(
             defaults.policy,
-            "Each request reserves KV cache for its prompt and its max_tokens, so none is preempted. The other "
-            "policy, max_utilization, reserves the expected output: more requests run at once, some are "
-            "preempted.",
+            "Each request reserves KV cache for its prompt and its max_tokens, so none is preempted. The "
+            "other policy, max_utilization, reserves the expected output: more requests run at once, some "
+            "are preempted.",
         ),
         "max_queue_size": Item(
             defaults.max_queue_size, "Most requests that wait. The next one gets a 429 with Retry-After."
@@ -166,7 +173,8 @@ def _args(folder: str) -> Section:
                 "max_prompts": Item(limits.max_prompts, "Most prompts or records in one call."),
                 "max_n": Item(
                     limits.max_n,
-                    "Most answers per prompt (`n`). A `max_tokens` beside it would limit the tokens of an answer.",
+                    "Most answers per prompt (`n`). A `max_tokens` beside it would limit the tokens of an "
+                    "answer.",
                 ),
             },
             "API keys: not needed on 127.0.0.1. The file has the keys' hashes; `saturate keys new` makes an "

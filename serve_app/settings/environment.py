@@ -26,8 +26,8 @@ TRANSPORT = (
     Variable(
         "RAY_SERVE_ENABLE_HA_PROXY",
         "1",
-        "HTTP through HAProxy, handle calls over gRPC. Set all three: without HAProxy the second one moves all "
-        "HTTP to the head node.",
+        "HTTP through HAProxy, handle calls over gRPC. Set all three: without HAProxy the second one moves "
+        "all HTTP to the head node.",
     ),
     Variable("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1"),
     Variable("RAY_SERVE_USE_GRPC_BY_DEFAULT", "1"),
@@ -44,8 +44,8 @@ HAPROXY = (
     Variable(
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM",
         "leastconn\n    timeout http-request 30s",
-        "Adds a limit for the head of a request in the same way: a client that sends it byte by byte loses its "
-        "connection after 30 s.",
+        "Adds a limit for the head of a request in the same way: a client that sends it byte by byte loses "
+        "its connection after 30 s.",
     ),
     Variable(
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S",
@@ -55,8 +55,8 @@ HAPROXY = (
     Variable(
         "RAY_SERVE_HAPROXY_RETRY_ON",
         "conn-failure empty-response\n    option http-buffer-request\n    retries 8\n    option forwardfor",
-        "If an Ingress replica dies before it answers, HAProxy sends the request to another one. It buffers the "
-        "body for that; a body above the buffer (RAY_SERVE_HAPROXY_TUNE_BUFSIZE, 16 KiB) is sent once. "
+        "If an Ingress replica dies before it answers, HAProxy sends the request to another one. It buffers "
+        "the body for that; a body above the buffer (RAY_SERVE_HAPROXY_TUNE_BUFSIZE, 16 KiB) is sent once. "
         "`forwardfor` appends the client's address to X-Forwarded-For, for API keys with `allow_from`.",
     ),
     Variable(
@@ -77,8 +77,8 @@ LONG_ANSWERS = (
     Variable(
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
         "900",
-        "Longest stream, in seconds. When replicas come or go, HAProxy reloads and ends the answers that still "
-        "run after this time.",
+        "Longest stream, in seconds. When replicas come or go, HAProxy reloads and ends the answers that "
+        "still run after this time.",
     ),
     Variable(
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S",
@@ -97,8 +97,8 @@ CLIENT_HEADERS = Variable(
 DRAINING = Variable(
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
     "3",
-    "Seconds that an Ingress replica waits before it stops, so that HAProxy has removed it. 3 s are enough on "
-    "one machine.",
+    "Seconds that an Ingress replica waits before it stops, so that HAProxy has removed it. 3 s are enough "
+    "on one machine.",
 )
 MESSAGES = Variable(
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH",
