@@ -16,7 +16,7 @@ SEQUENCES = 4
 """Requests of full length that fit at once, at least: with fewer, one long request keeps out the others."""
 
 GOOD_CONTEXT = 8192
-"""A context that most uses need, in tokens: a GPU is added to a replica that has no room for `SEQUENCES` of it."""
+"""A context that most uses need, in tokens. A replica gets GPUs until there is room for `SEQUENCES` of it."""
 
 LEAST_CONTEXT = 2048
 """A context that is worth serving, in tokens: a chat of some turns. A model with less is refused."""
@@ -101,7 +101,7 @@ def choose(
         ModelError: The model doesn't fit; the message has the sums and what would.
     """
     architecture = read_architecture(files.config, files.source)
-    notes = _notes(architecture, known)
+    notes = _notes(architecture, known, given)
     dtype = given.get("dtype") or _dtype(architecture, machine.gpus)
     runs_in = architecture.dtype if dtype == "auto" else dtype
     wanted = demand(files, architecture, runs_in, given.get("kv_cache_dtype"))
@@ -143,8 +143,18 @@ def choose(
     )
 
 
-def _notes(architecture: Architecture, known: frozenset[str]) -> list[str]:
+def _notes(architecture: Architecture, known: frozenset[str], given: Mapping[str, Any]) -> list[str]:
     notes = []
+    if given.get("max_model_len", 0) > architecture.context:
+        notes.append(
+            f"The model's own limit is {architecture.context:,} tokens. vLLM refuses a longer context "
+            "unless the model's config scales it (--hf-overrides)."
+        )
+    if architecture.multimodal:
+        notes.append(
+            "The model takes images or sound too. vLLM keeps memory for them, which the sums leave out; if "
+            "there is too little, lower --max-model-len."
+        )
     if known and architecture.classes and not known.intersection(architecture.classes):
         notes.append(
             f"This vLLM has no {architecture.classes[0]} of its own; it may run the model by transformers, "

@@ -1,6 +1,6 @@
 """A YAML document with a comment for every value."""
 
-import json
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -112,14 +112,17 @@ def _comment(text: str, depth: int) -> Iterator[str]:
 
 
 def _scalar(value: Any) -> str:
+    style = None
     if isinstance(value, str):
         # Quotes only where YAML would take the text for something else.
-        plain = value.isprintable() and not value[-1:].isspace() and not set(value) & set("#,[]{}'\"")
-        return value if plain and _loads_as(value, value) else json.dumps(value, ensure_ascii=False)
-    if value is None or isinstance(value, (bool, int)):
-        return json.dumps(value)
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+        plain = value.isascii() and value.isprintable() and not set(value) & set("#,[]{}'\"")
+        if plain and value == value.strip() and _loads_as(value, value):
+            return value
+        style = '"'
+    text = yaml.safe_dump(
+        value, default_flow_style=True, default_style=style, width=sys.maxsize, sort_keys=False
+    )
+    return str(text).removesuffix("\n").removesuffix("\n...")
 
 
 def _loads_as(text: str, value: str) -> bool:

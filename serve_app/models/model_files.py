@@ -61,7 +61,7 @@ def _index(path: Path) -> set[str]:
         return set()
     try:
         return set(json.loads(path.read_text())["weight_map"].values())
-    except (ValueError, LookupError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise ModelError(f"{path}: not an index of safetensors") from None
 
 
