@@ -29,7 +29,7 @@ def read_source(name: str, revision: str | None, hub: Callable[[], Hub]) -> Mode
         ModelError: There is no such model, or its files say too little.
     """
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return read_folder(path)
     if HUB_ID.fullmatch(name):
         return read_model(name, revision, hub())
