@@ -108,7 +108,8 @@ def _usable(machine: Machine, *, needs_device: bool) -> tuple[Machine, list[str]
 def _head(subject: str, command: str, loading: str, notes: Sequence[str]) -> str:
     return "\n".join(
         [
-            f"{subject}: {loading}. configs/README.md explains the format. Made by",
+            f"{subject}: {loading}. configs/README.md explains the format. `saturate serve FILE.yaml` runs "
+            "it; made by",
             f"   {command}",
             *notes,
         ]

@@ -134,16 +134,21 @@ def replica_variables(
         cpu: The model runs on the CPU.
         offline: All files of the model are on this machine.
     """
-    chosen: list[Variable] = [*TRANSPORT, CLIENT_HEADERS]
+    # The reasons of what the controller has too are there.
+    chosen: list[Variable] = [*map(_without_reason, TRANSPORT), CLIENT_HEADERS]
     if long_answers:
-        chosen += (Variable(variable.name, variable.value) for variable in LONG_ANSWERS)
+        chosen += map(_without_reason, LONG_ANSWERS)
     if one_machine:
         chosen.append(DRAINING)
     chosen.append(MESSAGES)
     if cpu:
         chosen.append(THREADS)
     if offline:
-        chosen += (OFFLINE, Variable(NO_REPORTS.name, NO_REPORTS.value))
+        chosen += (OFFLINE, _without_reason(NO_REPORTS))
     else:
         chosen.append(NO_REPORTS)
     return tuple(chosen)
+
+
+def _without_reason(variable: Variable) -> Variable:
+    return Variable(variable.name, variable.value)
