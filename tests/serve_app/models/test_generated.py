@@ -19,6 +19,7 @@ from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.generated import Generated, generate
 from serve_app.models.overrides import read_options, read_setting
 from serve_app.settings.schema import LLMSettings, parse
+from tests.pages import blocks
 from tests.serve_app.models.doubles import (
     H100,
     L4,
@@ -141,6 +142,11 @@ def test_the_summary_has_about_ten_lines(case: str, models: FakeHub) -> None:
     assert 3 <= len(summary) <= 12
     assert summary[0].startswith("model ")
     assert any("http://127.0.0.1:8000" in line for line in summary)
+
+
+def test_the_summary_is_the_one_in_the_docs(models: FakeHub) -> None:
+    (block,) = (b for b in blocks() if b.page == "configs/README.md" and b.detail == "needs an L4")
+    assert "\n".join(generated(*CASES["qwen2.5-7b-one-l4"], models).summary) == block.text.strip()
 
 
 def test_the_summary_says_what_was_chosen_and_why(models: FakeHub) -> None:
