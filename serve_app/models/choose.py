@@ -252,7 +252,7 @@ def _least_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
 
 def _good_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
     """Return the tokens of KV cache with which a replica needs no more GPUs."""
-    length = min(GOOD_CONTEXT, given.get("max_model_len", architecture.context))
+    length = min(GOOD_CONTEXT, int(given.get("max_model_len", architecture.context)))
     return max(SEQUENCES * length, _least_tokens(architecture, given))
 
 

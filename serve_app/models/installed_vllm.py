@@ -40,7 +40,7 @@ def options() -> dict[str, bool]:
 
     They are empty if vLLM is not installed, or keeps them elsewhere.
     """
-    found = {}
+    found: dict[str, bool] = {}
     for file, classes in OPTIONS.items():
         for node in ast.walk(_parse(file)):
             if isinstance(node, ast.ClassDef) and node.name in classes:

@@ -209,7 +209,7 @@ def test_a_context_above_the_models_own_is_told() -> None:
     ],
 )
 def test_the_type_is_one_that_the_device_has(fields: dict[str, Any], gpu: Gpu | None, dtype: str) -> None:
-    files = replace(SMALL, config=SMALL.config | fields)
+    files = replace(SMALL, config={**SMALL.config, **fields})
     assert choose(files, machine(*([gpu] if gpu else [])), {}).dtype == dtype
 
 
