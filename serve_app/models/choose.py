@@ -112,7 +112,8 @@ def choose(
         parallel, sums = _spread(wanted, gpu, utilization, stages, len(machine.gpus), given)
     else:
         gpu, utilization = None, None
-        parallel, sums = 1, _own_cache(wanted.on_cpu(machine.memory), given)
+        tokens = given.get("max_num_seqs", CPU_SEQUENCES) * given.get("max_model_len", architecture.context)
+        parallel, sums = 1, _own_cache(wanted.on_cpu(machine.memory, tokens), given)
         if sums.tokens < _least_tokens(architecture, given):
             raise _refusal(wanted, sums, given, "the memory of this machine", "")
     context = given.get("max_model_len") or _context(architecture, sums.tokens)

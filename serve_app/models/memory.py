@@ -85,15 +85,17 @@ class Demand:
         per_token = -(-self.architecture.kv_bytes_per_token(self.value_bytes, parallel) // stages)
         return Sums(memory, usable, weights, RESERVE, max(0, usable - weights - RESERVE), per_token)
 
-    def on_cpu(self, memory: int) -> Sums:
+    def on_cpu(self, memory: int, tokens: int) -> Sums:
         """Return the sums of a host.
 
         Args:
             memory: Bytes that are available.
+            tokens: Tokens beyond which a KV cache would never be filled.
         """
         usable = int(memory * CPU_UTILIZATION)
-        left = max(0, min(CPU_KV_MOST, usable - self.weight_bytes - CPU_RESERVE))
         per_token = self.architecture.kv_bytes_per_token(self.value_bytes)
+        most = min(CPU_KV_MOST, -(-tokens * per_token // CPU_KV_STEP) * CPU_KV_STEP)
+        left = max(0, min(most, usable - self.weight_bytes - CPU_RESERVE))
         return Sums(memory, usable, self.weight_bytes, CPU_RESERVE, left - left % CPU_KV_STEP, per_token)
 
 

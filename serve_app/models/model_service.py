@@ -45,7 +45,7 @@ def model_service(choice: Choice, id: str, head: str) -> Service:
         cpu=not choice.devices,
         offline=False,
         folder=id,
-        ingress=_ingress(ingress_cores, int(spare / ingress_cores)),
+        ingress=_ingress(ingress_cores, int(spare / ingress_cores) if choice.devices else 1),
         deployment=_deployment(choice, engine_cores),
     )
 

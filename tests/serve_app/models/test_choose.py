@@ -228,6 +228,13 @@ def test_without_a_gpu_the_cpu_is_used() -> None:
     assert (choice.max_num_seqs, choice.max_num_batched_tokens) == (64, 4096)
 
 
+def test_a_cpu_keeps_no_more_memory_than_its_sequences_fill() -> None:
+    tiny = ModelFiles("org/tiny", QWEN_7B | {"num_hidden_layers": 1, "max_position_embeddings": 1000}, GB)
+    sums = choose(tiny, machine(memory=64 * GB), {}).sums
+    assert 64 * 1000 <= sums.tokens < 64 * 1000 + (64 << 20) // 2048
+    assert choose(tiny, machine(memory=64 * GB), {"max_num_seqs": 2}).sums.kv_cache == 64 << 20
+
+
 def test_a_model_that_does_not_fit_the_host_is_refused() -> None:
     said = refusal(QWEN, machine(memory=16 * GB))
     assert "doesn't fit the memory of this machine: it needs 17.7 GB, and 12.8 GB may be used" in said
