@@ -6,7 +6,7 @@ from serve_app.cli.lazy import LazyGroup
 from serve_app.system.command_line import run
 
 COMMANDS = {
-    "serve": ("serve_app.cli.serve:serve", "Serve the models of a config until Ctrl-C."),
+    "serve": ("serve_app.cli.serve:serve", "Serve a model, or the models of a config, until Ctrl-C."),
     "batch": ("serve_app.driver.command:batch", "Send a dataset through a service."),
     "keys": ("serve_app.auth.command:keys", "Make and change API keys."),
     "usage": ("serve_app.cli.usage:usage", "Sum up who used what."),
@@ -29,7 +29,7 @@ def saturate() -> None:
 
     \b
     A first service, without a GPU and without a download:
-      saturate serve
+      saturate serve demo
     then in another terminal
       curl http://127.0.0.1:8000/generate -d '{"prompts": ["What is 2+3?"]}' \\
         -H 'content-type: application/json'

@@ -39,7 +39,7 @@ def check_port(host: str, port: int, runs: list[Run]) -> None:
                     ) from None
             raise LaunchError(
                 f"port {port} on {host} can't be used ({error.strerror}); stop the program that uses it, or "
-                "set http_options.port in the config"
+                "set http_options.port in the config (--port N for a model)"
             ) from None
 
 

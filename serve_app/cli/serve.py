@@ -1,15 +1,101 @@
 """The command `saturate serve`."""
 
+import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
+
+from serve_app.cli.errors import LaunchError
+
+if TYPE_CHECKING:
+    from serve_app.models.generated import Generated
+    from serve_app.models.overrides import Override
 
 DEMO = Path(__file__).parents[2] / "configs/local.yaml"
 """The demo config; a checkout has it, an installed package doesn't."""
 
 
-@click.command()
-@click.argument("config", required=False, type=click.Path(path_type=Path))
+class Target(NamedTuple):
+    """What is served.
+
+    Attributes:
+        name: The argument: a config, a directory, a Hugging Face id or "demo"; None: there is none.
+        overrides: Options of `vllm serve` that were given.
+        words: The words that these were read from.
+    """
+
+    name: str | None
+    overrides: "tuple[Override, ...]" = ()
+    words: tuple[str, ...] = ()
+
+
+def read_target(context: click.Context, parameter: click.Parameter, words: Sequence[str]) -> Target:
+    """Return what is served, from all words that are no options of this command."""
+    if context.resilient_parsing:
+        return Target(None)
+    if not any(word.startswith("-") for word in words):
+        names: Sequence[str] = words
+        overrides: list[Override] = []
+    else:
+        # The names of vLLM's options are read from its files, which takes a moment.
+        from serve_app.models.errors import OptionError
+        from serve_app.models.overrides import read_options
+
+        own = [option for own in context.command.params for option in own.opts if option.startswith("--")]
+        try:
+            names, overrides = read_options(words, own)
+        except OptionError as error:
+            raise click.UsageError(str(error), context) from None
+    if len(names) > 1:
+        raise click.UsageError(
+            f"one model or config, not {len(names)}: {', '.join(names)}; a config can have several models",
+            context,
+        )
+    return Target(names[0] if names else None, tuple(overrides), tuple(words))
+
+
+def read_settings(
+    context: click.Context, parameter: click.Parameter, settings: Sequence[str]
+) -> "tuple[tuple[str, Override], ...]":
+    """Return the values of `--set`, each with its text."""
+    if not settings or context.resilient_parsing:
+        return ()
+    from serve_app.models.errors import OptionError
+    from serve_app.models.overrides import read_setting
+
+    try:
+        return tuple((setting, read_setting(setting)) for setting in settings)
+    except OptionError as error:
+        raise click.UsageError(str(error), context) from None
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument(
+    "target",
+    metavar="[MODEL | CONFIG] [OPTIONS OF vllm serve]",
+    nargs=-1,
+    type=click.UNPROCESSED,
+    callback=read_target,
+)
+@click.option(
+    "--set",
+    "settings",
+    metavar="PATH=VALUE",
+    multiple=True,
+    callback=read_settings,
+    help="Change a value of MODEL's config; may be repeated. PATH begins with engine., batcher., sampling. "
+    "or another setting of the model; with ingress., batches., access., telemetry. or usage.; with http. "
+    "(host, port); or with deployment. (num_replicas, ray_actor_options.num_cpus). VALUE is YAML.",
+)
+@click.option(
+    "--print-config",
+    is_flag=True,
+    help="Print MODEL's config, with a comment for each value, and end. Keep it in your repository, and "
+    "`saturate serve FILE.yaml` does the same without choosing again.",
+)
 @click.option("--verbose", is_flag=True, help="Show the log of Ray, Serve and vLLM too.")
 @click.option(
     "--log-format",
@@ -17,27 +103,95 @@ DEMO = Path(__file__).parents[2] / "configs/local.yaml"
     help="Print a line per request: json for programs, text for people. Takes the place of "
     "telemetry.request_log in the config.",
 )
-def serve(config: Path | None, verbose: bool, log_format: str | None) -> int:
-    """Serve the models of CONFIG until Ctrl-C, SIGTERM or `saturate stop`.
+def serve(
+    target: Target,
+    settings: "tuple[tuple[str, Override], ...]",
+    print_config: bool,
+    verbose: bool,
+    log_format: str | None,
+) -> int:
+    """Serve a model, or the models of a config, until Ctrl-C, SIGTERM or `saturate stop`.
 
-    CONFIG is a config of Ray Serve; by default the demo, configs/local.yaml of the repository, which needs no
-    GPU and no download.
+    MODEL is a Hugging Face id, a directory with config.json and *.safetensors, or `demo`, a small model that
+    needs no GPU and no download. The command finds the devices of this machine, reads the size of the model,
+    chooses the settings, says them with their reasons, and starts. It refuses a model that doesn't fit before
+    any download, with the sums and with what would fit.
 
-    The command checks the config, shows the progress to "Ready", and stays in the foreground. To stop, it
-    lets requests in flight finish; a second Ctrl-C cuts them off. However it ends, no process of the service
-    is left: neither after a closed terminal nor after SIGKILL.
+    CONFIG is a config of Ray Serve, a .yaml file, for everything beyond: several models, a cluster, scaling.
+    Without an argument the demo is served.
+
+    \b
+    How to choose:
+      a first look           saturate serve demo
+      one model, this host   saturate serve Qwen/Qwen2.5-7B-Instruct
+      longer prompts         --max-model-len 32768: fewer requests at once
+      more tokens in all     --max-num-seqs 512: each request is slower
+      shorter waits beside batch work
+                             --set 'batcher.goals={ttft_p99_s: 0.5, tpot_p99_s: 0.05}'
+      out of memory          --gpu-memory-utilization 0.85
+      other machines may call
+                             --host 0.0.0.0 --set access.keys_file=/etc/saturate/keys.yaml
+      production, a cluster  --print-config > config.yaml, change it, saturate serve config.yaml
+
+    Any option of `vllm serve` is taken by its own long name and goes to the engine (--max-model-len,
+    --enforce-eager, --quantization fp8, --revision). Exit codes: 0 stopped, 1 refused or failed, 2 wrong
+    usage.
+
+    The service stays in the foreground. To stop, it lets requests in flight finish; a second Ctrl-C cuts them
+    off. However it ends, no process of it is left: neither after a closed terminal nor after SIGKILL.
 
     \b
     Examples:
-      saturate serve
+      saturate serve demo
+      saturate serve Qwen/Qwen2.5-7B-Instruct --max-model-len 8192
+      saturate serve ./my-model --set sampling.max_tokens=1024 --print-config
       saturate serve configs/qwen2.5-7b-l4.yaml --log-format text
     """
-    if config is None and not DEMO.is_file():
-        raise click.UsageError(
-            "missing argument 'CONFIG': name a Serve config; the demo, configs/local.yaml, is part of the "
-            "repository and not of the installed package"
-        )
     # Ray takes a second to import: `--help` and completion do without it.
     from serve_app.cli.launch import launch
+    from serve_app.models.source import is_config
 
-    return launch(config or DEMO, verbose=verbose, log_format=log_format)
+    overrides = (*target.overrides, *(override for _, override in settings))
+    changed = bool(overrides) or print_config
+    if target.name is None and DEMO.is_file() and not changed:
+        return launch(DEMO, verbose=verbose, log_format=log_format)
+    name = target.name or "demo"
+    if is_config(name):
+        if changed:
+            raise click.UsageError(
+                f"{name} is a config: change its values there; --set, --print-config and options of `vllm "
+                "serve` are for a model"
+            )
+        return launch(Path(name), verbose=verbose, log_format=log_format)
+    words = [*(() if target.name else (name,)), *target.words]
+    for text, _ in settings:
+        words += ["--set", text]
+    generated = _generate(name, overrides, words)
+    if print_config:
+        sys.stdout.write(generated.text)
+        return 0
+    print(*generated.summary, sep="\n", file=sys.stderr)
+    with tempfile.NamedTemporaryFile("w", prefix="saturate-", suffix=".yaml") as file:
+        file.write(generated.text)
+        file.flush()
+        return launch(Path(file.name), verbose=verbose, log_format=log_format)
+
+
+def _generate(name: str, overrides: "Sequence[Override]", words: Sequence[str]) -> "Generated":
+    """Return the config for a model on this machine.
+
+    Raises:
+        LaunchError: The model can't be served here.
+        click.UsageError: A value that was set is wrong.
+    """
+    from serve_app.models.devices import find_machine
+    from serve_app.models.errors import ModelError, OptionError
+    from serve_app.models.generated import generate
+    from serve_app.models.hub import HuggingFaceHub
+
+    try:
+        return generate(name, overrides, words=words, machine=find_machine, hub=HuggingFaceHub)
+    except ModelError as error:
+        raise LaunchError(str(error)) from None
+    except OptionError as error:
+        raise click.UsageError(str(error)) from None

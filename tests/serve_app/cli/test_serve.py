@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+import yaml
+from click.testing import CliRunner, Result
 
 import serve_app.cli.launch
 from serve_app.cli.serve import serve
+from serve_app.cli.serve_config import read_config
+from tests.serve_app.models.doubles import L4, QWEN_7B, QWEN_7B_BYTES, FakeHub, machine, write_model
 
 ROOT = Path(__file__).parents[3]
 
@@ -51,11 +54,146 @@ def test_options_reach_the_launcher(launched: list[tuple[Path, dict[str, Any]]])
     assert launched == [(Path("a.yaml"), {"verbose": True, "log_format": "json"})]
 
 
-def test_an_installed_package_asks_for_a_config(
-    monkeypatch: pytest.MonkeyPatch, launched: list[tuple[Path, dict[str, Any]]], tmp_path: Path
+# Models
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Make this machine one with an L4, and the hub one with a model; return its directory."""
+    folder = write_model(tmp_path / "model", QWEN_7B, QWEN_7B_BYTES)
+    monkeypatch.setattr("serve_app.models.devices.find_machine", lambda: machine(L4, cores=8))
+    monkeypatch.setattr("serve_app.models.hub.HuggingFaceHub", lambda: FakeHub({"Qwen/Qwen2.5-7B": folder}))
+    monkeypatch.setattr("serve_app.models.installed_vllm.build", lambda: "gpu")
+    return folder
+
+
+@pytest.fixture
+def texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the configs that are launched."""
+    found: list[str] = []
+
+    def launch(path: Path, **options: Any) -> int:
+        read_config(path)
+        found.append(path.read_text())
+        return 0
+
+    monkeypatch.setattr(serve_app.cli.launch, "launch", launch)
+    return found
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(serve, arguments)
+
+
+def test_an_installed_package_serves_the_demo_too(
+    monkeypatch: pytest.MonkeyPatch, here: Path, texts: list[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("serve_app.cli.serve.DEMO", tmp_path / "configs/local.yaml")
-    result = CliRunner().invoke(serve, [])
-    assert result.exit_code == 2
-    assert "missing argument 'CONFIG': name a Serve config; the demo, configs/local.yaml," in result.stderr
-    assert launched == []
+    assert run().exit_code == 0
+    assert run("demo").exit_code == 0
+    assert texts[0] == texts[1]
+    assert "source: saturate://demo" in texts[0]
+
+
+@pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-7B"])
+def test_what_is_printed_is_what_is_run(name: str, here: Path, texts: list[str], tmp_path: Path) -> None:
+    printed = run(name, "--print-config")
+    assert (printed.exit_code, printed.stderr, texts) == (0, "", [])
+    assert run(name).exit_code == 0
+    assert texts == [printed.stdout.replace(" --print-config", "")]
+    path = tmp_path / "mine.yaml"
+    path.write_text(printed.stdout)
+    assert run(str(path)).exit_code == 0
+    assert yaml.safe_load(texts[1]) == yaml.safe_load(texts[0])
+
+
+def test_the_demo_without_a_config_folder_is_that_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch, here: Path
+) -> None:
+    monkeypatch.setattr("serve_app.models.devices.find_machine", lambda: machine())
+    printed = yaml.safe_load(run("demo", "--print-config").stdout)
+    assert printed == yaml.safe_load((ROOT / "configs/local.yaml").read_text())
+
+
+def test_a_start_says_what_was_chosen(here: Path, texts: list[str]) -> None:
+    said = run(str(here)).stderr
+    assert f"model      {here}: qwen2, 15.2 GB of weights" in said
+    assert "context    max_model_len 15,360: 4.0 requests" in said
+
+
+def test_options_and_settings_change_the_config(here: Path, texts: list[str]) -> None:
+    result = run(
+        "--max-model-len", "4096", str(here), "--enforce-eager", "--set", "id=mine", "--set", "http.port=9000"
+    )
+    assert result.exit_code == 0, result.stderr
+    (text,) = texts
+    whole = yaml.safe_load(text)
+    (model,) = whole["applications"][0]["args"]["models"]
+    assert (model["id"], model["engine"]["max_model_len"], model["engine"]["enforce_eager"]) == (
+        "mine",
+        4096,
+        True,
+    )
+    assert whole["http_options"]["port"] == 9000
+    assert (
+        f"saturate serve --max-model-len 4096 {here} --enforce-eager --set id=mine --set http.port=9000"
+        in (" ".join(text.replace("#", "").split()))
+    )
+
+
+def test_options_without_a_model_are_for_the_demo(here: Path, texts: list[str]) -> None:
+    assert run("--port", "9000").exit_code == 0
+    assert "source: saturate://demo" in texts[0]
+    assert "port: 9000" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-modl-len", "8"], "no such option: --max-modl-len; did you mean --max-model-len?"),
+        (["--print-confg"], "did you mean --print-config?"),
+        (["demo", "--set", "engine.max_modl_len=8"], "did you mean 'max_model_len'?"),
+        (["demo", "--set", "engine.max_model_len=x"], "Input should be a valid integer"),
+        (["demo", "--set", "http.port=x"], "Ray Serve refuses"),
+        (["a", "b"], "one model or config, not 2: a, b"),
+        (["a.yaml", "--print-config"], "a.yaml is a config: change its values there"),
+        (["a.yaml", "--max-model-len", "8"], "a.yaml is a config: change its values there"),
+    ],
+)
+def test_a_mistake_is_one_of_usage(arguments: list[str], message: str, here: Path, texts: list[str]) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, texts) == (2, [])
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Qwen/none"], "no model Qwen/none"),
+        (["gpt2"], "neither a config (a file), nor a directory, nor a Hugging Face id"),
+        (["Qwen/Qwen2.5-7B", "--tensor-parallel-size", "2"], "needs 2 GPUs, and there are 1"),
+        (["Qwen/Qwen2.5-7B", "--max-model-len", "999999"], "the model doesn't fit one NVIDIA L4"),
+    ],
+)
+def test_a_model_that_is_refused_ends_with_1(
+    arguments: list[str], message: str, here: Path, texts: list[str]
+) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, texts) == (1, [])
+    assert message in result.stderr
+
+
+def test_the_help_teaches_how_to_choose() -> None:
+    said = run("--help").stdout
+    for word in (
+        "MODEL",
+        "CONFIG",
+        "demo",
+        "--max-model-len",
+        "--set",
+        "--print-config",
+        "How to choose",
+        "Exit codes",
+    ):
+        assert word in said

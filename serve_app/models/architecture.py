@@ -1,0 +1,166 @@
+"""The shape of a model, from its config.json: what the memory of its KV cache depends on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.models.errors import ModelError
+
+DEFAULT_CONTEXT = 2048
+"""vLLM's context for a model that doesn't say its own."""
+
+DTYPE_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Layers with a KV cache, in `layer_types`; others keep a state of fixed size."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a language model.
+
+    Attributes:
+        model_type: Its family, such as "qwen2".
+        classes: vLLM's classes that can load it, such as "Qwen2ForCausalLM".
+        dtype: Type of its weights: "bfloat16", "float16" or "float32".
+        quantization: Method that its weights were quantised with; None: they are not.
+        context: Its own limit of prompt and answer together, in tokens.
+        attention_heads: Heads of attention, which tensor parallelism divides.
+        kv_heads: Heads with a KV cache; 1 with `latent`.
+        kv_layers: Layers with a KV cache.
+        kv_width: Values that a head of a layer keeps per token.
+        latent: Attention keeps one compressed vector per token (MLA), which each device has whole.
+        sliding_window: Tokens that some layers look back on; None: all layers look at the whole context.
+        multimodal: It takes images or sound too.
+    """
+
+    model_type: str
+    classes: tuple[str, ...]
+    dtype: str
+    quantization: str | None
+    context: int
+    attention_heads: int
+    kv_heads: int
+    kv_layers: int
+    kv_width: int
+    latent: bool = False
+    sliding_window: int | None = None
+    multimodal: bool = False
+
+    def kv_bytes_per_token(self, value_bytes: float, devices: int = 1) -> int:
+        """Return the bytes of KV cache that a token takes on each device.
+
+        Args:
+            value_bytes: Bytes of a value.
+            devices: Devices that share the model. Each has at least one head.
+        """
+        heads = 1 if self.latent else max(1, self.kv_heads // devices)
+        return int(self.kv_layers * heads * self.kv_width * value_bytes)
+
+
+def read_architecture(config: Mapping[str, Any], source: str) -> Architecture:
+    """Return the shape that a config.json describes.
+
+    Args:
+        config: Its content.
+        source: The model, for messages.
+
+    Raises:
+        ModelError: It lacks what the sums of memory need.
+    """
+    text = config.get("text_config") or config.get("llm_config") or config.get("language_config") or config
+    if not isinstance(text, Mapping):
+        text = config
+    fields = _Fields({**config, **text}, source)
+    heads = fields.count("num_attention_heads", "n_head", "num_heads")
+    layers = fields.count("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    latent = fields.optional("kv_lora_rank") is not None
+    if latent:
+        kv_heads = 1
+        kv_width = fields.count("kv_lora_rank") + (fields.optional("qk_rope_head_dim") or 0)
+    else:
+        kv_heads = fields.optional("num_key_value_heads", "num_kv_heads", "n_head_kv") or (
+            1 if fields.values.get("multi_query") else heads
+        )
+        head_dim = fields.optional("head_dim") or fields.count("hidden_size", "n_embd", "d_model") // heads
+        # A key and a value.
+        kv_width = 2 * head_dim
+    quantization = config.get("quantization_config") or text.get("quantization_config")
+    return Architecture(
+        model_type=str(config.get("model_type", "")),
+        classes=tuple(map(str, config.get("architectures") or ())),
+        dtype=_dtype(config, text),
+        quantization=str(quantization.get("quant_method")) if isinstance(quantization, Mapping) else None,
+        context=fields.optional(
+            "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"
+        )
+        or DEFAULT_CONTEXT,
+        attention_heads=heads,
+        kv_heads=kv_heads,
+        kv_layers=_kv_layers(fields, layers),
+        kv_width=kv_width,
+        latent=latent,
+        sliding_window=_window(fields),
+        multimodal=text is not config or "vision_config" in config or "audio_config" in config,
+    )
+
+
+class _Fields:
+    """Numbers of a config.json, which has several names for some.
+
+    Args:
+        values: The content, with that of its part on text.
+        source: The model, for messages.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str) -> None:
+        self.values = values
+        self._source = source
+
+    def optional(self, *names: str) -> int | None:
+        """Return the first of some fields that is a number above 0."""
+        for name in names:
+            value = self.values.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
+        return None
+
+    def count(self, *names: str) -> int:
+        """Return the first of some fields that is a number above 0.
+
+        Raises:
+            ModelError: None is.
+        """
+        value = self.optional(*names)
+        if value is None:
+            raise ModelError(
+                f"config.json of {self._source} has no {names[0]}, so its memory can't be worked out; write "
+                "a config of your own for it (configs/README.md)"
+            )
+        return value
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:
+    """Return the type of the weights, from the field of today's or of earlier versions."""
+    for fields in (config, text):
+        for name in ("dtype", "torch_dtype"):
+            value = str(fields.get(name, "")).removeprefix("torch.")
+            if value in DTYPE_BYTES:
+                return value
+    # Old configs lack the field; vLLM would convert float32 as well.
+    return "bfloat16"
+
+
+def _kv_layers(fields: _Fields, layers: int) -> int:
+    """Return the number of layers with a KV cache: all, but for models that mix attention with others."""
+    types = fields.values.get("layer_types")
+    if isinstance(types, list) and ATTENTION.intersection(map(str, types)):
+        return sum(str(kind) in ATTENTION for kind in types)
+    interval = fields.optional("full_attention_interval")
+    return -(-layers // interval) if interval else layers
+
+
+def _window(fields: _Fields) -> int | None:
+    # Qwen2 has the field and doesn't use it.
+    if fields.values.get("use_sliding_window") is False:
+        return None
+    return fields.optional("sliding_window")

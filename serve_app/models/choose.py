@@ -1,0 +1,311 @@
+"""Chooses the settings of an engine: type, context, sequences, devices and replicas."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.models.architecture import Architecture, read_architecture
+from serve_app.models.devices import Gpu, Machine
+from serve_app.models.errors import ModelError
+from serve_app.models.families import Parsers, parsers_of
+from serve_app.models.memory import UTILIZATION, Demand, Sums, demand, gb, with_kv_cache
+from serve_app.models.model_files import ModelFiles
+
+SEQUENCES = 4
+"""Requests of full length that fit at once, at least: with fewer, one long request keeps out the others."""
+
+GOOD_CONTEXT = 8192
+"""A context that most uses need, in tokens. A replica gets GPUs until there is room for `SEQUENCES` of it."""
+
+LEAST_CONTEXT = 2048
+"""A context that is worth serving, in tokens: a chat of some turns. A model with less is refused."""
+
+CONTEXT_STEP = 1024
+"""A context below the model's own is a multiple of this."""
+
+TYPICAL_REQUEST = 256
+"""Tokens of a short request. There are no more sequences at once than requests of that size fit."""
+
+BIG_GPU, LARGE_GPU = 40_000_000_000, 70_000_000_000
+"""Bytes from which a GPU has room for steps of 8,192 tokens, and for 512 sequences."""
+
+BFLOAT16_FROM = 8.0
+"""Compute capability from which a GPU has bfloat16."""
+
+NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
+"""Families that vLLM refuses to run in float16, since their values exceed it."""
+
+CPU_SEQUENCES, CPU_STEP_TOKENS = 64, 4096
+"""Sequences and tokens in a step of a CPU, as in configs/local.yaml."""
+
+MOST_DEVICES = 64
+"""Devices up to which a refusal looks for the number that would do."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings for a model on a machine.
+
+    Attributes:
+        files: The model's files.
+        architecture: Its shape.
+        machine: The machine.
+        parsers: Parsers of its family.
+        sums: Sums of the memory of a device.
+        dtype: Type that the engine runs in; "auto" for quantised weights.
+        utilization: Share of a GPU's memory for vLLM; None: the CPU.
+        max_model_len: Longest prompt and answer together, in tokens.
+        max_num_seqs: Most sequences in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        tensor_parallel: GPUs that share the weights of a replica; 1 on the CPU.
+        devices: GPUs of a replica; 0: the CPU.
+        replicas: Copies of the model.
+        notes: What its user should know beside, each a sentence.
+    """
+
+    files: ModelFiles
+    architecture: Architecture
+    machine: Machine
+    parsers: Parsers
+    sums: Sums
+    dtype: str
+    utilization: float | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    tensor_parallel: int
+    devices: int
+    replicas: int
+    notes: tuple[str, ...] = ()
+
+
+def choose(
+    files: ModelFiles,
+    machine: Machine,
+    given: Mapping[str, Any],
+    *,
+    replicas: int | None = None,
+    known: frozenset[str] = frozenset(),
+) -> Choice:
+    """Return the settings of an engine for a model on a machine.
+
+    Args:
+        files: The model.
+        machine: The machine.
+        given: Options of the engine that its user has set, by their vLLM names; they are kept.
+        replicas: Copies of the model that its user has set; None: as many as the GPUs allow.
+        known: Classes of models that vLLM has; empty: not known.
+
+    Raises:
+        ModelError: The model doesn't fit; the message has the sums and what would.
+    """
+    architecture = read_architecture(files.config, files.source)
+    notes = _notes(architecture, known, given)
+    dtype = given.get("dtype") or _dtype(architecture, machine.gpus)
+    runs_in = architecture.dtype if dtype == "auto" else dtype
+    wanted = demand(files, architecture, runs_in, given.get("kv_cache_dtype"))
+    stages = given.get("pipeline_parallel_size") or 1
+    if machine.gpus:
+        gpu, utilization, more = _common(machine.gpus, given)
+        notes += more
+        parallel, sums = _spread(wanted, gpu, utilization, stages, len(machine.gpus), given)
+    else:
+        gpu, utilization = None, None
+        tokens = given.get("max_num_seqs", CPU_SEQUENCES) * given.get("max_model_len", architecture.context)
+        parallel, sums = 1, _own_cache(wanted.on_cpu(machine.memory, tokens), given)
+        if sums.tokens < _least_tokens(architecture, given):
+            raise _refusal(wanted, sums, given, "the memory of this machine", "")
+    context = given.get("max_model_len") or _context(architecture, sums.tokens)
+    devices = parallel * stages if gpu else 0
+    most = len(machine.gpus) // devices if devices else 1
+    if devices and replicas is not None and replicas > most:
+        raise ModelError(
+            f"deployment.num_replicas {replicas}: a replica takes {devices} of {len(machine.gpus)} GPUs, so "
+            f"{most} is the most"
+        )
+    if devices and (idle := len(machine.gpus) - devices * (replicas or most)):
+        notes.append(f"{idle} of {len(machine.gpus)} GPUs stay idle: a replica takes {devices}.")
+    return Choice(
+        files=files,
+        architecture=architecture,
+        machine=machine,
+        parsers=parsers_of(architecture.model_type, files.source),
+        sums=sums,
+        dtype=dtype,
+        utilization=utilization,
+        max_model_len=context,
+        max_num_seqs=given.get("max_num_seqs") or _sequences(gpu, sums.tokens),
+        max_num_batched_tokens=given.get("max_num_batched_tokens") or _step_tokens(gpu),
+        tensor_parallel=parallel,
+        devices=devices,
+        replicas=replicas or most,
+        notes=tuple(notes),
+    )
+
+
+def _notes(architecture: Architecture, known: frozenset[str], given: Mapping[str, Any]) -> list[str]:
+    notes = []
+    if given.get("max_model_len", 0) > architecture.context:
+        notes.append(
+            f"The model's own limit is {architecture.context:,} tokens. vLLM refuses a longer context "
+            "unless the model's config scales it (--hf-overrides)."
+        )
+    if architecture.multimodal:
+        notes.append(
+            "The model takes images or sound too. vLLM keeps memory for them, which the sums leave out; if "
+            "there is too little, lower --max-model-len."
+        )
+    if known and architecture.classes and not known.intersection(architecture.classes):
+        notes.append(
+            f"This vLLM has no {architecture.classes[0]} of its own; it may run the model by transformers, "
+            "or with --trust-remote-code, or refuse it."
+        )
+    if architecture.sliding_window:
+        notes.append(
+            f"Some layers look back on {architecture.sliding_window:,} tokens only. The sums count all "
+            "layers with the whole context, so more requests fit than they say."
+        )
+    return notes
+
+
+def _dtype(architecture: Architecture, gpus: Sequence[Gpu]) -> str:
+    """Return the type to run in: that of the weights, but none that the device lacks or that is a waste."""
+    if architecture.quantization:
+        return "auto"
+    if not gpus:
+        return architecture.dtype
+    old = any(gpu.capability is not None and gpu.capability < BFLOAT16_FROM for gpu in gpus)
+    if architecture.dtype == "float16" or not old:
+        return "bfloat16" if architecture.dtype == "float32" else architecture.dtype
+    return "float32" if architecture.model_type in NO_FLOAT16 else "float16"
+
+
+def _common(gpus: Sequence[Gpu], given: Mapping[str, Any]) -> tuple[Gpu, float, list[str]]:
+    """Return what every GPU has, the share of it for vLLM, and notes."""
+    notes = []
+    least = min(gpus, key=lambda gpu: gpu.memory)
+    if least.memory < 0.95 * max(gpu.memory for gpu in gpus):
+        notes.append(f"The GPUs differ; the sums are those of the smallest, {least.name}.")
+    free = min(1 - gpu.used / gpu.memory for gpu in gpus)
+    if "gpu_memory_utilization" in given:
+        return least, given["gpu_memory_utilization"], notes
+    # vLLM refuses to start with less free memory than its share; some is needed beside.
+    utilization = min(UTILIZATION, max(0.01, math.floor(100 * (free - 0.02)) / 100))
+    if utilization < UTILIZATION:
+        used = max(gpu.used for gpu in gpus)
+        notes.append(f"Other programs use {gb(used)} of a GPU, so vLLM gets {utilization:.0%} of it.")
+    return least, utilization, notes
+
+
+def _spread(
+    wanted: Demand, gpu: Gpu, utilization: float, stages: int, count: int, given: Mapping[str, Any]
+) -> tuple[int, Sums]:
+    """Return the fewest GPUs that hold the model together, and the sums of each.
+
+    Raises:
+        ModelError: All together don't.
+    """
+    fixed = given.get("tensor_parallel_size")
+    if (fixed or 1) * stages > count:
+        raise ModelError(
+            f"engine.tensor_parallel_size {fixed or 1} with pipeline_parallel_size {stages} needs "
+            f"{(fixed or 1) * stages} GPUs, and there are {count}"
+        )
+    numbers = [fixed] if fixed else _parallels(wanted.architecture, count // stages)
+
+    def sums_of(number: int) -> Sums:
+        return _own_cache(wanted.on_gpu(gpu.memory, utilization, number, stages), given)
+
+    for number in numbers:
+        if (sums := sums_of(number)).tokens >= _good_tokens(wanted.architecture, given):
+            return number, sums
+    if sums.tokens >= _least_tokens(wanted.architecture, given):
+        return number, sums
+    enough = [
+        number * stages
+        for number in ([fixed] if fixed else _parallels(wanted.architecture, MOST_DEVICES))
+        if sums_of(number).tokens >= _least_tokens(wanted.architecture, given)
+    ]
+    place = f"{number * stages} x {gpu.name}" if number * stages > 1 else f"one {gpu.name}"
+    more = f"{enough[0]} such GPUs" if enough else ""
+    raise _refusal(wanted, sums, given, place, more)
+
+
+def _parallels(architecture: Architecture, most: int) -> list[int]:
+    """Return the numbers of GPUs that can share the heads of attention."""
+    powers = [1 << bits for bits in range(most.bit_length())]
+    return [number for number in powers if number <= most and architecture.attention_heads % number == 0]
+
+
+def _own_cache(sums: Sums, given: Mapping[str, Any]) -> Sums:
+    """Return the sums with the KV cache that the user has set, if so."""
+    size = given.get("kv_cache_memory_bytes")
+    return with_kv_cache(sums, size) if size else sums
+
+
+def _least_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
+    """Return the tokens of KV cache without which it isn't worth to start."""
+    if "max_model_len" in given:
+        return int(given["max_model_len"])
+    return SEQUENCES * min(LEAST_CONTEXT, architecture.context)
+
+
+def _good_tokens(architecture: Architecture, given: Mapping[str, Any]) -> int:
+    """Return the tokens of KV cache with which a replica needs no more GPUs."""
+    length = min(GOOD_CONTEXT, int(given.get("max_model_len", architecture.context)))
+    return max(SEQUENCES * length, _least_tokens(architecture, given))
+
+
+def _refusal(wanted: Demand, sums: Sums, given: Mapping[str, Any], place: str, more: str) -> ModelError:
+    """Return the error of a KV cache that is too small, with the sums and what would do.
+
+    Args:
+        wanted: What the model takes.
+        sums: The sums of a device.
+        given: Options of the engine that its user has set.
+        place: The devices.
+        more: The devices that would do; empty: not known.
+    """
+    least = _least_tokens(wanted.architecture, given)
+    kind = f"one request of {least:,} tokens" if "max_model_len" in given else f"{least:,} tokens"
+    needed = sums.weights + sums.reserve + least * sums.per_token
+    each = " of each" if " x " in place else ""
+    advice = [more] if more else []
+    longest = sums.tokens // CONTEXT_STEP * CONTEXT_STEP
+    if "max_model_len" in given and longest:
+        advice.append(f"--max-model-len {longest}")
+    if wanted.architecture.quantization is None:
+        advice.append(
+            f"a quantised variant of the model (FP8: about {gb(wanted.weight_bytes / 2)} of weights, 4 bits: "
+            f"about {gb(wanted.weight_bytes * 0.3)})"
+        )
+    advice.append("a smaller model")
+    return ModelError(
+        f"the model doesn't fit {place}: it needs {gb(needed)}{each}, and {gb(sums.usable)} may be used "
+        f"({sums.usable / sums.device:.0%} of {gb(sums.device)})\n"
+        f"  weights   {gb(sums.weights)}\n"
+        f"  reserve   {gb(sums.reserve)} for activations and libraries\n"
+        f"  KV cache  {gb(least * sums.per_token)} for {kind}, {sums.per_token:,} bytes each\n"
+        f"What would do: {'; '.join(advice)}"
+    )
+
+
+def _context(architecture: Architecture, tokens: int) -> int:
+    """Return the longest context of which `SEQUENCES` fit, or the model's own if that is shorter."""
+    longest = tokens // SEQUENCES
+    if longest >= architecture.context:
+        return architecture.context
+    return longest // CONTEXT_STEP * CONTEXT_STEP
+
+
+def _sequences(gpu: Gpu | None, tokens: int) -> int:
+    most = CPU_SEQUENCES if gpu is None else 512 if gpu.memory >= LARGE_GPU else 256
+    # A power of two, as those of which vLLM captures graphs.
+    return int(max(8, min(most, 1 << max(0, (tokens // TYPICAL_REQUEST).bit_length() - 1))))
+
+
+def _step_tokens(gpu: Gpu | None) -> int:
+    if gpu is None:
+        return CPU_STEP_TOKENS
+    return 8192 if gpu.memory >= BIG_GPU else 4096

@@ -1,0 +1,64 @@
+"""The service of the demo model, as in configs/local.yaml."""
+
+from serve_app.models.devices import Machine
+from serve_app.models.document import Item, Section
+from serve_app.models.service import ONE_PROCESS, Service
+from serve_app.settings.schema import DEMO_MODEL
+
+NAME = "demo"
+
+
+def demo_service(machine: Machine, head: str) -> Service:
+    """Return the service of the demo model.
+
+    Args:
+        machine: With GPUs, a CUDA build of vLLM is installed, and the model takes one.
+        head: Comment at the top of the config.
+    """
+    gpu = bool(machine.gpus)
+    options: Section = {
+        "num_cpus": Item(1, f"...that reserves one core, and {'a' if gpu else 'no'} GPU."),
+    }
+    if gpu:
+        options["num_gpus"] = Item(1)
+    return Service(
+        head=head,
+        id=NAME,
+        source=DEMO_MODEL,
+        engine=_engine(),
+        sampling=Item(
+            {"temperature": Item(0), "max_tokens": Item(16)},
+            "Defaults of /generate. Greedy, since the demo model does sums.",
+        ),
+        long_answers=False,
+        cpu=not gpu,
+        offline=True,
+        folder="local",
+        ingress={
+            "num_replicas": Item(1, "One replica..."),
+            "ray_actor_options": Item({"num_cpus": Item(0.5, "...that reserves half a core in Ray.")}),
+        },
+        deployment={
+            "num_replicas": Item(1, "One copy of the model..."),
+            "ray_actor_options": Item(options),
+        },
+    )
+
+
+def _engine() -> Section:
+    return {
+        "max_model_len": Item(2048, "Context: longest prompt and answer together, in tokens."),
+        "max_num_seqs": Item(64, "Most sequences and most tokens in one step of the engine."),
+        "max_num_batched_tokens": Item(4096),
+        "kv_cache_memory_bytes": Item(
+            256 << 20, "Bytes of KV cache. 256 MiB hold 131,072 tokens of this model."
+        ),
+        "enforce_eager": Item(True, "No compilation: for a model this small it takes longer than it saves."),
+        "distributed_executor_backend": ONE_PROCESS,
+        "enable_auto_tool_choice": Item(
+            True,
+            "Clients may offer tools. The demo model uses one only if `tool_choice` forces it to; the tool "
+            "needs `strict: true`, else its arguments come back as a quoted string.",
+        ),
+        "tool_call_parser": Item("hermes"),
+    }

@@ -1,0 +1,164 @@
+"""The devices of this machine: GPUs by `nvidia-smi`, or else the CPU."""
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray._private.utils import get_num_cpus
+
+from serve_app.models.errors import ModelError
+
+MIB = 1 << 20
+
+FIELDS = "index,uuid,name,memory.total,memory.reserved,memory.used,compute_cap,mig.mode.current"
+
+NVIDIA_SMI_S = 20.0
+"""Seconds for `nvidia-smi`, which takes some where the driver's daemon isn't running."""
+
+Ask = Callable[[Sequence[str]], str]
+"""Runs a program and returns its output; raises an OSError or a SubprocessError."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU.
+
+    Attributes:
+        name: As its maker calls it.
+        memory: Bytes that programs can have of it.
+        used: Bytes that other programs have.
+        capability: CUDA's compute capability, such as 8.9; None: not known.
+    """
+
+    name: str
+    memory: int
+    used: int = 0
+    capability: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a service can use of a machine.
+
+    Attributes:
+        gpus: Its GPUs; empty: the model runs on the CPU.
+        cores: Cores of the CPU.
+        memory: Bytes of the host's memory that are available.
+    """
+
+    gpus: tuple[Gpu, ...]
+    cores: int
+    memory: int
+
+
+def find_machine(environment: Mapping[str, str] | None = None) -> Machine:
+    """Return this machine, with the GPUs that `CUDA_VISIBLE_DEVICES` shows.
+
+    Raises:
+        ModelError: GPUs are there, and their memory can't be told.
+    """
+    environment = os.environ if environment is None else environment
+    return Machine(
+        find_gpus(_ask, environment.get("CUDA_VISIBLE_DEVICES")),
+        # As many as Ray will count.
+        max(1, int(get_num_cpus(override_docker_cpu_warning=True))),
+        available_memory(Path("/")),
+    )
+
+
+def find_gpus(ask: Ask, visible: str | None) -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine; none if there is no driver or no device.
+
+    Args:
+        ask: Runs `nvidia-smi`.
+        visible: `CUDA_VISIBLE_DEVICES`: indexes or ids; None: all.
+
+    Raises:
+        ModelError: A GPU is there, and its memory can't be told.
+    """
+    try:
+        text = ask(["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"])
+    except subprocess.TimeoutExpired:
+        raise ModelError(
+            f"nvidia-smi gave no answer within {NVIDIA_SMI_S:g} s; see that it works, or set "
+            "CUDA_VISIBLE_DEVICES= (empty) to use the CPU"
+        ) from None
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    # A line that isn't a row of the table says that there are no devices.
+    rows = [row for row in rows if len(row) == len(FIELDS.split(","))]
+    if visible is not None:
+        rows = _visible(rows, visible)
+    return tuple(_gpu(row) for row in rows)
+
+
+def _visible(rows: list[list[str]], visible: str) -> list[list[str]]:
+    """Return the rows of the devices that CUDA shows: up to the first name that is not one."""
+    shown: list[list[str]] = []
+    for name in filter(None, (part.strip() for part in visible.split(","))):
+        match = [
+            row for row in rows if name == row[0] or (name.startswith("GPU-") and row[1].startswith(name))
+        ]
+        if name.startswith("MIG-"):
+            raise ModelError(
+                f"CUDA_VISIBLE_DEVICES names {name}, a slice of a GPU, whose memory can't be told here; "
+                "write a config with engine.max_model_len and engine.gpu_memory_utilization "
+                "(configs/README.md)"
+            )
+        if len(match) != 1:
+            break
+        shown += match
+    return shown
+
+
+def _gpu(row: list[str]) -> Gpu:
+    index, _, name, total, reserved, used, capability, mig = row
+    if mig == "Enabled":
+        raise ModelError(
+            f"GPU {index} ({name}) is divided by MIG, and the memory of its slices can't be told here; "
+            "write a config with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+        )
+    if not total.isdigit():
+        raise ModelError(
+            f"GPU {index} ({name}) doesn't tell its memory ({total}); write a config with "
+            "engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+        )
+    return Gpu(
+        name,
+        (int(total) - _mib(reserved)) * MIB,
+        _mib(used) * MIB,
+        float(capability) if capability.replace(".", "", 1).isdigit() else None,
+    )
+
+
+def _mib(cell: str) -> int:
+    return int(cell) if cell.isdigit() else 0
+
+
+def available_memory(root: Path) -> int:
+    """Return the bytes of memory that processes can still have, within the limit of this container.
+
+    Args:
+        root: The root of the file system.
+    """
+    values = {}
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        values[name] = value.split()
+    available = int(values["MemAvailable"][0]) * 1024
+    group = root / "sys/fs/cgroup"
+    try:
+        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        # No limit: the file is missing, or says "max".
+        return available
+    # Cached files give way.
+    return max(0, min(available, limit - used + int(stat["inactive_file"])))
+
+
+def _ask(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True).stdout

@@ -1,0 +1,125 @@
+"""Sums of a device's memory: what the weights leave for the KV cache, and how many tokens that holds."""
+
+from dataclasses import dataclass, replace
+
+from serve_app.models.architecture import DTYPE_BYTES, Architecture
+from serve_app.models.model_files import ModelFiles
+
+GB = 10**9
+
+UTILIZATION = 0.9
+"""Share of a GPU's memory for vLLM. The rest is for what it doesn't count: fragments, libraries, others."""
+
+RESERVE = 2_500_000_000
+"""Bytes of a GPU beside weights and KV cache, for models of 1 to 100 billion parameters.
+
+1 GB: CUDA's context, the graphs that vLLM captures, and the buffers of collective calls. 1.5 GB: the
+activations of a step of 8,192 tokens, and the logits of up to 512 sequences in float32. vLLM measures the
+real number at its start. A context of which several fit absorbs the difference.
+"""
+
+CPU_UTILIZATION = 0.8
+"""Share of the host's available memory for the engine. Ray, HAProxy and the Ingress have the rest."""
+
+CPU_RESERVE = 2_000_000_000
+"""Bytes of the engine's process beside weights and KV cache: its libraries and the activations of a step."""
+
+CPU_KV_MOST = 4 << 30
+"""Bytes of KV cache on a CPU, at most: its cores are busy long before more sequences fill that."""
+
+CPU_KV_STEP = 64 << 20
+"""The bytes of KV cache on a CPU are a multiple of this, so that the number in a config is a round one."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the memory of a device holds.
+
+    Attributes:
+        device: Bytes that the device has.
+        usable: Bytes that vLLM may use.
+        weights: Bytes of the weights on this device.
+        reserve: Bytes for everything else.
+        kv_cache: Bytes left for the KV cache; 0 if the rest doesn't fit.
+        per_token: Bytes that a token takes in the KV cache of this device.
+    """
+
+    device: int
+    usable: int
+    weights: int
+    reserve: int
+    kv_cache: int
+    per_token: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.kv_cache // self.per_token
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a model takes, for any number of devices.
+
+    Attributes:
+        architecture: Its shape.
+        weight_bytes: Bytes of its weights once they are loaded.
+        value_bytes: Bytes of a value in the KV cache.
+    """
+
+    architecture: Architecture
+    weight_bytes: int
+    value_bytes: float
+
+    def on_gpu(self, memory: int, utilization: float, parallel: int, stages: int = 1) -> Sums:
+        """Return the sums of each of some GPUs that share the model.
+
+        Args:
+            memory: Bytes of a GPU.
+            utilization: Share of it for vLLM.
+            parallel: GPUs that share each layer.
+            stages: Groups of such GPUs, each with a part of the layers.
+        """
+        usable = int(memory * utilization)
+        weights = -(-self.weight_bytes // (parallel * stages))
+        per_token = -(-self.architecture.kv_bytes_per_token(self.value_bytes, parallel) // stages)
+        return Sums(memory, usable, weights, RESERVE, max(0, usable - weights - RESERVE), per_token)
+
+    def on_cpu(self, memory: int, tokens: int) -> Sums:
+        """Return the sums of a host.
+
+        Args:
+            memory: Bytes that are available.
+            tokens: Tokens beyond which a KV cache would never be filled.
+        """
+        usable = int(memory * CPU_UTILIZATION)
+        per_token = self.architecture.kv_bytes_per_token(self.value_bytes)
+        most = min(CPU_KV_MOST, -(-tokens * per_token // CPU_KV_STEP) * CPU_KV_STEP)
+        left = max(0, min(most, usable - self.weight_bytes - CPU_RESERVE))
+        return Sums(memory, usable, self.weight_bytes, CPU_RESERVE, left - left % CPU_KV_STEP, per_token)
+
+
+def with_kv_cache(sums: Sums, kv_cache: int) -> Sums:
+    """Return sums with a KV cache of a given size in bytes, in place of what is left."""
+    return replace(sums, kv_cache=kv_cache)
+
+
+def demand(files: ModelFiles, architecture: Architecture, dtype: str, kv_dtype: str | None) -> Demand:
+    """Return what a model takes.
+
+    Args:
+        files: Its files.
+        architecture: Its shape.
+        dtype: The type that it runs in.
+        kv_dtype: vLLM's `kv_cache_dtype`; None: the same type.
+    """
+    weight_bytes = files.weight_bytes
+    if architecture.quantization is None:
+        weight_bytes = weight_bytes * DTYPE_BYTES[dtype] // DTYPE_BYTES[architecture.dtype]
+    value_bytes = 1 if kv_dtype and kv_dtype.startswith("fp8") else DTYPE_BYTES[dtype]
+    return Demand(architecture, weight_bytes, value_bytes)
+
+
+def gb(count: float) -> str:
+    """Return bytes as a number of GB that people can read."""
+    return f"{count / GB:,.1f} GB" if count >= GB / 10 else f"{count / 1e6:,.3g} MB"

@@ -1,0 +1,220 @@
+"""The service of a model with the settings that were chosen for it."""
+
+import re
+
+from serve_app.models.architecture import Architecture
+from serve_app.models.choose import GOOD_CONTEXT, LARGE_GPU, SEQUENCES, Choice
+from serve_app.models.document import Item, Section
+from serve_app.models.memory import CPU_RESERVE, RESERVE, Sums, gb
+from serve_app.models.service import ONE_PROCESS, Service
+
+ANSWER_TOKENS, REASONING_TOKENS = 512, 4096
+"""Default of `max_tokens` for `/generate`, without and with reasoning before the answer."""
+
+MOST_CORES = 4
+"""Cores that an engine on a GPU uses: tokenizing, scheduling, streaming."""
+
+MOST_INGRESS = 4
+"""Replicas of the Ingress."""
+
+
+def service_id(source: str) -> str:
+    """Return the name of a model for clients: the last part of its Hugging Face id or directory."""
+    last = source.rstrip("/").rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", last).lstrip("._-")[:100] or "model"
+
+
+def model_service(choice: Choice, id: str, head: str) -> Service:
+    """Return the service of a model.
+
+    Args:
+        choice: The settings.
+        id: Name of the model for clients.
+        head: Comment at the top of the config.
+    """
+    ingress_cores = 1.0 if choice.devices and choice.machine.cores >= MOST_CORES else 0.5
+    engine_cores = _engine_cores(choice, choice.machine.cores - ingress_cores)
+    spare = choice.machine.cores - engine_cores * choice.replicas
+    return Service(
+        head=head,
+        id=id,
+        source=choice.files.source,
+        engine=_engine(choice),
+        sampling=_sampling(choice),
+        long_answers=True,
+        cpu=not choice.devices,
+        offline=False,
+        folder=id,
+        ingress=_ingress(ingress_cores, int(spare / ingress_cores) if choice.devices else 1),
+        deployment=_deployment(choice, engine_cores),
+    )
+
+
+def sums_line(sums: Sums) -> str:
+    """Return the sums of a device's memory as a line."""
+    return (
+        f"{gb(sums.usable)} of {gb(sums.device)} - weights {gb(sums.weights)} - reserve {gb(sums.reserve)} "
+        f"leave {gb(sums.kv_cache)} of KV cache: {sums.tokens:,} tokens of {sums.per_token:,} bytes"
+    )
+
+
+def context_reason(architecture: Architecture, context: int, tokens: int) -> str:
+    """Return why a context has its length.
+
+    Args:
+        architecture: The model's shape.
+        context: The context, in tokens.
+        tokens: Tokens that the KV cache holds.
+    """
+    fit = f"{tokens / context:.1f} requests of that length fit at once"
+    if context == architecture.context:
+        return f"the model's own limit; {fit}"
+    if context // SEQUENCES * SEQUENCES <= tokens and context < architecture.context:
+        return f"{fit}; the model's own limit is {architecture.context:,}"
+    return fit
+
+
+def _engine(choice: Choice) -> Section:
+    sums = choice.sums
+    engine: Section = {"dtype": Item(choice.dtype, _dtype_reason(choice))}
+    if choice.utilization is not None:
+        engine["gpu_memory_utilization"] = Item(
+            choice.utilization,
+            f"Share of the GPU's memory that vLLM uses: {sums_line(sums)}. The reserve of {gb(RESERVE)} is "
+            "for activations and libraries; vLLM measures the real number at its start. Lower the share if "
+            "the engine runs out of memory.",
+        )
+    engine["max_model_len"] = Item(
+        choice.max_model_len,
+        "Context: longest prompt and answer together, in tokens. Here "
+        f"{context_reason(choice.architecture, choice.max_model_len, sums.tokens)}.",
+    )
+    engine["max_num_seqs"] = Item(choice.max_num_seqs, _sequences_reason(choice))
+    engine["max_num_batched_tokens"] = Item(
+        choice.max_num_batched_tokens,
+        "Most tokens in one step, prompts and answers together. More: long prompts are read sooner, and "
+        "delay the next token of other requests for longer.",
+    )
+    if choice.utilization is None:
+        engine |= _cpu(choice)
+    if choice.tensor_parallel > 1:
+        engine["tensor_parallel_size"] = Item(
+            choice.tensor_parallel,
+            f"GPUs that share the weights, {gb(sums.weights)} each: fewer have no room for them and for "
+            f"{SEQUENCES} requests of {GOOD_CONTEXT:,} tokens.",
+        )
+    if choice.devices > 1:
+        engine["distributed_executor_backend"] = Item(
+            "mp", "Each of its GPUs has a process of the replica's own, on the same machine."
+        )
+    return engine | _parsers(choice)
+
+
+def _cpu(choice: Choice) -> Section:
+    return {
+        "kv_cache_memory_bytes": Item(
+            choice.sums.kv_cache,
+            f"Bytes of KV cache: {sums_line(choice.sums)}. The reserve of {gb(CPU_RESERVE)} is for libraries "
+            "and activations.",
+        ),
+        "enforce_eager": Item(True, "No compilation, which takes minutes on a CPU."),
+        "distributed_executor_backend": ONE_PROCESS,
+    }
+
+
+def _dtype_reason(choice: Choice) -> str:
+    own = choice.architecture.dtype
+    if choice.dtype == "auto":
+        method = choice.architecture.quantization
+        return f"Type of the values that are not quantised. Those of the weights are: {method}."
+    if choice.dtype == own:
+        return "Type of weights and KV cache: that in which the weights are published."
+    if own == "float32":
+        return (
+            f"Type of weights and KV cache. The weights are published in {own}, which takes twice the memory."
+        )
+    return f"Type of weights and KV cache. The weights are published in {own}, which this GPU lacks."
+
+
+def _sequences_reason(choice: Choice) -> str:
+    gpu = choice.machine.gpus[0] if choice.machine.gpus else None
+    more = (
+        "More: more tokens per second in all, and fewer for each request."
+        if gpu and gpu.memory >= LARGE_GPU
+        else "The KV cache bounds them too."
+    )
+    return f"Most sequences in one step of the engine. {more}"
+
+
+def _parsers(choice: Choice) -> Section:
+    engine: Section = {}
+    if choice.parsers.tools:
+        engine["enable_auto_tool_choice"] = Item(
+            True,
+            "Clients may offer tools. The parser has to match the format in which the model writes tool "
+            "calls.",
+        )
+        engine["tool_call_parser"] = Item(choice.parsers.tools)
+    if choice.parsers.reasoning:
+        engine["reasoning_parser"] = Item(
+            choice.parsers.reasoning,
+            "The model reasons before it answers. The parser tells the two apart, so that clients get the "
+            "reasoning in a field of its own.",
+        )
+    return engine
+
+
+def _sampling(choice: Choice) -> Item:
+    tokens = REASONING_TOKENS if choice.parsers.reasoning else ANSWER_TOKENS
+    return Item(
+        {"temperature": Item(0.7), "max_tokens": Item(min(tokens, max(1, choice.max_model_len // 2)))},
+        "Defaults of /generate; the routes below /v1 have vLLM's.",
+    )
+
+
+def _engine_cores(choice: Choice, spare: float) -> float:
+    """Return the cores of a replica. All replicas together have no more than there are, or Ray waits."""
+    if not choice.devices:
+        return max(1, choice.machine.cores - 1) if choice.machine.cores > 1 else 0.5
+    shares = (*range(MOST_CORES, 0, -1), 0.5, 0.25)
+    return next((share for share in shares if share * choice.replicas <= spare), 0)
+
+
+def _ingress(cores: float, most: int) -> Section:
+    """Return the options of the Ingress.
+
+    Args:
+        cores: Cores of a replica.
+        most: Replicas that have room.
+    """
+    most = min(MOST_INGRESS, most)
+    options = Item({"num_cpus": Item(cores if cores < 1 else int(cores))})
+    if most < 2:
+        options.value["num_cpus"].comment = "...that reserves this much of a core in Ray."
+        return {"num_replicas": Item(1, "One replica..."), "ray_actor_options": options}
+    options.value["num_cpus"].comment = "A replica runs in one thread."
+    return {
+        "autoscaling_config": Item(
+            {
+                "min_replicas": Item(1, "One replica relays thousands of tokens per second."),
+                "max_replicas": Item(most),
+                "target_ongoing_requests": Item(
+                    200, "Concurrent requests per replica; above it Serve starts another replica."
+                ),
+            }
+        ),
+        "ray_actor_options": options,
+    }
+
+
+def _deployment(choice: Choice, cores: float) -> Section:
+    options: Section = {}
+    if choice.devices:
+        options["num_gpus"] = Item(choice.devices, "GPUs per replica.")
+        options["num_cpus"] = Item(cores, "Cores per replica: tokenizing, scheduling, streaming.")
+        count = len(choice.machine.gpus)
+        reason = f"Copies of the model. This machine has {count} GPU{'s' if count > 1 else ''}."
+    else:
+        options["num_cpus"] = Item(cores, "Cores of the engine; one is left to the rest of the service.")
+        reason = "One copy of the model."
+    return {"num_replicas": Item(choice.replicas, reason), "ray_actor_options": Item(options)}

@@ -1,0 +1,316 @@
+"""The configs that `saturate serve MODEL` runs; the files in configs/ here have some in full.
+
+`python -m tests.serve_app.models.test_generated` writes them anew.
+"""
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.cli.serve_config import read_config
+from serve_app.models import installed_vllm
+from serve_app.models.devices import Machine
+from serve_app.models.errors import ModelError, OptionError
+from serve_app.models.generated import Generated, generate
+from serve_app.models.overrides import read_options, read_setting
+from serve_app.settings.schema import LLMSettings, parse
+from tests.pages import blocks
+from tests.serve_app.models.doubles import (
+    H100,
+    L4,
+    LLAMA_8B,
+    LLAMA_8B_BYTES,
+    LLAMA_70B,
+    LLAMA_70B_BYTES,
+    QWEN_7B,
+    QWEN_7B_BYTES,
+    FakeHub,
+    machine,
+    write_model,
+)
+from tests.serve_app.test_configs import unexplained
+
+ROOT = Path(__file__).parents[3]
+GOLDEN = Path(__file__).parent / "configs"
+
+QWEN, LLAMA, BIG = (
+    "Qwen/Qwen2.5-7B-Instruct",
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "meta-llama/Llama-3.3-70B-Instruct",
+)
+
+CASES: dict[str, tuple[str, Machine]] = {
+    "demo": ("demo", machine(cores=2)),
+    "qwen2.5-7b-one-l4": (QWEN, machine(L4, cores=8)),
+    "llama-8b-two-h100": (LLAMA, machine(H100, H100, cores=32)),
+    "llama-70b-four-h100": (BIG, machine(H100, H100, H100, H100, cores=64)),
+}
+"""Arguments and machines, by the names of the files."""
+
+
+def hub(folder: Path) -> FakeHub:
+    """Return a hub with three models."""
+    return FakeHub(
+        {
+            QWEN: write_model(folder / "qwen", QWEN_7B, QWEN_7B_BYTES, files=4),
+            LLAMA: write_model(folder / "llama", LLAMA_8B, LLAMA_8B_BYTES, files=4),
+            BIG: write_model(folder / "big", LLAMA_70B, LLAMA_70B_BYTES, files=30),
+        }
+    )
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> FakeHub:
+    return hub(tmp_path / "hub")
+
+
+@pytest.fixture(autouse=True)
+def build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install vLLM's CUDA build."""
+    monkeypatch.setattr(installed_vllm, "build", lambda: "gpu")
+
+
+def generated(name: str, on: Machine, hub: FakeHub, *settings: str, options: str = "") -> Generated:
+    _, overrides = read_options(options.split(), [])
+    words = [name, *options.split()]
+    return generate(
+        name,
+        [*overrides, *map(read_setting, settings)],
+        words=words,
+        machine=lambda: on,
+        hub=lambda: hub,
+    )
+
+
+def content(text: str) -> Any:
+    return yaml.safe_load(text)
+
+
+def model(text: str) -> LLMSettings:
+    (found,) = parse(content(text)["applications"][0]["args"]).models
+    assert isinstance(found, LLMSettings)
+    return found
+
+
+def deployments(text: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = content(text)["applications"][0]["deployments"]
+    return found
+
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@every_case
+def test_the_config_is_the_one_in_the_file(case: str, models: FakeHub) -> None:
+    assert generated(*CASES[case], models).text == (GOLDEN / f"{case}.yaml").read_text()
+
+
+@every_case
+def test_the_config_passes_the_check_of_a_config_file(case: str, models: FakeHub, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(generated(*CASES[case], models).text)
+    config = read_config(path)
+    assert [app.name for app in config.applications] == ["llm"]
+
+
+@every_case
+def test_every_value_has_a_comment(case: str) -> None:
+    assert unexplained((GOLDEN / f"{case}.yaml").read_text()) == []
+
+
+@every_case
+def test_lines_are_short(case: str) -> None:
+    comments = [
+        line for line in (GOLDEN / f"{case}.yaml").read_text().splitlines() if line.lstrip()[:1] == "#"
+    ]
+    assert max(map(len, comments)) <= 110
+
+
+def test_the_demo_is_that_of_the_repository(models: FakeHub) -> None:
+    text = generated(*CASES["demo"], models).text
+    assert content(text) == content((ROOT / "configs/local.yaml").read_text())
+
+
+@every_case
+def test_the_summary_has_about_ten_lines(case: str, models: FakeHub) -> None:
+    summary = generated(*CASES[case], models).summary
+    assert 3 <= len(summary) <= 12
+    assert summary[0].startswith("model ")
+    assert any("http://127.0.0.1:8000" in line for line in summary)
+
+
+def test_the_summary_is_the_one_in_the_docs(models: FakeHub) -> None:
+    (block,) = (b for b in blocks() if b.page == "configs/README.md" and b.detail == "needs an L4")
+    assert "\n".join(generated(*CASES["qwen2.5-7b-one-l4"], models).summary) == block.text.strip()
+
+
+def test_the_summary_says_what_was_chosen_and_why(models: FakeHub) -> None:
+    said = "\n".join(generated(*CASES["llama-70b-four-h100"], models).summary)
+    assert "model      meta-llama/Llama-3.3-70B-Instruct: llama, 141.1 GB of weights, downloaded" in said
+    assert "device     4 x NVIDIA H100 80GB HBM3 (85.0 GB each)" in said
+    assert "weights 35.3 GB - reserve 2.5 GB leave" in said
+    assert "tensor_parallel_size 4: fewer GPUs have no room" in said
+    assert "tools: llama3_json, reasoning: none" in said
+
+
+def test_two_gpus_have_a_replica_each(models: FakeHub) -> None:
+    text = generated(*CASES["llama-8b-two-h100"], models).text
+    ingress, engine = deployments(text)
+    assert engine["num_replicas"] == 2
+    assert engine["ray_actor_options"] == {"num_gpus": 1, "num_cpus": 4}
+    assert ingress["autoscaling_config"]["max_replicas"] == 4
+
+
+def test_four_gpus_share_a_large_model(models: FakeHub) -> None:
+    text = generated(*CASES["llama-70b-four-h100"], models).text
+    engine = model(text).engine
+    assert (engine.tensor_parallel_size, engine.distributed_executor_backend) == (4, "mp")
+    assert deployments(text)[1]["ray_actor_options"]["num_gpus"] == 4
+
+
+@pytest.mark.parametrize("cores", [1, 2, 4, 8, 9, 64])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+def test_ray_has_the_cores_for_every_replica(
+    cores: int, gpus: int, models: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed_vllm, "build", lambda: "gpu" if gpus else "cpu")
+    ingress, engine = deployments(generated(QWEN, machine(*[L4] * gpus, cores=cores), models).text)
+    most = ingress.get("num_replicas") or ingress["autoscaling_config"]["max_replicas"]
+    reserved = most * ingress["ray_actor_options"]["num_cpus"]
+    reserved += engine["num_replicas"] * engine["ray_actor_options"]["num_cpus"]
+    assert reserved <= cores
+
+
+def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed_vllm, "build", lambda: "cpu")
+    text = generated(QWEN, machine(cores=8), models).text
+    local = content((ROOT / "configs/local.yaml").read_text())["applications"][0]
+    engine = local["args"]["models"][0]["engine"]
+    same = ("max_num_seqs", "max_num_batched_tokens", "enforce_eager", "distributed_executor_backend")
+    assert {name: getattr(model(text).engine, name) for name in same} == {name: engine[name] for name in same}
+    variables = content(text)["applications"][0]["runtime_env"]["env_vars"]
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "HF_HUB_OFFLINE" not in variables
+    assert deployments(text)[1]["ray_actor_options"] == {"num_cpus": 7}
+
+
+def test_the_demo_takes_a_gpu_where_vllm_needs_one(models: FakeHub) -> None:
+    text = generated("demo", machine(L4), models).text
+    assert deployments(text)[1]["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 1}
+
+
+def test_a_build_for_the_cpu_leaves_gpus_alone(models: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed_vllm, "build", lambda: "cpu")
+    found = generated(QWEN, machine(L4), models)
+    assert model(found.text).engine.gpu_memory_utilization is None
+    assert any(
+        "1 x NVIDIA L4 (23.7 GB) found, but the installed vLLM is its CPU build" in s for s in found.summary
+    )
+
+
+def test_a_build_for_gpus_needs_one(models: FakeHub) -> None:
+    with pytest.raises(ModelError, match="no GPU found"):
+        generated(QWEN, machine(), models)
+
+
+# Values of the user
+
+
+def test_values_of_the_user_are_in_the_config(models: FakeHub) -> None:
+    text = generated(
+        QWEN,
+        machine(L4),
+        models,
+        "id=qwen",
+        "batcher.goals.ttft_p99_s=0.5",
+        "sampling.max_tokens=64",
+        "ingress.max_n=4",
+        "http.port=9000",
+        "deployment.ray_actor_options.num_cpus=2",
+        "telemetry.request_log=text",
+        options="--max-model-len 8192 --max-logprobs 50 --tool-call-parser qwen3_json",
+    ).text
+    found = model(text)
+    assert found.id == "qwen"
+    assert (
+        found.engine.options().items()
+        >= {
+            "max_model_len": 8192,
+            "max_logprobs": 50,
+            "tool_call_parser": "qwen3_json",
+        }.items()
+    )
+    assert found.batcher.goals is not None
+    assert found.sampling.max_tokens == 64
+    whole = content(text)
+    assert whole["http_options"] == {"host": "127.0.0.1", "port": 9000}
+    args = whole["applications"][0]["args"]
+    assert (args["ingress"]["max_n"], args["telemetry"]) == (4, {"request_log": "text"})
+    assert deployments(text)[1]["name"] == "Engine:qwen"
+    assert deployments(text)[1]["ray_actor_options"]["num_cpus"] == 2
+    assert unexplained(text) == []
+    assert "saturate serve Qwen/Qwen2.5-7B-Instruct --max-model-len 8192" in text
+
+
+def test_the_demo_takes_values_too(models: FakeHub) -> None:
+    text = generated("demo", machine(), models, "id=toy", "engine.max_model_len=1024").text
+    assert (model(text).id, model(text).engine.max_model_len) == ("toy", 1024)
+    assert deployments(text)[1]["name"] == "Engine:toy"
+
+
+def test_scaling_takes_the_place_of_a_number(models: FakeHub) -> None:
+    scaling = "deployment.autoscaling_config={min_replicas: 0, max_replicas: 1}"
+    engine = deployments(generated(QWEN, machine(L4), models, scaling).text)[1]
+    assert "num_replicas" not in engine
+    assert engine["autoscaling_config"]["min_replicas"] == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("engine.max_model_len=x", "engine.max_model_len: Input should be a valid integer"),
+        ("http.port=x", "Ray Serve refuses a value that was set: "),
+        ("deployment.num_replicas=-1", "Ray Serve refuses a value that was set: "),
+        ("id=a b", "id: String should match pattern"),
+    ],
+)
+def test_a_wrong_value_is_refused(setting: str, message: str, models: FakeHub) -> None:
+    with pytest.raises(OptionError, match=message):
+        generated(QWEN, machine(L4), models, setting)
+
+
+def test_a_wrong_value_is_refused_before_the_hub_is_asked(models: FakeHub) -> None:
+    with pytest.raises(OptionError):
+        generated(QWEN, machine(L4), models, "engine.max_model_len=x")
+    assert models.asked == []
+
+
+def test_the_revision_is_read_from_the_hub(models: FakeHub) -> None:
+    generated(QWEN, machine(L4), models, options="--revision v2")
+    assert models.asked == [(QWEN, "v2")]
+
+
+def test_a_directory_is_named_by_its_path(tmp_path: Path, models: FakeHub) -> None:
+    folder = write_model(tmp_path / "my model (1)", QWEN_7B, QWEN_7B_BYTES)
+    found = model(generated(str(folder), machine(L4), models).text)
+    assert (found.id, found.source) == ("my-model--1-", str(folder))
+
+
+def write(names: Sequence[str]) -> Iterator[Path]:
+    """Write the files of some cases anew, and yield their paths."""
+    installed_vllm.build = lambda: "gpu"
+    with tempfile.TemporaryDirectory() as folder:
+        models = hub(Path(folder))
+        for name in names:
+            path = GOLDEN / f"{name}.yaml"
+            path.write_text(generated(*CASES[name], models).text)
+            yield path
+
+
+if __name__ == "__main__":
+    print(*write(sys.argv[1:] or list(CASES)), sep="\n")

@@ -1,0 +1,78 @@
+"""What the directory of a model says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_app.models.errors import ModelError
+from serve_app.models.model_files import read_folder, weights_of
+from tests.serve_app.models.doubles import GB, QWEN_7B, write_model
+
+
+def test_a_directory_has_a_config_and_weights(tmp_path: Path) -> None:
+    files = read_folder(write_model(tmp_path / "model", QWEN_7B, 15 * GB))
+    assert files.config == QWEN_7B
+    assert files.weight_bytes == 15 * GB
+    assert files.source == str(tmp_path / "model")
+    assert not files.download
+
+
+def test_only_the_files_of_the_index_count(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", QWEN_7B, 12 * GB, files=3)
+    (folder / "adapter_model.safetensors").write_bytes(b"x" * 1000)
+    (folder / "pytorch_model.bin").write_bytes(b"x" * 1000)
+    assert read_folder(folder).weight_bytes == 12 * GB
+
+
+def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", QWEN_7B, 12 * GB, files=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has no model-00002-of-00003\.safetensors.*1 of 3 files"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "total"),
+    [
+        ({"model.safetensors": 5, "pytorch_model.bin": 7, "README.md": 100}, 5),
+        ({"pytorch_model-1.bin": 3, "pytorch_model-2.bin": 4}, 7),
+        ({"consolidated.safetensors": 9, "model-1.safetensors": 4, "model-2.safetensors": 5}, 9),
+        ({"consolidated-1.safetensors": 4, "consolidated-2.safetensors": 4}, 8),
+        ({"original/consolidated.safetensors": 9, "model.safetensors": 5}, 5),
+    ],
+    ids=["safetensors first", "pytorch", "two forms", "mistral only", "folders below"],
+)
+def test_the_weights_are_those_that_vllm_loads(sizes: dict[str, int], total: int) -> None:
+    assert weights_of(sizes, "model") == total
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no weights that can be served"):
+        read_folder(write_model(tmp_path / "model", QWEN_7B, 0))
+    with pytest.raises(ModelError, match="GGUF"):
+        weights_of({"model.gguf": 5}, "model")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", r"config\.json: not JSON"), ("[]", "must be a JSON object")],
+)
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    folder = write_model(tmp_path / "model", QWEN_7B, 5)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        read_folder(folder)
+
+
+def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json: name the directory of a model"):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", json.dumps({"weight_map": []})])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, index: str) -> None:
+    folder = write_model(tmp_path / "model", QWEN_7B, 5)
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError, match="not an index of safetensors"):
+        read_folder(folder)
