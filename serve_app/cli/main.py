@@ -10,6 +10,8 @@ COMMANDS = {
     "batch": ("serve_app.driver.command:batch", "Send a dataset through a service."),
     "keys": ("serve_app.auth.command:keys", "Make and change API keys."),
     "usage": ("serve_app.cli.usage:usage", "Sum up who used what."),
+    "plan": ("serve_app.cli.plan:plan", "Find the replicas and settings that hold latency goals."),
+    "profile": ("serve_app.cli.profile:profile", "Measure the profile of a device that runs."),
     "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
 }
 """Place of each subcommand, and its line in the help text."""

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 ORDER = [
     {"app", "cli"},
-    {"driver", "batches"},
+    {"driver", "batches", "tuning"},
     {"ingress"},
     {"engine", "auth"},
     {"telemetry", "usage", "turns"},
