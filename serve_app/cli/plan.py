@@ -51,8 +51,8 @@ def _device(value: str) -> Profile:
     type=click.FloatRange(min=0, min_open=True, max=1e6),
     required=True,
     metavar="N",
-    help="Requests per second in the busiest minutes, on average. They are taken to come independently of each "
-    "other; traffic in bursts needs more than the plan says.",
+    help="Requests per second in the busiest minutes, on average. They are taken to come independently of "
+    "each other; traffic in bursts needs more than the plan says.",
 )
 @click.option(
     "--input",
@@ -76,15 +76,15 @@ def _device(value: str) -> Profile:
     required=True,
     metavar="GOAL[,GOAL]",
     help=f"METRIC_PERCENTILE<SECONDS, as in ttft_p99<0.5. Metrics: "
-    f"{'; '.join(f'{name}: {about}' for name, about in METRICS.items())}. Reading speed is a tpot of about 0.1.",
+    f"{'; '.join(f'{name}: {about}' for name, about in METRICS.items())}. People read at a tpot of 0.1.",
 )
 @click.option(
     "--device",
     callback=_parsed(_device),
     required=True,
     metavar="NAME|FILE",
-    help=f"Model and hardware of a replica: {', '.join(PROFILES)}, or a YAML or JSON file that `saturate profile` "
-    "has measured.",
+    help=f"Model and hardware of a replica: {', '.join(PROFILES)}, or a YAML or JSON file that "
+    "`saturate profile` has measured.",
 )
 @click.option(
     "--max-tokens",
@@ -148,8 +148,8 @@ def plan(
     """Find the fewest replicas, and settings for them, with which latency goals hold.
 
     The answer comes from a model of the service in virtual time: router, batcher, vLLM's scheduler, and the
-    times of a device. Nothing is started. It says what a device of this profile does; to know what yours does,
-    measure its profile first with `saturate profile`.
+    times of a device. Nothing is started. It says what a device of this profile does; to know what yours
+    does, measure its profile first with `saturate profile`.
 
     \b
     Exit codes:

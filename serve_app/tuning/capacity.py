@@ -23,8 +23,8 @@ def check_fit(profile: Profile, workload: Workload) -> None:
         if prompt + answer > limit:
             longest = "the longest prompt" if workload.input.spread else "a prompt"
             raise FitError(
-                f"{longest} of {prompt:,} tokens and max_tokens {answer:,} are {prompt + answer:,}, above the "
-                f"{limit:,} of {profile.name}'s {name}; lower --input, --output or --max-tokens"
+                f"{longest} of {prompt:,} tokens and max_tokens {answer:,} are {prompt + answer:,}, above "
+                f"the {limit:,} of {profile.name}'s {name}; lower --input, --output or --max-tokens"
             )
 
 

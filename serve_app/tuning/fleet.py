@@ -57,8 +57,8 @@ class Fleet:
         replicas: How many there are.
         workload: The requests, for what each reserves.
         routing: The model's `routing`.
-        entry_s: Seconds for which a request holds up those behind it on the way to the engine: CPU time of one
-            Ingress. It spreads requests that are sent at once.
+        entry_s: Seconds for which a request holds up those behind it on the way to the engine: CPU time of
+            one Ingress. It spreads requests that are sent at once.
     """
 
     def __init__(

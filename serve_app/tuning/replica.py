@@ -7,7 +7,7 @@ taken as one block, so the cost of a run depends on the requests and not on thei
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from serve_app.simulation.profiles import Profile
 
@@ -36,10 +36,6 @@ class Settings:
     def of(cls, profile: Profile) -> "Settings":
         """Return the settings of a config that leaves all of them out."""
         return cls(None, profile.max_num_batched_tokens, profile.max_num_seqs)
-
-    def but(self, **changes: int | None) -> "Settings":
-        """Return the settings with some of them changed."""
-        return replace(self, **changes)
 
     @property
     def sequences(self) -> int:

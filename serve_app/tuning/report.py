@@ -127,14 +127,14 @@ class Report:
         if plan.least > 1 and plan.least == answer.replicas:
             load = trials.load(plan.least - 1, self._default)
             yield (
-                f"{plan.least - 1} can't do the work: their load would be {load:.0%}, and {MOST_LOAD:.0%} is the "
-                "most of a plan."
+                f"{plan.least - 1} can't do the work: their load would be {load:.0%}, and {MOST_LOAD:.0%} is "
+                "the most of a plan."
             )
         for goal in answer.unsure(trials.goals):
-            yield f"{goal.name} is closer to its bound than the sampling error: take one replica more to be sure."
+            yield f"{goal.name} is closer to its bound than its error; with one replica more it is safer."
         yield (
-            f"±: error of 95% from {answer.requests:,} simulated requests per row. load: requests/s as a share of "
-            "the most that the replicas can do."
+            f"±: error of 95% from {answer.requests:,} simulated requests per row. load: requests/s as a "
+            "share of the most that the replicas can do."
         )
         yield "KV: mean share of the cache that is reserved."
         if self.price is not None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_app.tuning.capacity import full_rate
 from serve_app.tuning.goals import Goal
@@ -22,7 +22,7 @@ RUNS = 4
 """Runs of a trial whose figures are shown."""
 
 BESIDE = (-1, 1, 2)
-"""Rows around the answer, by their number of replicas; the last one only where the settings are the default."""
+"""Rows around the answer, by their number of replicas; the last one where the settings are the default."""
 
 
 class NoPlanError(Exception):
@@ -133,8 +133,8 @@ class Search:
             f"{goal.name} {trial.figures[goal.metric, goal.percentile]:.4g} s" for goal in trial.misses
         )
         return NoPlanError(
-            f"{self._most} replicas, the most that were allowed, miss {' and '.join(map(str, trial.misses))}: "
-            f"the best settings have {seen}",
+            f"{self._most} replicas, the most that were allowed, miss "
+            f"{' and '.join(map(str, trial.misses))}: the best settings have {seen}",
             trial.figures,
             trial.misses,
             trial,
@@ -188,7 +188,7 @@ class Search:
         for tokens in STEP_TOKENS:
             # vLLM refuses fewer tokens than sequences.
             if self._default.max_num_seqs <= tokens < self._default.max_num_batched_tokens:
-                sizes.append(self._default.but(max_num_batched_tokens=tokens))
+                sizes.append(replace(self._default, max_num_batched_tokens=tokens))
         seen = [
             trials.trial(replicas, settings)
             for settings in sizes
@@ -198,7 +198,7 @@ class Search:
         best = max(seen or [first], key=self._slack)
         running = trials.workload.rate / replicas * best.figures["latency", 50]
         for factor in WINDOWS:
-            settings = best.settings.but(max_running=max(1, math.ceil(factor * running)))
+            settings = replace(best.settings, max_running=max(1, math.ceil(factor * running)))
             if settings.sequences < best.running and trials.load(replicas, settings) <= MOST_LOAD:
                 yield trials.trial(replicas, settings)
 
