@@ -1,6 +1,7 @@
 """The command `saturate plan`."""
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +24,31 @@ NO_PLAN = 3
 ValueT = TypeVar("ValueT")
 
 
-def _parsed(parse: Callable[[str], ValueT]) -> Callable[..., ValueT]:
+def _parsed(parse: Callable[[str], ValueT]) -> Callable[..., ValueT | None]:
     """Return the callback of an option whose text is parsed."""
 
-    def callback(context: click.Context, parameter: click.Parameter, value: str) -> ValueT:
+    def callback(context: click.Context, parameter: click.Parameter, value: str | None) -> ValueT | None:
         try:
-            return parse(value)
+            return None if value is None else parse(value)
         except (GoalError, LengthError, ValueError) as error:
             raise click.BadParameter(str(error)) from None
 
     return callback
+
+
+def _between(least: float, most: float) -> Callable[[str], float]:
+    """Return the parser of a number; neither infinity nor "nan" is one."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise ValueError(f"must be a number from {least:g} to {most:g}, not {text!r}")
+        return value
+
+    return parse
 
 
 def _device(value: str) -> Profile:
@@ -48,7 +64,7 @@ def _device(value: str) -> Profile:
 @click.command()
 @click.option(
     "--rate",
-    type=click.FloatRange(min=0, min_open=True, max=1e6),
+    callback=_parsed(_between(1e-6, 1e6)),
     required=True,
     metavar="N",
     help="Requests per second in the busiest minutes, on average. They are taken to come independently of "
@@ -95,11 +111,11 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--prefix-share",
-    type=click.FloatRange(0, 1),
-    default=0.0,
+    callback=_parsed(_between(0, 1)),
+    default="0",
+    show_default=True,
     metavar="SHARE",
-    help="Share of a prompt, 0 to 1, that is in the prefix cache: a system prompt, earlier turns of a chat. "
-    "[default: 0]",
+    help="Share of a prompt, 0 to 1, that is in the prefix cache: a system prompt, earlier turns of a chat.",
 )
 @click.option(
     "--routing",
@@ -118,7 +134,7 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--price-per-hour",
-    type=click.FloatRange(min=0),
+    callback=_parsed(_between(0, 1e9)),
     metavar="PRICE",
     help="Price of the GPUs of one replica per hour; adds the cost per hour and per million tokens.",
 )

@@ -133,8 +133,8 @@ def summary(profile: Profile, fit: Fit, observations: list[Observation]) -> str:
             *lines,
             "",
             f"a step of {profile.name}: {profile.base_ms:g} ms, {profile.per_prefill_token_ms:g} ms per "
-            f"token of a prompt, {profile.per_sequence_ms:g} ms per sequence, {profile.per_kv_token_ms:g} ms per "
-            "token of context",
+            f"token of a prompt, {profile.per_sequence_ms:g} ms per sequence, {profile.per_kv_token_ms:g} ms "
+            "per token of context",
             f"a request: {profile.request_ms:g} ms more until its first token",
             f"R² {fit.r2:.4f}, largest difference {fit.largest_error:.1%}",
             "",

@@ -49,7 +49,7 @@ def one_by_one(
 ) -> dict[int, tuple[float, float]]:
     """Return the times of the first and the last token of each request, by its number.
 
-    All steps are made one after the other, and each looks at all requests. `most` bounds the batcher's window.
+    All steps are made one after the other, and each looks at all requests. `most` bounds the window.
     """
     lag = 1 if device.async_scheduling else 0
     coming = deque(arrivals)
@@ -166,7 +166,7 @@ class VirtualEngine(httpx.AsyncBaseTransport):
         self.facts: dict[str, Any] = {}
         self.others = 0
         self.replicas = 1
-        self._noise = noise
+        self.noise = noise
         self._steps = 0
         self._jobs: list[Job] = []
         self._task: asyncio.Task[None] | None = None
@@ -229,7 +229,7 @@ class VirtualEngine(httpx.AsyncBaseTransport):
                 context += job.prompt - job.left
                 computed.append(job)
         seconds = duration_s(device, Step(prefill, len(decoding) + len(computed), context))
-        self.now += seconds * self._noise[self._steps % len(self._noise)]
+        self.now += seconds * self.noise[self._steps % len(self.noise)]
         self._steps += 1
         for job in [*decoding, *(job for job in computed if not job.left)]:
             job.made += 1

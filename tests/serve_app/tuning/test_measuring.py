@@ -41,7 +41,6 @@ async def test_the_parameters_of_an_engine_come_back(numbers: dict[str, Any]) ->
     engine = VirtualEngine(profile(**numbers))
     measurement = await measured(engine)
     found = fit(measurement.observations)
-    print(engine.now, [str(each) for each in measurement.observations], found)
     expected = {name: getattr(engine.device, name) for name in PARAMETERS}
     for name in ("base_ms", "per_prefill_token_ms", "per_kv_token_ms"):
         assert found.parameters[name] == pytest.approx(expected[name], rel=0.02), name

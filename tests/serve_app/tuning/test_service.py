@@ -135,7 +135,7 @@ async def test_a_service_that_cannot_be_measured_says_why(
 async def test_no_service_at_all_is_told() -> None:
     # Port 9 has no server.
     async with Service("http://127.0.0.1:9") as found:
-        with pytest.raises(ServiceError, match="the service doesn't answer: .*; is it running there"):
+        with pytest.raises(ServiceError, match=r"the service doesn't answer: .*; is it running there"):
             await found.find(None)
 
 
