@@ -57,8 +57,6 @@ class Fleet:
         replicas: How many there are.
         workload: The requests, for what each reserves.
         routing: The model's `routing`.
-        entry_s: Seconds for which a request holds up those behind it on the way to the engine: CPU time of
-            one Ingress. It spreads requests that are sent at once.
     """
 
     def __init__(
@@ -68,9 +66,7 @@ class Fleet:
         replicas: int,
         workload: Workload,
         routing: Routing = "prefix",
-        entry_s: float = 0.0,
     ) -> None:
-        self._entry_s = entry_s
         self._request_s = profile.request_ms / 1e3
         self._kv_tokens = profile.kv_tokens
         self._workload = workload
@@ -96,16 +92,16 @@ class Fleet:
         source, coming = iter(requests), deque[Request]()
         if follow is not None:
             coming.extend(source)
-        left, sent, ended, now, entered = len(counts), 0, 0, 0.0, 0.0
+        left, sent, ended, now = len(counts), 0, 0, 0.0
         found: list[Request] = []
         while left:
             if not coming:
                 coming.extend(islice(source, 64))
             replica = min(replicas, key=_end)
             # The way to the engine takes each request the same time.
-            at = max(coming[0].sent_at + delay, entered + self._entry_s) if coming else IDLE
+            at = coming[0].sent_at + delay if coming else IDLE
             if at < replica.ends_at:
-                now = entered = at
+                now = at
                 request = coming.popleft()
                 sent += 1
                 self._route(request).arrive(request, now)

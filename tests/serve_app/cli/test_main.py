@@ -29,6 +29,8 @@ print([name for name in ("ray", "vllm", "torch") if name in sys.modules])
         ["serve", "--help"],
         ["stop", "--help"],
         ["batch", "--help"],
+        ["plan", "--help"],
+        ["profile", "--help"],
         ["keys", "new", "--name", "ada", "--tenant", "research"],
     ],
     ids=" ".join,
