@@ -96,7 +96,6 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--device",
-    callback=_parsed(_device),
     required=True,
     metavar="NAME|FILE",
     help=f"Model and hardware of a replica: {', '.join(PROFILES)}, or a YAML or JSON file that "
@@ -152,7 +151,7 @@ def plan(
     input: Lengths,
     output: Lengths,
     goals: tuple[Goal, ...],
-    device: Profile,
+    device: str,
     max_tokens: int | None,
     prefix_share: float,
     routing: Routing,
@@ -182,10 +181,14 @@ def plan(
     """
     workload = Workload.of(rate, input, output, max_tokens, prefix_share)
     try:
-        check_fit(device, workload)
+        profile = _device(device)
+    except ValueError as error:
+        raise click.UsageError(f"--device: {error}") from None
+    try:
+        check_fit(profile, workload)
     except FitError as error:
         raise click.UsageError(str(error)) from None
-    trials = Trials(device, workload, goals, seed, routing)
+    trials = Trials(profile, workload, goals, seed, routing)
     report = Report(trials, price_per_hour)
     try:
         found = Search(trials, max_replicas, _progress).plan()

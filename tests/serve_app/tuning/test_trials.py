@@ -5,7 +5,7 @@ import math
 import pytest
 
 from serve_app.simulation.profiles import PROFILES
-from serve_app.tuning.goals import Goal, parse_goals
+from serve_app.tuning.goals import Goal, Metric, parse_goals
 from serve_app.tuning.replica import Settings
 from serve_app.tuning.trials import Trials
 from serve_app.tuning.workload import Lengths, Workload
@@ -22,7 +22,7 @@ def trials(goals: str = "ttft_p99<1", rate: float = 20.0, output: str = "100:60"
 def test_the_error_covers_another_seed() -> None:
     """95 of 100 differences of two samples are within the sum of their errors."""
     found = [trials(seed=100 * seed).trial(3, DEFAULT, 4) for seed in range(6)]
-    key = ("ttft", 99)
+    key: tuple[Metric, int] = ("ttft", 99)
     first = found[0]
     outside = [
         other
