@@ -12,6 +12,8 @@ COMMANDS = {
     "usage": ("serve_app.cli.usage:usage", "Sum up who used what."),
     "top": ("serve_app.cli.top:top", "Show live what a service does."),
     "doctor": ("serve_app.cli.doctor:doctor", "Check this machine, and say what to do."),
+    "plan": ("serve_app.cli.plan:plan", "Find the replicas and settings that hold latency goals."),
+    "profile": ("serve_app.cli.profile:profile", "Measure the profile of a device that runs."),
     "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
 }
 """Place of each subcommand, and its line in the help text."""

@@ -62,6 +62,8 @@ class Profile(BaseModel):
         device_gb: Memory of the device in GB; null: not known.
         awake_gb: The part of it that the model takes while it is awake, with its KV cache.
         async_scheduling: Whether the next step is scheduled while one runs; vLLM's default on a GPU.
+        request_ms: Milliseconds that a request takes outside the engine until its first token: HTTP, keys,
+            the tokenizer. `saturate plan` adds them; a simulated engine takes its own time for that.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,6 +83,7 @@ class Profile(BaseModel):
     device_gb: Positive | None = None
     awake_gb: Positive | None = None
     async_scheduling: Annotated[bool, Field(strict=True)] = True
+    request_ms: NotNegative = 0.0
 
     @model_validator(mode="after")
     def _one_request_fits(self) -> "Profile":

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 ORDER = [
     {"app", "cli"},
-    {"driver", "batches", "models"},
+    {"driver", "batches", "models", "tuning"},
     {"ingress"},
     {"engine", "auth"},
     {"telemetry", "usage", "turns"},

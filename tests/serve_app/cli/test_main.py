@@ -31,6 +31,8 @@ print([name for name in ("ray", "vllm", "torch") if name in sys.modules])
         ["batch", "--help"],
         ["top", "--help"],
         ["doctor", "--help"],
+        ["plan", "--help"],
+        ["profile", "--help"],
         ["keys", "new", "--name", "ada", "--tenant", "research"],
     ],
     ids=" ".join,

@@ -1,0 +1,150 @@
+"""The command `saturate profile`."""
+
+import asyncio
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from serve_app.cli.progress import Progress
+from serve_app.simulation.profiles import Profile
+from serve_app.tuning.measuring import Measurement
+from serve_app.tuning.observations import LARGEST_ERROR, LEAST_R2, Fit, Observation, ObservationError, fit
+from serve_app.tuning.profile_file import file_of, profile_of
+from serve_app.tuning.service import Facts, Service, ServiceError
+
+BAD_FIT = 3
+"""Exit code where the fit is bad."""
+
+
+@click.command()
+@click.argument("url")
+@click.option("--model", metavar="ID", help="Model to measure; needed if the service has several.")
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the API key.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="YAML file to write the profile to.  [default: standard output]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="Name of the profile.  [default: the model's id]",
+)
+@click.option(
+    "--max-num-batched-tokens",
+    type=click.IntRange(min=64),
+    default=2048,
+    show_default=True,
+    metavar="N",
+    help="The engine's setting, which HTTP doesn't tell: what the config has, or the line "
+    "`max_num_batched_tokens=N` of vLLM's log. Prompts up to it are measured, and the profile gets it.",
+)
+def profile(
+    url: str,
+    model: str | None,
+    api_key_env: str | None,
+    output: Path | None,
+    overwrite: bool,
+    name: str | None,
+    max_num_batched_tokens: int,
+) -> int:
+    """Measure the profile of a device that runs, through the service at URL.
+
+    It takes at most three minutes, on a service without other traffic and with one replica of the model. Lone
+    prompts of several lengths, and up to 32 answers side by side with short and long contexts, are timed; the
+    parameters of a step are fitted to them. Prompts are random, so none is in the prefix cache.
+
+    The file is for `saturate plan --device FILE` and for `simulate: FILE` in a config.
+
+    \b
+    Exit codes:
+      0  the profile describes what was measured
+      1  the service can't be measured
+      2  an option is wrong
+      3  the profile is written, but describes it badly; the table of residuals shows where
+
+    \b
+    Examples:
+      saturate profile http://127.0.0.1:8000 --output my-gpu.yaml
+      saturate profile https://llm.example.org --model qwen2.5-7b --api-key-env KEY --output qwen.yaml
+    """
+    if output is not None and output.exists() and not overwrite:
+        raise click.UsageError(f"--output {output}: exists; add --overwrite to replace it")
+    key = None
+    if api_key_env is not None and not (key := os.environ.get(api_key_env)):
+        raise click.UsageError(f"--api-key-env {api_key_env}: no such variable in the environment")
+    progress = Progress()
+    try:
+        facts, measurement = asyncio.run(_measure(url, key, model, max_num_batched_tokens, progress))
+        found = fit(measurement.observations)
+        made = profile_of(found, facts, name or facts.model, max_num_batched_tokens)
+    except (ServiceError, ObservationError) as error:
+        raise click.ClickException(str(error)) from None
+    progress.end(f"{len(measurement.observations)} points measured")
+    text = file_of(made, found, url, datetime.now(UTC))
+    click.echo(summary(made, found, measurement.observations), err=output is None, nl=False)
+    for warning in measurement.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    try:
+        _write(output, text)
+    except OSError as error:
+        raise click.ClickException(f"--output {output}: {error.strerror}") from None
+    if not found.bad:
+        return 0
+    click.echo(
+        f"warning: the profile describes the device badly: R² {found.r2:.4f} (at least {LEAST_R2}), largest "
+        f"difference {found.largest_error:.0%} (at most {LARGEST_ERROR:.0%}). The usual causes are other "
+        "work on the machine, prompts above max_num_batched_tokens, and steps that don't grow evenly",
+        err=True,
+    )
+    return BAD_FIT
+
+
+async def _measure(
+    url: str, key: str | None, model: str | None, step_tokens: int, progress: Progress
+) -> tuple[Facts, Measurement]:
+    """Measure a model of the service at `url`."""
+    async with Service(url, api_key=key) as service:
+        found = await service.find(model)
+        progress.show(f"the first answer of {found}")
+        # A model without replicas starts one for it, and the engine compiles what it needs.
+        await service.streams(found, [64], 8)
+        facts = await service.facts(found)
+        measurement = Measurement(service, facts, step_tokens, progress.show)
+        await measurement.run()
+        return facts, measurement
+
+
+def summary(profile: Profile, fit: Fit, observations: list[Observation]) -> str:
+    """Return the measured times beside those of the profile."""
+    width = max(len(each.about) for each in observations)
+    lines = [f"{'':{width}}  measured   profile  difference"]
+    for each, predicted in zip(observations, fit.predicted, strict=True):
+        difference = predicted / each.milliseconds - 1
+        lines.append(
+            f"{each.about:{width}}  {each.milliseconds:5.1f} ms  {predicted:5.1f} ms  {difference:+9.1%}"
+        )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"a step of {profile.name}: {profile.base_ms:g} ms, {profile.per_prefill_token_ms:g} ms per "
+            f"token of a prompt, {profile.per_sequence_ms:g} ms per sequence, {profile.per_kv_token_ms:g} ms "
+            "per token of context",
+            f"a request: {profile.request_ms:g} ms more until its first token",
+            f"R² {fit.r2:.4f}, largest difference {fit.largest_error:.1%}",
+            "",
+        ]
+    )
+
+
+def _write(path: Path | None, text: str) -> None:
+    if path is None:
+        click.echo(text, nl=False)
+    else:
+        path.write_text(text)
+        click.echo(f"written to {path}")

@@ -1,0 +1,248 @@
+"""A running service, as the measurement of a profile uses it: its facts, and streams of tokens."""
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import httpx
+
+from serve_app.api.protocol import JSON
+
+TOKENS = range(33, 127)
+"""Token ids of prompts: every vocabulary has them, and few tokenizers have special ones among them."""
+
+TIMEOUT_S = 120.0
+"""Longest silence of the service; a model with 0 replicas is loaded in this time, or not measured."""
+
+
+class ServiceError(Exception):
+    """A service can't be measured; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a service says about a model.
+
+    Attributes:
+        model: Its id.
+        max_model_len: Tokens of its context.
+        replicas: Its replicas.
+        kv_tokens: Tokens that may be in flight on a replica.
+        max_num_seqs: Requests that may run on a replica.
+        in_flight: Requests that run or wait on any replica.
+        submitted: Requests that its replicas have taken so far.
+    """
+
+    model: str
+    max_model_len: int
+    replicas: int
+    kv_tokens: int
+    max_num_seqs: int
+    in_flight: int
+    submitted: int
+
+
+@dataclass(slots=True)
+class Stream:
+    """An answer, by the times at which its tokens came.
+
+    Attributes:
+        prompt: Tokens of its prompt.
+        sent_at: When it was sent, in seconds on the clock.
+        tokens: The number of tokens so far, by the time at which each piece came.
+    """
+
+    prompt: int
+    sent_at: float
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        return self.tokens[0][0] - self.sent_at
+
+
+class Service:
+    """A service behind a URL; an asynchronous context manager.
+
+    Args:
+        url: Its base URL; `/v1` at its end is left out.
+        api_key: Sent as a bearer token.
+        seed: Of the random prompts, which are in no prefix cache; None: another one each time.
+        clock: Returns the time in seconds.
+        transport: Another transport, for tests.
+
+    Raises:
+        ServiceError: The URL has no scheme.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ServiceError(f"{url}: must begin with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.clock = clock
+        self._numbers = random.Random(seed)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(10.0, read=TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.aclose()
+
+    async def find(self, model: str | None) -> str:
+        """Return the id of the model to measure.
+
+        Args:
+            model: The id; None: the only language model.
+
+        Raises:
+            ServiceError: There is no service, or no such model, or several without a choice.
+        """
+        cards = await self._cards()
+        names = [card["id"] for card in cards if card.get("kind") == "llm" and not card.get("parent")]
+        if not names:
+            raise ServiceError(f"{self.url}: it serves no language model that this key may use")
+        if model is None and len(names) > 1:
+            raise ServiceError(
+                f"{self.url}: it serves several models; choose with --model: {', '.join(names)}"
+            )
+        if model is not None and model not in names:
+            raise ServiceError(f"{self.url}: it has no model {model!r}; there is {', '.join(names)}")
+        return model or names[0]
+
+    async def facts(self, model: str) -> Facts:
+        """Return the facts about a model.
+
+        Raises:
+            ServiceError: The service doesn't answer, or not as saturate does.
+        """
+        card = next((card for card in await self._cards() if card["id"] == model), {})
+        report = (await self._get("/stats")).get("models", {}).get(model, {})
+        replicas = report.get("replicas", [])
+        if report.get("error") or not replicas:
+            reason = report.get("error") or "it has no replica"
+            raise ServiceError(f"{self.url}: /stats has nothing about {model}: {reason}")
+        batchers = [replica["batcher"] for replica in replicas]
+        return Facts(
+            model=model,
+            max_model_len=int(card.get("max_model_len") or 0),
+            replicas=len(replicas),
+            kv_tokens=min(int(each["capacity"]) for each in batchers),
+            max_num_seqs=min(int(each["max_running"] or each["capacity"]) for each in batchers),
+            in_flight=sum(int(each["running"]) + int(each["queue_depth"]) for each in batchers),
+            submitted=sum(int(each["total_submitted"]) for each in batchers),
+        )
+
+    async def streams(self, model: str, prompts: Sequence[int], tokens: int) -> list[Stream]:
+        """Send requests at once, and return their answers.
+
+        Args:
+            model: The model.
+            prompts: Tokens of each prompt.
+            tokens: Tokens of each answer.
+
+        Raises:
+            ServiceError: One of them failed.
+        """
+        return list(await asyncio.gather(*(self._stream(model, prompt, tokens) for prompt in prompts)))
+
+    async def _stream(self, model: str, prompt: int, tokens: int) -> Stream:
+        body = {
+            "model": model,
+            "prompt": self._numbers.choices(TOKENS, k=prompt),
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            # A piece may have several tokens; their number is in it.
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        stream = Stream(prompt, self.clock())
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    await response.aread()
+                    raise self._refusal(response)
+                async for line in response.aiter_lines():
+                    self._read(stream, line)
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if not stream.tokens or stream.tokens[-1][1] != tokens:
+            seen = stream.tokens[-1][1] if stream.tokens else 0
+            raise ServiceError(f"{self.url}: an answer had {seen} tokens in place of {tokens}")
+        return stream
+
+    def _read(self, stream: Stream, line: str) -> None:
+        """Take in a line of a stream."""
+        if not line.startswith("data: {"):
+            return
+        now = self.clock()
+        event = json.loads(line[6:])
+        if error := event.get("error"):
+            raise ServiceError(f"{self.url}: an answer broke off: {error.get('message', error)}")
+        if event.get("choices"):
+            seen = stream.tokens[-1][1] if stream.tokens else 0
+            count = (event.get("usage") or {}).get("completion_tokens", seen + 1)
+            if count > seen:
+                stream.tokens.append((now, count))
+
+    async def _cards(self) -> list[JSON]:
+        cards: Any = (await self._get("/v1/models")).get("data")
+        if not isinstance(cards, list) or not all(
+            isinstance(card, dict) and card.get("owned_by") == "saturate" for card in cards
+        ):
+            raise ServiceError(f"{self.url}: a server answers, but it isn't saturate")
+        return cards
+
+    async def _get(self, path: str) -> JSON:
+        try:
+            response = await self._http.get(path, headers={"accept": "application/json"})
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from None
+        if response.status_code == 404:
+            raise ServiceError(f"{self.url}: a server answers, but it isn't saturate: it has no {path}")
+        if response.status_code != 200:
+            raise self._refusal(response)
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            raise ServiceError(f"{self.url}: a server answers, but it isn't saturate: {path} is no JSON")
+        return body
+
+    def _unreachable(self, error: httpx.HTTPError) -> ServiceError:
+        reason = str(error) or type(error).__name__
+        return ServiceError(f"{self.url}: the service doesn't answer: {reason}; is it running there?")
+
+    def _refusal(self, response: httpx.Response) -> ServiceError:
+        """Return the error of an answer that isn't a success."""
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:200]
+        status = response.status_code
+        hint = {
+            401: "; name the variable with the API key (--api-key-env)",
+            429: "; the service has other work, or the key a limit: measure an idle service",
+        }.get(status, "")
+        return ServiceError(f"{self.url}: {status}: {message}{hint}")

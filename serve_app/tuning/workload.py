@@ -1,0 +1,149 @@
+"""Requests of a service: how many come, how long their prompts and answers are."""
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from serve_app.simulation.profiles import BLOCK
+
+CUT = 3.09
+"""Standard deviations of the logarithm at which a length is cut: one of 1,000 is longer."""
+
+
+class LengthError(ValueError):
+    """A length can't be read; the message says what is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths in tokens: all the same, or lognormal.
+
+    Attributes:
+        mean: Their mean before they are cut.
+        spread: Their standard deviation; 0: all are the same.
+        most: The longest one.
+    """
+
+    mean: float
+    spread: float = 0.0
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.most:
+            mu, sigma = self._parameters()
+            object.__setattr__(self, "most", max(1, math.ceil(math.exp(mu + CUT * sigma) - 1e-6)))
+
+    @classmethod
+    def parse(cls, text: str) -> "Lengths":
+        """Return the lengths of a text: "300", or "300:150" for a mean and a standard deviation.
+
+        Raises:
+            LengthError: The text is neither.
+        """
+        match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text.strip())
+        if match is None or not int(match[1]):
+            raise LengthError(
+                f"{text!r} is no length; write tokens, as in 300, or MEAN:SPREAD, as in 300:150"
+            )
+        return cls(float(match[1]), float(match[2] or 0))
+
+    def cut(self, most: int) -> "Lengths":
+        """Return the same lengths, of which none is above `most`."""
+        return Lengths(self.mean, self.spread, most)
+
+    def draw(self, numbers: random.Random) -> int:
+        """Return a length of at least 1."""
+        if not self.spread:
+            return min(round(self.mean), self.most)
+        mu, sigma = self._parameters()
+        return min(max(1, round(numbers.lognormvariate(mu, sigma))), self.most)
+
+    @property
+    def expected(self) -> float:
+        """The mean of the lengths as they are drawn, with the cut."""
+        if not self.spread:
+            return min(self.mean, self.most)
+        mu, sigma = self._parameters()
+        place = (math.log(self.most) - mu) / sigma
+        below = self.mean * _normal(place - sigma)
+        return below + self.most * (1 - _normal(place))
+
+    def _parameters(self) -> tuple[float, float]:
+        """Return mean and standard deviation of the logarithm."""
+        sigma = math.sqrt(math.log1p((self.spread / self.mean) ** 2))
+        return math.log(self.mean) - sigma**2 / 2, sigma
+
+    def __str__(self) -> str:
+        return f"{self.mean:g}:{self.spread:g}" if self.spread else f"{self.mean:g}"
+
+
+def _normal(place: float) -> float:
+    """Return the probability that a standard normal number is below `place`."""
+    return (1 + math.erf(place / math.sqrt(2))) / 2
+
+
+class Draw(NamedTuple):
+    """Random numbers of one request, the same for all settings that are compared.
+
+    Attributes:
+        gap: Time since the request before, as a multiple of the mean.
+        prompt: Tokens of its prompt.
+        output: Tokens of its answer.
+        route: 0 to 1, for the choice of its replica.
+    """
+
+    gap: float
+    prompt: int
+    output: int
+    route: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests that come independently of each other, and of the answers before them (Poisson).
+
+    Attributes:
+        rate: Requests per second.
+        input: Tokens of a prompt.
+        output: Tokens of an answer.
+        max_tokens: `max_tokens` of each request, which the batcher reserves; answers are cut there.
+        prefix_share: Share, 0 to 1, of a prompt that is in the prefix cache.
+    """
+
+    rate: float
+    input: Lengths
+    output: Lengths
+    max_tokens: int
+    prefix_share: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        rate: float,
+        input: Lengths,
+        output: Lengths,
+        max_tokens: int | None = None,
+        prefix_share: float = 0.0,
+    ) -> "Workload":
+        """Return a workload; without `max_tokens`, requests ask for as much as the longest answer has."""
+        most = output.most if max_tokens is None else max_tokens
+        return cls(rate, input, output.cut(min(output.most, most)), most, prefix_share)
+
+    def draws(self, seed: int) -> Iterator[Draw]:
+        """Yield the random numbers of requests, without end."""
+        numbers = random.Random(seed)
+        while True:
+            yield Draw(
+                numbers.expovariate(1.0),
+                self.input.draw(numbers),
+                self.output.draw(numbers),
+                numbers.random(),
+            )
+
+    def computed(self, prompt: int) -> int:
+        """Return the tokens of a prompt that the engine computes: those behind the cached blocks."""
+        cached = int(prompt * self.prefix_share) // BLOCK * BLOCK
+        return max(1, prompt - cached)

@@ -1,0 +1,258 @@
+"""A replica that is stepped one by one, and an engine behind HTTP in virtual time."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from serve_app.simulation.device import Step, duration_s
+from serve_app.simulation.profiles import Profile
+from serve_app.tuning.replica import Request, Settings
+
+NUMBERS: dict[str, Any] = {
+    "name": "numbers",
+    "base_ms": 10.0,
+    "per_prefill_token_ms": 0.05,
+    "per_sequence_ms": 0.3,
+    "per_kv_token_ms": 0.0005,
+    "load_s": 0.0,
+    "sleep_s": 0.0,
+    "wake_s": 0.0,
+    "kv_tokens": 60_000,
+    "max_model_len": 16_000,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 2048,
+}
+
+
+def profile(**changes: Any) -> Profile:
+    """Return a profile with some numbers changed."""
+    return Profile.model_validate(NUMBERS | changes)
+
+
+@dataclass
+class Slow:
+    """A request of the replica that steps one by one."""
+
+    request: Request
+    visible: int
+    left: int
+    made: int = 0
+
+
+def one_by_one(
+    device: Profile, settings: Settings, most: int, arrivals: Sequence[tuple[float, Request]]
+) -> dict[int, tuple[float, float]]:
+    """Return the times of the first and the last token of each request, by its number.
+
+    All steps are made one after the other, and each looks at all requests. `most` bounds the window.
+    """
+    lag = 1 if device.async_scheduling else 0
+    coming = deque(arrivals)
+    queue: deque[Request] = deque()
+    window: list[Request] = []
+    waiting: list[Slow] = []
+    running: list[Slow] = []
+    freeing: list[Slow] = []
+    found: dict[int, tuple[float, float]] = {}
+    now, step = 0.0, 0
+
+    def enter(visible: int) -> None:
+        while queue and (
+            not window
+            or (
+                len(window) < most
+                and sum(each.reserved for each in window) + queue[0].reserved <= device.kv_tokens
+            )
+        ):
+            request = queue.popleft()
+            window.append(request)
+            waiting.append(Slow(request, visible, request.computed))
+
+    while coming or queue or waiting or running:
+        step += 1
+        if not running:
+            if not waiting:
+                now, request = coming.popleft()
+                queue.append(request)
+                enter(step)
+            for each in waiting:
+                each.visible = step
+            freeing = []
+        decoding = [each for each in running if not each.left]
+        budget = settings.max_num_batched_tokens - len(decoding)
+        context = sum(each.request.prompt + each.made for each in decoding)
+        parts = [each for each in running if each.left]
+        prefill = count = 0
+        firsts = []
+        while budget > 0:
+            if parts:
+                one = parts.pop()
+            elif (
+                waiting and waiting[0].visible <= step and len(running) + len(freeing) < settings.max_num_seqs
+            ):
+                one = waiting.pop(0)
+                running.append(one)
+            else:
+                break
+            chunk = min(one.left, budget)
+            one.left -= chunk
+            budget -= chunk
+            prefill += chunk
+            count += 1
+            context += one.request.prompt - one.left
+            if one.left:
+                break
+            firsts.append(one)
+        ends = now + duration_s(device, Step(prefill, count + len(decoding), context))
+        while coming and coming[0][0] < ends:
+            _, request = coming.popleft()
+            queue.append(request)
+            enter(step + 1 + lag)
+        now = ends
+        for one in firsts:
+            found[one.request.number] = now, 0.0
+        ended = []
+        for one in [*decoding, *firsts]:
+            one.made += 1
+            if one.made == one.request.output:
+                found[one.request.number] = found[one.request.number][0], now
+                running.remove(one)
+                window.remove(one.request)
+                ended.append(one)
+        freeing = ended if lag else []
+        enter(step + 2 + lag)
+    return found
+
+
+# An engine behind HTTP
+
+
+@dataclass(eq=False)
+class Job:
+    """A request of the engine behind HTTP."""
+
+    prompt: int
+    tokens: int
+    at: float
+    left: int
+    made: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    waits: bool = False
+
+
+class VirtualEngine(httpx.AsyncBaseTransport):
+    """A service with an engine whose steps take the time of a profile on a clock of its own.
+
+    A step is made once every client waits for it, so no time but that of the profile passes.
+
+    Attributes:
+        now: The clock.
+        bodies: Bodies of the requests for answers.
+        facts: The fields of `/stats` about the batcher, of those that differ.
+        others: Requests of others, which `/stats` counts after the first look.
+        replicas: Replicas in `/stats`.
+        noise: Factors of the time of steps, in turn.
+    """
+
+    def __init__(self, device: Profile, noise: Sequence[float] = (1.0,)) -> None:
+        self.device = device
+        self.now = 0.0
+        self.bodies: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+        self.others = 0
+        self.replicas = 1
+        self.noise = noise
+        self._steps = 0
+        self._jobs: list[Job] = []
+        self._task: asyncio.Task[None] | None = None
+        self._looks = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        match request.url.path:
+            case "/v1/models":
+                card = {"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None}
+                body = {"data": [card | {"max_model_len": self.device.max_model_len}]}
+                return httpx.Response(200, json=body)
+            case "/stats":
+                return httpx.Response(200, json=self._stats())
+            case _:
+                body = json.loads(request.content)
+                self.bodies.append(body)
+                tokens = len(body["prompt"])
+                at = self.now + self.device.request_ms / 1e3
+                job = Job(tokens, body["max_tokens"], at, tokens)
+                self._jobs.append(job)
+                if self._task is None or self._task.done():
+                    self._task = asyncio.create_task(self._run())
+                return httpx.Response(200, stream=_Events(job))
+
+    def _stats(self) -> dict[str, Any]:
+        self._looks += 1
+        submitted = len(self.bodies) + (self.others if self._looks > 1 else 0)
+        batcher = {
+            "capacity": self.device.kv_tokens,
+            "max_running": self.device.max_num_seqs,
+            "running": 0,
+            "queue_depth": 0,
+            "total_submitted": submitted,
+        }
+        return {"models": {"m": {"replicas": [{"batcher": batcher | self.facts}] * self.replicas}}}
+
+    async def _run(self) -> None:
+        while self._jobs:
+            # Clients that got a token, or begin at the same time, come back within a few turns of the loop.
+            for _ in range(30):
+                await asyncio.sleep(0)
+            if all(job.waits for job in self._jobs):
+                self._step()
+
+    def _step(self) -> None:
+        device, ready = self.device, [job for job in self._jobs if job.at <= self.now]
+        if not ready:
+            self.now = min(job.at for job in self._jobs)
+            ready = [job for job in self._jobs if job.at <= self.now]
+        decoding = [job for job in ready if not job.left]
+        budget = device.max_num_batched_tokens - len(decoding)
+        context = sum(job.prompt + job.made for job in decoding)
+        prefill, computed = 0, []
+        for job in ready:
+            if job.left and budget:
+                chunk = min(job.left, budget)
+                job.left -= chunk
+                budget -= chunk
+                prefill += chunk
+                context += job.prompt - job.left
+                computed.append(job)
+        seconds = duration_s(device, Step(prefill, len(decoding) + len(computed), context))
+        self.now += seconds * self.noise[self._steps % len(self.noise)]
+        self._steps += 1
+        for job in [*decoding, *(job for job in computed if not job.left)]:
+            job.made += 1
+            job.waits = False
+            job.wake.set()
+            if job.made == job.tokens:
+                self._jobs.remove(job)
+
+
+class _Events(httpx.AsyncByteStream):
+    """Events of an answer, each once its token is made."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        job, sent = self._job, 0
+        while sent < job.tokens:
+            if job.made == sent:
+                job.waits = True
+                job.wake.clear()
+                await job.wake.wait()
+            sent = job.made
+            event = {"choices": [{"text": "a"}], "usage": {"completion_tokens": sent}}
+            yield f"data: {json.dumps(event)}\n\n".encode()
+        yield b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n'

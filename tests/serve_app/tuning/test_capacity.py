@@ -1,0 +1,61 @@
+"""What a replica can do, beside the model that runs."""
+
+import pytest
+
+from serve_app.simulation.profiles import PROFILES
+from serve_app.tuning.capacity import FitError, check_fit, expected_latency_s, full_rate
+from serve_app.tuning.fleet import Fleet, closed_loop, open_loop
+from serve_app.tuning.replica import Settings
+from serve_app.tuning.workload import Lengths, Workload
+
+
+def work(input: str, output: str, max_tokens: int | None = None) -> Workload:
+    return Workload.of(1.0, Lengths.parse(input), Lengths.parse(output), max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("device", "load", "settings"),
+    [
+        ("h100-8b", work("256", "128"), Settings(None, 8192, 256)),
+        ("h100-8b", work("1500:700", "300:150"), Settings(None, 8192, 256)),
+        ("h100-8b", work("1500", "100:60"), Settings(None, 512, 256)),
+        ("h100-8b", work("256", "128:60"), Settings(20, 8192, 256)),
+        # The KV cache holds fewer than 256.
+        ("l4-7b", work("1500", "300", 1000), Settings(None, 2048, 256)),
+    ],
+    ids=["short", "lognormal", "small steps", "a window", "a full cache"],
+)
+def test_a_full_replica_has_its_rate(device: str, load: Workload, settings: Settings) -> None:
+    profile = PROFILES[device]
+    fleet = Fleet(profile, settings, 1, load)
+    found = closed_loop(fleet, load, 1, streams=600, requests=3_000)
+    ends = sorted(each.ended_at for each in found.requests)
+    measured = 1_500 / (ends[2_250] - ends[750])
+    assert full_rate(profile, load, settings) == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [1.0, 5.0, 9.0])
+def test_the_expected_latency_is_that_of_the_model(rate: float) -> None:
+    profile, load = PROFILES["h100-8b"], work("1500", "300")
+    fleet = Fleet(profile, Settings.of(profile), 1, load)
+    found = open_loop(fleet, load, 1, rate=rate, warm_up=300, counted=1_000)
+    mean = sum(each.latency_s for each in found.requests) / 1_000
+    assert expected_latency_s(profile, load, rate) == pytest.approx(mean, rel=0.15)
+
+
+def test_a_request_above_the_context_is_refused_with_the_sum() -> None:
+    message = (
+        "a prompt of 32,000 tokens and max_tokens 1,000 are 33,000, above the 32,768 of l4-7b's max_model"
+    )
+    with pytest.raises(FitError, match=message):
+        check_fit(PROFILES["l4-7b"], work("32000", "1000"))
+    with pytest.raises(FitError, match="the longest prompt of "):
+        check_fit(PROFILES["l4-7b"], work("10000:12000", "100"))
+    check_fit(PROFILES["l4-7b"], work("32000", "768"))
+
+
+def test_a_request_above_the_cache_is_refused_with_the_sum() -> None:
+    # No profile allows it by itself; one of a file may be changed.
+    profile = PROFILES["l4-7b"].model_copy(update={"kv_tokens": 2_000})
+    with pytest.raises(FitError, match=r"are 2,200, above the 2,000 of l4-7b's KV cache \(kv_tokens\)"):
+        check_fit(profile, work("2000", "200"))
