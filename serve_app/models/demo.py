@@ -3,7 +3,7 @@
 from serve_app.models.devices import Machine
 from serve_app.models.document import Item, Section
 from serve_app.models.service import ONE_PROCESS, Service
-from serve_app.settings.schema import DEMO_MODEL
+from serve_app.settings.sources import DEMO_MODEL
 
 NAME = "demo"
 

@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from serve_app.models import installed_vllm
 from serve_app.models.errors import OptionError
-from serve_app.settings.schema import EngineSettings, LLMSettings, Settings, SettingsError, parse
+from serve_app.settings.models import EngineSettings, LLMSettings
+from serve_app.settings.schema import Settings, SettingsError, parse
 
 Part = Literal["http", "args", "model", "deployment"]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from serve_app.ingress.health import engine_name
 from serve_app.models.document import Item, Section, render
 from serve_app.settings.environment import Variable, controller_variables, replica_variables
-from serve_app.settings.schema import BatcherSettings, IngressSettings
+from serve_app.settings.ingress import IngressSettings
+from serve_app.settings.models import BatcherSettings
 
 HOST, PORT = "127.0.0.1", 8000
 

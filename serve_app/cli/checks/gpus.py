@@ -4,7 +4,7 @@ import re
 from typing import NamedTuple
 
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, warning
-from serve_app.settings.schema import UTILIZATION
+from serve_app.settings.turns import UTILIZATION
 from serve_app.system.machine import CommandError, Machine
 
 MIB = 1 << 20

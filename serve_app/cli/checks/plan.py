@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from serve_app.api.protocol import JSON
-from serve_app.settings.schema import LLMSettings, ModelSettings, SettingsError, parse
+from serve_app.settings.models import LLMSettings, ModelSettings
+from serve_app.settings.schema import SettingsError, parse
 
 IMPORT_PATH = "serve_app.app:build"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import httpx
 
 from serve_app.cli.checks.finding import GIB, Case, Finding, gib, ok, problem, together, warning
-from serve_app.settings.schema import DEMO_MODEL, LLMSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
 
 HUB_S = 5.0
 """Seconds for the hub to answer."""

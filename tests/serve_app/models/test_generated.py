@@ -18,7 +18,8 @@ from serve_app.models.devices import Machine
 from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.generated import Generated, generate
 from serve_app.models.overrides import read_options, read_setting
-from serve_app.settings.schema import LLMSettings, parse
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import parse
 from tests.pages import blocks
 from tests.serve_app.models.doubles import (
     H100,

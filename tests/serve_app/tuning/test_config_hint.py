@@ -6,7 +6,8 @@ import pytest
 import yaml
 from ray.serve.schema import DeploymentSchema
 
-from serve_app.settings.schema import LLMSettings, parse
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import parse
 from serve_app.simulation.profiles import PROFILES
 from serve_app.tuning.config_hint import batcher_goals, snippet
 from serve_app.tuning.goals import parse_goals

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.settings.schema import LLMSettings, parse
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import parse
 from serve_app.simulation.profiles import read_profile
 from serve_app.tuning.observations import Fit, ObservationError
 from serve_app.tuning.profile_file import file_of, profile_of

