@@ -58,17 +58,24 @@ def one_by_one(
     waiting: list[Slow] = []
     running: list[Slow] = []
     freeing: list[Slow] = []
+    early: list[Slow] = []
     found: dict[int, tuple[float, float]] = {}
     now, step = 0.0, 0
 
-    def enter(visible: int) -> None:
-        while queue and (
-            not window
-            or (
-                len(window) < most
-                and sum(each.reserved for each in window) + queue[0].reserved <= device.kv_tokens
+    def enter(visible: int, most_now: int = 1_000_000) -> None:
+        """Let requests into the window, and into the engine from a step on."""
+        while (
+            queue
+            and most_now
+            and (
+                not window
+                or (
+                    len(window) < most
+                    and sum(each.reserved for each in window) + queue[0].reserved <= device.kv_tokens
+                )
             )
         ):
+            most_now -= 1
             request = queue.popleft()
             window.append(request)
             waiting.append(Slow(request, visible, request.computed))
@@ -80,9 +87,11 @@ def one_by_one(
                 now, request = coming.popleft()
                 queue.append(request)
                 enter(step)
-            for each in waiting:
-                each.visible = step
-            freeing = []
+            if waiting[0].visible > step or len(freeing) >= settings.max_num_seqs:
+                # The engine is empty: what was in it when the last step ended needn't wait.
+                for each in early:
+                    each.visible = step
+                freeing = []
         decoding = [each for each in running if not each.left]
         budget = settings.max_num_batched_tokens - len(decoding)
         context = sum(each.request.prompt + each.made for each in decoding)
@@ -125,6 +134,11 @@ def one_by_one(
                 window.remove(one.request)
                 ended.append(one)
         freeing = ended if lag else []
+        early = list(waiting)
+        if not running and not waiting:
+            # The first one finds the engine idle; the others come during its step.
+            freeing = []
+            enter(step + 1, 1)
         enter(step + 2 + lag)
     return found
 

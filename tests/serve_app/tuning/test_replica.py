@@ -40,7 +40,7 @@ SHAPES = st.fixed_dictionaries(
 COMING = st.lists(st.tuples(st.floats(0, 1), st.integers(1, 90), st.integers(1, 60)), min_size=1, max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(SHAPES, st.one_of(st.none(), st.integers(1, 6)), COMING)
 def test_blocks_of_steps_are_what_single_steps_are(
     shape: dict[str, Any], max_running: int | None, coming: list[tuple[float, int, int]]
