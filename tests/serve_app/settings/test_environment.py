@@ -17,6 +17,7 @@ KINDS: dict[str, dict[str, bool]] = {
     "demo-cluster.yaml": {"long_answers": True, "one_machine": False, "cpu": True, "offline": True},
     "qwen2.5-7b-l4.yaml": {"long_answers": True, "one_machine": False, "cpu": False, "offline": False},
     "llama3-8b-a100.yaml": {"long_answers": True, "one_machine": False, "cpu": False, "offline": False},
+    "llama3-70b-4xa100.yaml": {"long_answers": True, "one_machine": False, "cpu": False, "offline": False},
 }
 """What each file is for."""
 
