@@ -1,12 +1,12 @@
 """The command `saturate profile`."""
 
 import asyncio
-import os
 from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
+from serve_app.cli.api_key import read_api_key
 from serve_app.cli.progress import Progress
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.measuring import Measurement
@@ -74,9 +74,7 @@ def profile(
     """
     if output is not None and output.exists() and not overwrite:
         raise click.UsageError(f"--output {output}: exists; add --overwrite to replace it")
-    key = None
-    if api_key_env is not None and not (key := os.environ.get(api_key_env)):
-        raise click.UsageError(f"--api-key-env {api_key_env}: no such variable in the environment")
+    key = read_api_key(api_key_env)
     progress = Progress()
     try:
         facts, measurement = asyncio.run(_measure(url, key, model, max_num_batched_tokens, progress))

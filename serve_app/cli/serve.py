@@ -19,7 +19,7 @@ DEMO = Path(__file__).parents[2] / "configs/local.yaml"
 
 
 class Target(NamedTuple):
-    """What is served.
+    """The model or config to serve, with options of `vllm serve`.
 
     Attributes:
         name: The argument: a config, a directory, a Hugging Face id or "demo"; None: there is none.

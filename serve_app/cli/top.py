@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import click
 
+from serve_app.cli.api_key import read_api_key
 from serve_app.cli.figures import View
 from serve_app.cli.reading import view
 from serve_app.cli.stats_client import StatsClient
@@ -65,7 +66,7 @@ def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json:
       saturate top https://llm.example.com --api-key-env LLM_KEY --interval 5
       saturate top --once --json | jq '.models[] | {id, running: .figures.running}'
     """
-    with StatsClient(url, _key(api_key_env)) as client:
+    with StatsClient(url, read_api_key(api_key_env)) as client:
         if as_json:
             print(json.dumps(asdict(_once(client, interval)), indent=1, ensure_ascii=False))
         elif once or not sys.stdout.isatty() or os.environ.get("TERM") in DUMB:
@@ -73,15 +74,6 @@ def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json:
         else:
             _watch(client, interval)
     return 0
-
-
-def _key(name: str | None) -> str | None:
-    """Return the API key in an environment variable."""
-    if name is None:
-        return None
-    if not (key := os.environ.get(name)):
-        raise click.UsageError(f"--api-key-env {name}: no such variable in the environment")
-    return key
 
 
 def _once(client: StatsClient, interval_s: float) -> View:

@@ -11,7 +11,7 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
-"""What PEFT puts in front of the names of the base model's layers."""
+"""Prefix that PEFT gives the names of the base model's layers."""
 
 MAX_BYTES = 16 << 30
 """Most bytes of an adapter."""

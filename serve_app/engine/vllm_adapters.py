@@ -47,7 +47,7 @@ LEAVE_S = 60.0
 
 
 COPIES = "saturate-adapters-"
-"""What the name of a directory of copies begins with, before the id of its process."""
+"""Prefix of the name of a directory of copies; the id of its process follows."""
 
 
 class _Loaded(NamedTuple):

@@ -40,7 +40,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a service can use of a machine.
+    """The devices and the memory of a machine that a service can use.
 
     Attributes:
         gpus: Its GPUs; empty: the model runs on the CPU.

@@ -11,7 +11,7 @@ TIMEOUT_S = 15.0
 
 
 class Hub(Protocol):
-    """What is asked of the hub."""
+    """The questions to a hub of models."""
 
     def sizes(self, id: str, revision: str | None) -> dict[str, int]:
         """Return the bytes of the files of a model, by their paths.
@@ -138,5 +138,5 @@ class HuggingFaceHub:
             case errors.HfHubHTTPError() if error.response.status_code < 500:
                 return ModelError(f"{id}: the Hugging Face hub answers {error.response.status_code}")
             case _:
-                # Whatever else: no network, no name, no certificate, a proxy, an answer that isn't one.
+                # All other failures: network, name, certificate, proxy, an answer that isn't one.
                 return HubAwayError(f"the Hugging Face hub can't be reached ({type(error).__name__})")

@@ -1,4 +1,4 @@
-"""What the installed vLLM has, read from its files, since importing it takes seconds."""
+"""Options, parsers and models of the installed vLLM, read from its files: importing it takes seconds."""
 
 import ast
 from collections.abc import Iterator

@@ -33,7 +33,7 @@ CPU_KV_STEP = 64 << 20
 
 @dataclass(frozen=True)
 class Sums:
-    """What the memory of a device holds.
+    """Sums of the memory of a device, in bytes.
 
     Attributes:
         device: Bytes that the device has.
@@ -59,7 +59,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model takes, for any number of devices.
+    """Memory that a model takes, for any number of devices.
 
     Attributes:
         architecture: Its shape.

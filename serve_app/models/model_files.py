@@ -13,7 +13,7 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What is known of a model before its weights are loaded.
+    """Facts about a model that are known before its weights are loaded.
 
     Attributes:
         source: The Hugging Face id or the directory.

