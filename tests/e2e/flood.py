@@ -18,7 +18,9 @@ from batcher.stats import percentiles
 from tests.benchmarks.serve.client import Answer, Connections
 
 TOKENS = 128
-PEAK_S, CALM_S = 4.0, 3.0
+PEAK_S, CALM_S, DRAIN_S = 4.0, 3.0, 5.0
+"""Seconds of the other parts, at least; beside a long flood they are a sixth, a tenth and a fifth of it."""
+
 TIMES = 10
 CALM_LOAD = 0.5
 """The load before and after, as a share of the capacity."""
@@ -39,11 +41,12 @@ class Found:
         statuses: Answers of the flood by status.
         by_tenant: Answers of status 200 by tenant.
         told: Percentiles 0, 50 and 100 of Retry-After.
-        retried: Requests that were sent again, and `succeeded` those of them that were served.
+        retried: Requests that came back during the flood, and `succeeded` those of them that were served.
+        returned: Requests that came back after it, and `welcome` those of them that were served.
         late: The longest wait of a request with a limit for its answer 408.
         calm_p95: Before the flood, from request to answer.
-        after_p95: The same from five seconds after it on.
-        after_p95_at_once: The same in these five seconds.
+        after_p95: The same afterwards, when its queue has ended.
+        after_p95_at_once: The same until then.
     """
 
     peak: float = 0.0
@@ -54,6 +57,8 @@ class Found:
     told: Sequence[float] = ()
     retried: int = 0
     succeeded: int = 0
+    returned: int = 0
+    welcome: int = 0
     late: float = 0.0
     calm_p95: float = 0.0
     after_p95: float = 0.0
@@ -73,35 +78,38 @@ class Flood:
         tenant: str = "probe",
         tier: str = "default",
         timeout_s: float | None = None,
+        tokens: int = TOKENS,
     ) -> Answer:
         """Send one request and return its answer."""
         self._number += 1
         body = {
             "prompts": [f"{self._number:06} What is 1+1?"],
-            "max_tokens": TOKENS,
+            "max_tokens": tokens,
             "ignore_eos": True,
             "tenant": tenant,
             "service_tier": tier,
         } | ({} if timeout_s is None else {"queue_timeout_s": timeout_s})
         async with asyncio.timeout(LONGEST_S):
-            answer = Answer(TOKENS, 1, 0.0)
+            answer = Answer(tokens, 1, 0.0)
             return await self._connections.post("/generate", json.dumps(body).encode(), answer)
 
-    async def peak(self, clients: int) -> float:
+    async def peak(self, clients: int, seconds: float) -> float:
         """Return the answers per second of so many clients that each send one request after the other."""
-        ends = time.monotonic() + PEAK_S
-        half = ends - PEAK_S / 2
+        ends = time.monotonic() + seconds
+        half = ends - seconds / 2
         done = 0
 
         async def client() -> None:
             nonlocal done
+            # Answers of one length would end in step, and a wave more or less would count.
+            await self.ask(tokens=self._draw.randint(1, TOKENS))
             while time.monotonic() < ends:
                 answer = await self.ask()
                 assert answer.status == 200
                 done += half <= answer.ended_at < ends
 
         await asyncio.gather(*(client() for _ in range(clients)))
-        return done / (PEAK_S / 2)
+        return done / (seconds / 2)
 
     async def steadily(self, rate: float, seconds: float) -> list[Answer]:
         """Send at a rate and return the answers."""
@@ -121,8 +129,9 @@ class Flood:
             follow: Share of the refused requests that are sent again.
             patience_s: The longest Retry-After that is waited for.
         """
-        found = Found(peak=await self.peak(clients))
-        found.calm_p95 = _p95(await self.steadily(CALM_LOAD * found.peak, CALM_S))
+        found = Found(peak=await self.peak(clients, max(PEAK_S, seconds / 6)))
+        load, calm_s = CALM_LOAD * found.peak, max(CALM_S, seconds / 10)
+        found.calm_p95 = _p95(await self.steadily(load, calm_s))
         told: list[float] = []
         done: list[float] = []
         draw = self._draw
@@ -144,9 +153,14 @@ class Flood:
                 told.append(answer.retry_after_s)
                 if comes_back and answer.retry_after_s <= patience_s:
                     await asyncio.sleep(answer.retry_after_s)
-                    again = await self.ask(tenant, tier)
-                    found.retried += 1
-                    found.succeeded += again.status == 200
+                    over = time.monotonic() > ends
+                    served = (await self.ask(tenant, tier)).status == 200
+                    if over:
+                        found.returned += 1
+                        found.welcome += served
+                    else:
+                        found.retried += 1
+                        found.succeeded += served
 
         tasks = []
         while (now := time.monotonic()) < ends:
@@ -155,9 +169,8 @@ class Flood:
             tasks += [asyncio.create_task(one()) for _ in range(due)]
             found.sent += due
             await asyncio.sleep(0.01)
-        at_once = await self.steadily(CALM_LOAD * found.peak, 5.0)
-        found.after_p95_at_once = _p95(at_once)
-        found.after_p95 = _p95(await self.steadily(CALM_LOAD * found.peak, CALM_S))
+        found.after_p95_at_once = _p95(await self.steadily(load, max(DRAIN_S, seconds / 5)))
+        found.after_p95 = _p95(await self.steadily(load, calm_s))
         await asyncio.gather(*tasks)
         found.goodput = sum(began + 1 <= at < ends for at in done) / (seconds - 1)
         found.told = percentiles(told, (0.0, 0.5, 1.0))
