@@ -17,7 +17,7 @@ from batcher import checks
 BACKGROUND = 1  # the priority from which on records are background, unless told otherwise
 
 # The judgement of the window.
-AIM = 0.9  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
+AIM = 0.92  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
 PERIOD_S = 0.2  # seconds between two judgements
 LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or two steps later
 FIRST_WINDOW = 8  # records with which the window starts
@@ -29,9 +29,6 @@ AT_THE_EDGE = 0.9  # share of it that must be full for a record that is held bac
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
 REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
-LEARNING = 1 / 16  # weight of the newest record in what is known of the background
-FIRST_LIFE = 32.0  # steps that a record is thought to stay before one has ended
-SPREAD = 1.5  # prompts that may start per step, as a multiple of the mean that keeps the window filled
 
 # The space for the foreground.
 LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2  # share of the places, and of the capacity, that is kept
@@ -64,14 +61,15 @@ class Background:
     """The tiers that run beside the foreground, as far as its goals allow.
 
     A background record may start if the *window* has a place, if places and capacity are left over that the
-    foreground may need (twice its peak of late), and if the prompts that start at the same step are not
-    too many: the steps of a burst of prompts would be long ones, so the starts are spread.
+    foreground may need (twice its peak of late), and if the *pace* allows it: the tokens of prompts that
+    start per step. A burst of prompts would make long steps, so the starts are spread.
 
-    The window follows from the TTFT to expect: two mean steps and a tail. The mean follows a change of the
+    Both follow from the TTFT to expect: two mean steps and a tail. The mean follows a change of the
     window within a few steps; the tail is told in two ways, and the worse one counts: by how much two
     consecutive steps exceed two mean ones, and by how much answers of the foreground did, each at its 99th
     percentile. So it is known before the first answer, too. From the TTFT to expect follows how long a step
-    may be, and the window goes that way: down at once, up by an eighth per judgement.
+    may be. Window and pace go that way: down at once, both; up by an eighth per judgement, the one of them
+    that holds records back. The first pace is one prompt per step.
 
     Attributes:
         priority: The tier from which on records are background.
@@ -85,16 +83,15 @@ class Background:
         self._clock = clock
         self.running: int = 0
         self.cost: int = 0
-        # One was held back, since the last one that wasn't.
-        self._held = False
+        # The last one was held back by the window or the space, or by the pace of starts.
+        self._held = self._held_by_pace = False
         self._window = float(FIRST_WINDOW)
         # Records and cost of the foreground: now, and the most of this period and of the one before.
         self._foreground = self._foreground_cost = 0
         self._peak = self._peak_before = (0, 0)
         self._turned_at = -math.inf
-        # Tokens of prompts that may start, the mean prompt, and the steps that a record stays.
-        self._credit = self._prompt = 0.0
-        self._life = FIRST_LIFE
+        # Tokens of prompts that may start per step, and now.
+        self._pace = self._credit = 0.0
         # Steps: their mean, by how much each exceeded the mean then, and those since the last judgement.
         self._mean_s = 0.0
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
@@ -119,12 +116,9 @@ class Background:
     def admits(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
         """Return whether background records may start within the bounds of all tiers; one may always run."""
         places, space = self.places(capacity, max_running)
-        self._held = self.running > 0 and not (
-            self.running + records <= places
-            and self.cost + cost <= space
-            and (self._credit > 0 or not self._stepped)
-        )
-        return not self._held
+        self._held = self.running > 0 and (self.running + records > places or self.cost + cost > space)
+        self._held_by_pace = self.running > 0 and not self._held and self._credit <= 0 and self._stepped
+        return not (self._held or self._held_by_pace)
 
     def places(self, capacity: int, max_running: int) -> tuple[int, int]:
         """Return how many background records, and how much of their cost, may run beside the foreground."""
@@ -138,8 +132,8 @@ class Background:
         """Count records that start; their prompt is in tokens."""
         self.grow(priority, cost, records)
         if priority >= self.priority:
+            self._pace = self._pace or max(1.0, prompt)
             self._credit -= prompt
-            self._prompt += LEARNING * (prompt - self._prompt) if self._prompt else prompt
         else:
             most, most_cost = self._lately()
             self._peak = max(most, self._foreground), max(most_cost, self._foreground_cost)
@@ -156,8 +150,6 @@ class Background:
     def end(self, priority: int, cost: int, records: int, seconds: float) -> None:
         """Count records that have ended after so many seconds."""
         self.grow(priority, -cost, -records)
-        if priority >= self.priority and self._mean_s:
-            self._life += LEARNING * (seconds / self._mean_s - self._life)
 
     def _lately(self) -> tuple[int, int]:
         """Return the most records of the foreground in the last 15 to 30 seconds, and the most cost."""
@@ -182,9 +174,8 @@ class Background:
             self._judged_at = now
             self._steps = 0
             self._judge()
-        per_step = max(1.0, SPREAD * int(self._window) * self._prompt / max(self._life, 1.0))
-        self._credit = min(self._credit + per_step, per_step)
-        return self._held
+        self._credit = min(self._credit + self._pace, self._pace)
+        return self._held or self._held_by_pace
 
     def first_token(self, priority: int, seconds: float) -> None:
         """Take in a TTFT; one of the foreground that is late narrows the window at once."""
@@ -242,10 +233,16 @@ class Background:
             self._narrow(slack)
         elif slack > 1 and self._held and self.running >= AT_THE_EDGE * int(self._window):
             self._window += max(self._window * (min(slack, GROWTH) - 1), min(1.0, 2 * (slack - 1)))
+        elif slack > 1 and self._held_by_pace:
+            self._pace *= min(slack, GROWTH)
 
     def _narrow(self, factor: float) -> None:
         # Running records can't be stopped: a second cut before it has left would count the same twice.
-        self._window = max(1.0, min(self._window, self.running * max(CUT, factor)))
+        factor = max(CUT, factor)
+        self._window = max(1.0, min(self._window, self.running * factor))
+        self._pace = max(1.0, self._pace * factor)
+        # Fewer prompts make the steps more alike. As they were, they would ask for the same cut again.
+        self._excess = deque((excess * factor for excess in self._excess), maxlen=REMEMBERED_STEPS)
 
 
 def _kept(peak: int, bound: int) -> int:

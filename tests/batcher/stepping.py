@@ -17,6 +17,8 @@ class Costs:
     Attributes:
         noise: Standard deviation of a step, as a share of it.
         stall: Chance that a step takes three times as long.
+        ahead: A step is scheduled while the one before it runs, as vLLM does it on a GPU: so a request that
+            comes waits for one step more.
     """
 
     step_s: float = 0.004
@@ -25,6 +27,7 @@ class Costs:
     max_batched_tokens: int = 2_048
     noise: float = 0.05
     stall: float = 0.0
+    ahead: bool = False
 
 
 @dataclass(eq=False)
@@ -33,6 +36,15 @@ class _Sequence:
     output: int
     first: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step: its seconds, the sequences that get a token in it, and those of them whose last it is."""
+
+    seconds: float
+    ready: list[_Sequence]
+    last: list[_Sequence]
 
 
 class StepEngine:
@@ -64,41 +76,55 @@ class StepEngine:
         return sequence
 
     async def _run(self) -> None:
-        costs = self._costs
+        planned: _Step | None = None
         while True:
-            if not self._waiting and not self._running:
+            step = planned or self._plan()
+            if step is None:
                 self._work.clear()
                 await self._work.wait()
-            budget = costs.max_batched_tokens
-            tokens = 0
-            ready: list[_Sequence] = []
-            for sequence in self._running:
-                part = min(sequence.prompt, budget) if sequence.prompt else 0
-                sequence.prompt -= part
-                tokens += part
-                budget -= part or 1
-                if not sequence.prompt:
-                    ready.append(sequence)
-            while self._waiting and budget > 0:
-                sequence = heapq.heappop(self._waiting)[2]
-                part = min(sequence.prompt, budget)
-                sequence.prompt -= part
-                tokens += part
-                budget -= part
-                self._running.append(sequence)
-                if not sequence.prompt:
-                    ready.append(sequence)
-            seconds = costs.step_s + costs.sequence_s * len(self._running) + costs.token_s * tokens
-            seconds *= max(0.5, self._draw.gauss(1.0, costs.noise))
-            if self._draw.random() < costs.stall:
-                seconds *= 3
+                continue
+            planned = self._plan() if self._costs.ahead else None
             start = now()
-            await asyncio.sleep(seconds)
-            for sequence in ready:
-                sequence.output -= 1
+            await asyncio.sleep(step.seconds)
+            for sequence in step.ready:
                 if not sequence.first.done():
                     sequence.first.set_result(None)
-                if not sequence.output:
-                    self._running.remove(sequence)
-                    sequence.done.set_result(None)
+            for sequence in step.last:
+                sequence.done.set_result(None)
             self._batcher.step(now() - start)
+
+    def _plan(self) -> "_Step | None":
+        """Return the next step; None: there is nothing to do."""
+        if not self._waiting and not self._running:
+            return None
+        costs = self._costs
+        budget = costs.max_batched_tokens
+        tokens = 0
+        ready: list[_Sequence] = []
+        for sequence in self._running:
+            part = min(sequence.prompt, budget) if sequence.prompt else 0
+            sequence.prompt -= part
+            tokens += part
+            budget -= part or 1
+            if not sequence.prompt:
+                ready.append(sequence)
+        while self._waiting and budget > 0:
+            sequence = heapq.heappop(self._waiting)[2]
+            part = min(sequence.prompt, budget)
+            sequence.prompt -= part
+            tokens += part
+            budget -= part
+            self._running.append(sequence)
+            if not sequence.prompt:
+                ready.append(sequence)
+        seconds = costs.step_s + costs.sequence_s * len(self._running) + costs.token_s * tokens
+        seconds *= max(0.5, self._draw.gauss(1.0, costs.noise))
+        if self._draw.random() < costs.stall:
+            seconds *= 3
+        last = []
+        for sequence in ready:
+            sequence.output -= 1
+            if not sequence.output:
+                self._running.remove(sequence)
+                last.append(sequence)
+        return _Step(seconds, ready, last)

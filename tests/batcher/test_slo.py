@@ -137,6 +137,8 @@ UNIFORM = Load(bulk=((64, 64), (64, 64)))
 GPU = Costs(step_s=0.02, token_s=0.000_05, noise=0.02)
 LONG = Load(rate=2.0, bulk=((100, 400), (100, 400)))
 CROWD = Load(rate=20.0)
+AHEAD = Costs(step_s=0.051, sequence_s=0.000_01, token_s=0.000_25, noise=0.01, ahead=True)
+ROWS = Load(rate=2.0, chat=(64, 16), bulk=((32, 96), (128, 384)))
 
 MANY = 400
 """Clients that saturate any window."""
@@ -150,6 +152,7 @@ MANY = 400
         pytest.param(Load(), Costs(stall=0.003), 0.05, (16, 24, 32, 48), id="stalls"),
         pytest.param(CROWD, Costs(), 0.05, (4, 8, 16, 24), id="crowd"),
         pytest.param(LONG, GPU, 0.13, (48, 64, 80, 96), id="long answers"),
+        pytest.param(ROWS, AHEAD, 0.27, (64, 96, 128, 160), id="steps that are scheduled ahead"),
     ],
 )
 def test_the_goal_holds_and_the_background_gets_what_the_best_fixed_window_would_give(
