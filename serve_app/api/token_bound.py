@@ -34,13 +34,15 @@ class TokenDemand(NamedTuple):
         Args:
             context: Context of the model, in tokens; None: not known.
         """
+        prompt, prompts, answers, output = self
         context = context or UNKNOWN_CONTEXT
-        all_prompts = self.prompts * context
-        prompt = all_prompts if self.prompt is None else min(self.prompt, all_prompts)
-        answers = self.prompts * self.answers
-        output = context if self.output is None else min(max(0, self.output), context)
+        if prompt is None or prompt > prompts * context:
+            prompt = prompts * context
+        if output is None or output > context:
+            output = context
+        most = prompt + prompts * answers * output if output > 0 else prompt
         # A prompt and its answer share the context; several answers share the prompt.
-        return min(prompt + answers * output, self.prompts * max(1, self.answers) * context)
+        return min(most, prompts * (answers or 1) * context)
 
 
 NOTHING = TokenDemand(0, answers=0, output=0)

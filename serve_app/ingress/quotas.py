@@ -18,7 +18,7 @@ RATE_LIMIT_HEADERS = tuple(
 """OpenAI's headers; pages of other origins may read them."""
 
 LEASES_KEY = "saturate.leases"
-"""Key of the ASGI scope under which a request has its leases."""
+"""Key of the ASGI scope under which a refused request has its leases."""
 
 RESERVATION_KEY = "saturate.reservation"
 """Key of the ASGI scope under which a request has its reservation."""
@@ -37,12 +37,14 @@ async def reserve(
     Raises:
         RequestError: See `QuotaClient.reserve`.
     """
-    try:
-        reservation = await client.reserve(tenant, tokens, key)
-    except BaseException:
-        scope[LEASES_KEY] = client.leases(tenant, key)
-        raise
-    scope[LEASES_KEY], scope[RESERVATION_KEY] = reservation.leases, reservation
+    reservation = client.reserve_nowait(tenant, tokens, key)
+    if reservation is None:
+        try:
+            reservation = await client.reserve(tenant, tokens, key)
+        except BaseException:
+            scope[LEASES_KEY] = client.leases(tenant, key)
+            raise
+    scope[RESERVATION_KEY] = reservation
 
 
 class QuotaMiddleware:
@@ -95,6 +97,9 @@ class QuotaMiddleware:
                     reservation.settle()
 
     def _leases(self, scope: Scope) -> Sequence[Lease]:
+        reservation: Reservation | None = scope.get(RESERVATION_KEY)
+        if reservation is not None:
+            return reservation.leases
         leases: Sequence[Lease] | None = scope.get(LEASES_KEY)
         if leases is None and (caller := scope.get("caller")) is not None:
             # It was answered before it came to a reservation.

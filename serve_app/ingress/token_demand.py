@@ -45,23 +45,24 @@ def openai_demand(
     if path in WITHOUT_MODEL:
         return NOTHING
     names = (*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS
-    counts = [content.count(name, 0) or 1 for name in content.among(names)]
-    # The lists of two fields may be combined.
-    prompts = max(1, sum(count for count in counts if count > 1))
+    prompts = 0
+    for name in content.among(names):
+        # The lists of two fields may be combined.
+        if (count := content.count(name, 0) or 1) > 1:
+            prompts += count
+    prompts = prompts or 1
     prompt: int | None = (len(body) if path not in PAIRS else len(body) * prompts) + prompts * TEMPLATE_TOKENS
     if MEDIA.search(body):
         prompt = None
     if path in WITHOUT_ANSWER:
         return TokenDemand(prompt, prompts, output=0)
     answers = max(1, fields.n or 1, fields.best_of or 1)
-    stated = [
-        value
-        for value in (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens)
-        if value is not None
-    ]
+    output: int | None = None
     # Routes differ in which of the fields goes before the others.
-    output = max(stated) if stated else limits.max_tokens
-    return TokenDemand(prompt, prompts, answers, output)
+    for stated in (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens):
+        if stated is not None and (output is None or stated > output):
+            output = stated
+    return TokenDemand(prompt, prompts, answers, limits.max_tokens if output is None else output)
 
 
 def call_demand(content: JSONBody, fields: CallFields, size: int, limits: IngressSettings) -> TokenDemand:

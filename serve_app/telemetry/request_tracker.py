@@ -229,4 +229,7 @@ class TrackingMiddleware:
 
 
 def _is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+    for name, value in headers:
+        if name == b"content-type":
+            return value.startswith(b"text/event-stream")
+    return False

@@ -51,6 +51,7 @@ class Lease:
 
     Attributes:
         id: The thing.
+        kind: Its kind, that of the id.
         is_tokens: It is counted in tokens; otherwise each request counts as one.
         limits: Its limits, by name.
         smallest: The name of the lowest of them, and that limit.
@@ -81,6 +82,7 @@ class Lease:
         "holders",
         "id",
         "is_tokens",
+        "kind",
         "least",
         "limits",
         "need",
@@ -95,6 +97,7 @@ class Lease:
 
     def __init__(self, id: LeaseID, quota: Quota, now: float) -> None:
         self.id = id
+        self.kind = id.kind
         self.is_tokens = id.kind == "tokens"
         self.set_quota(quota)
         self.free = 0
@@ -139,30 +142,12 @@ class Lease:
         spent = self._base - self.free
         states = []
         for state in self.states:
-            left, over = state.ends_in_s - since, self.id.kind != "slots" and since >= state.ends_in_s
+            left, over = state.ends_in_s - since, self.kind != "slots" and since >= state.ends_in_s
             remaining = state.limit if over else max(0, min(state.limit, state.remaining - spent))
             states.append(state._replace(remaining=remaining, ends_in_s=max(0.0, left)))
         return states
 
     # LeaseHolder and Reservation call the methods below.
-
-    def _take(self, amount: int) -> _Account:
-        self.free -= amount
-        self._taken += amount
-        account = self._account
-        account.reserved += amount
-        return account
-
-    def _give_back(self, account: _Account, reserved: int, used: int, now: float) -> None:
-        account.reserved -= reserved
-        if self.id.kind == "slots":
-            used = 0
-        account.used += used
-        back = reserved - used
-        if account is self._account and now < self.ends_at:
-            self.free += back
-        elif back > 0 and account.granted:
-            account.returned += back
 
     def _drop(self, most: int = 0) -> bool:
         """Give back what is free beyond `most`; return whether there was anything."""
@@ -185,7 +170,7 @@ class Lease:
 
     def _expire(self, now: float) -> None:
         if now >= self.ends_at:
-            if self.id.kind == "slots":
+            if self.kind == "slots":
                 self._drop()
             else:
                 self._retire()
@@ -263,12 +248,18 @@ class Reservation:
         now = holder.clock()
         for lease, account in zip(self.leases, self._accounts, strict=True):
             if lease.is_tokens:
-                lease._give_back(account, reserved, used, now)
+                held, spent = reserved, used
                 lease.hold_s += USED * (now - self._began - lease.hold_s)
                 if reserved:
                     lease.used_share += USED * (used / reserved - lease.used_share)
             else:
-                lease._give_back(account, 1, int(request), now)
+                held, spent = 1, int(request and lease.kind != "slots")
+            account.reserved -= held
+            account.used += spent
+            if account is lease._account and now < lease.ends_at:
+                lease.free += held - spent
+            elif held > spent and account.granted:
+                account.returned += held - spent
         for total, counts_tokens, since in self._locals:
             if counts_tokens:
                 total.add(used - reserved, since)
@@ -322,7 +313,14 @@ class LeaseHolder:
         for lease in leases:
             if lease.free < (tokens if lease.is_tokens else 1) or now >= lease.ends_at:
                 return None
-        accounts = [lease._take(tokens if lease.is_tokens else 1) for lease in leases]
+        accounts = []
+        for lease in leases:
+            amount = tokens if lease.is_tokens else 1
+            lease.free -= amount
+            lease._taken += amount
+            account = lease._account
+            account.reserved += amount
+            accounts.append(account)
         return Reservation(self, leases, accounts, tokens, now)
 
     def take_share(self, leases: Sequence[Lease], tokens: int, wall: float) -> Reservation | LimitState:
@@ -341,7 +339,7 @@ class LeaseHolder:
             amount = tokens if lease.is_tokens else 1
             for name, limit in lease.limits.items():
                 share = limit // lease.holders
-                if lease.id.kind == "slots":
+                if lease.kind == "slots":
                     held = lease._account.reserved + sum(past.reserved for past in lease._past)
                     if held + 1 > max(1, share):
                         return LimitState(name, limit, 0, held, lease.hold_s)
@@ -465,12 +463,16 @@ def _span(limit: str) -> Span:
     return "minute" if limit.endswith("minute") else "day" if limit.endswith("day") else "month"
 
 
-def tightest(leases: Iterable[Lease], kind: str, now: float) -> LimitState | None:
-    """Return the limit of a kind of which the least remains; None: there is none."""
+def tightest(leases: Iterable[Lease], kind: str, now: float) -> tuple[LimitState, int, float] | None:
+    """Return the limit of a kind of which the least remains; None: there is none.
+
+    Returns:
+        Its last known state, the amount that remains now, and the seconds to the end of its window.
+    """
     found: LimitState | None = None
     least, left_s = 0, 0.0
     for lease in leases:
-        if lease.id.kind != kind:
+        if lease.kind != kind:
             continue
         since, spent = now - lease.states_at, lease._base - lease.free
         for state in lease.states:
@@ -480,5 +482,6 @@ def tightest(leases: Iterable[Lease], kind: str, now: float) -> LimitState | Non
                 found, least, left_s = state, remaining, state.ends_in_s - since
     if found is None:
         return None
-    remaining = min(found.limit, least) if least > 0 else 0
-    return LimitState(found.name, found.limit, remaining, found.reserved, left_s if left_s > 0 else 0.0)
+    if least > found.limit:
+        least = found.limit
+    return found, least if least > 0 else 0, left_s if left_s > 0 else 0.0

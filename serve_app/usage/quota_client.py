@@ -148,9 +148,9 @@ class QuotaClient:
             self._leases[key.name if key else "", tenant] = (key.quota if key else None, tuple(leases))
         return tuple(leases)
 
-    def reserve_nowait(self, leases: Sequence[Lease], tokens: int) -> Reservation | None:
-        """Reserve a request from the leases; None: they don't cover it."""
-        return self._holder.take(leases, tokens)
+    def reserve_nowait(self, tenant: str, tokens: int, key: KeyQuota | None = None) -> Reservation | None:
+        """Reserve a request as `reserve` does, if the leases of this replica cover it; None: they don't."""
+        return self._holder.take(self.leases(tenant, key), tokens) if self._known else None
 
     async def reserve(self, tenant: str, tokens: int, key: KeyQuota | None = None) -> Reservation:
         """Reserve a request.
@@ -191,11 +191,12 @@ class QuotaClient:
         now = self._clock()
         headers: list[tuple[bytes, bytes]] = []
         for kind, (limit, remaining, reset) in _HEADERS:
-            if (state := tightest(leases, kind, now)) is not None:
+            if (found := tightest(leases, kind, now)) is not None:
+                state, left, ends_in_s = found
                 headers += (
                     (limit, b"%d" % state.limit),
-                    (remaining, b"%d" % state.remaining),
-                    (reset, _duration(state.ends_in_s) if state.remaining < state.limit else b"0s"),
+                    (remaining, b"%d" % left),
+                    (reset, _duration(ends_in_s) if left < state.limit else b"0s"),
                 )
         return headers
 

@@ -86,9 +86,9 @@ def test_an_answer_that_takes_more_than_was_reserved_is_counted_in_full() -> Non
     site = Site(Quota(tokens_per_minute=1000, requests_per_minute=5, max_concurrency=5))
     site.reserve(100).settle(900)
     site.report()
-    state = tightest(site.leases, "tokens", site.at)
-    assert state is not None
-    assert state.remaining == 100
+    found = tightest(site.leases, "tokens", site.at)
+    assert found is not None
+    assert found[1] == 100
 
 
 def test_a_reservation_of_the_last_minute_gives_nothing_to_this_one() -> None:
@@ -139,9 +139,10 @@ def test_a_reservation_costs_little() -> None:
 def test_the_tightest_limit_is_that_with_the_least_left(kind: str) -> None:
     site = Site(Quota(tokens_per_minute=1000, tokens_per_day=500, requests_per_minute=5, max_concurrency=5))
     site.reserve(100)
-    state = tightest(site.leases, kind, site.at)
-    assert state is not None
-    assert (state.name, state.remaining) == {
+    found = tightest(site.leases, kind, site.at)
+    assert found is not None
+    state, remaining, _ = found
+    assert (state.name, remaining) == {
         "tokens": ("tokens_per_day", 400),
         "requests": ("requests_per_minute", 4),
     }[kind]

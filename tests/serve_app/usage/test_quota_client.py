@@ -114,9 +114,8 @@ async def test_a_request_within_the_lease_awaits_nothing() -> None:
         (await client.reserve(TENANT, 10)).settle(5)
         await asyncio.sleep(0.05)
     calls = fleet.calls
-    leases = client.leases(TENANT)
     for _ in range(5):
-        reservation = client.reserve_nowait(leases, 10)
+        reservation = client.reserve_nowait(TENANT, 10)
         assert isinstance(reservation, Reservation)
         reservation.settle(10)
     assert fleet.calls == calls
