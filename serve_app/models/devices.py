@@ -9,10 +9,7 @@ from pathlib import Path
 from ray._private.utils import get_num_cpus
 
 from serve_app.models.errors import ModelError
-
-MIB = 1 << 20
-
-FIELDS = "index,uuid,name,memory.total,memory.reserved,memory.used,compute_cap,mig.mode.current"
+from serve_app.system.gpus import GPU, QUERY, VISIBLE, read_gpus, visible_gpus
 
 NVIDIA_SMI_S = 20.0
 """Seconds for `nvidia-smi`, which takes some where the driver's daemon isn't running."""
@@ -61,7 +58,7 @@ def find_machine(environment: Mapping[str, str] | None = None) -> Machine:
     """
     environment = os.environ if environment is None else environment
     return Machine(
-        find_gpus(_ask, environment.get("CUDA_VISIBLE_DEVICES")),
+        find_gpus(_ask, environment.get(VISIBLE)),
         # As many as Ray will count.
         max(1, int(get_num_cpus(override_docker_cpu_warning=True))),
         available_memory(Path("/")),
@@ -79,63 +76,37 @@ def find_gpus(ask: Ask, visible: str | None) -> tuple[Gpu, ...]:
         ModelError: A GPU is there, and its memory can't be told.
     """
     try:
-        text = ask(["nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"])
+        text = ask(QUERY)
     except subprocess.TimeoutExpired:
         raise ModelError(
             f"nvidia-smi gave no answer within {NVIDIA_SMI_S:g} s; see that it works, or set "
-            "CUDA_VISIBLE_DEVICES= (empty) to use the CPU"
+            f"{VISIBLE}= (empty) to use the CPU"
         ) from None
     except (OSError, subprocess.SubprocessError):
         return ()
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    # A line that isn't a row of the table says that there are no devices.
-    rows = [row for row in rows if len(row) == len(FIELDS.split(","))]
-    if visible is not None:
-        rows = _visible(rows, visible)
-    return tuple(_gpu(row) for row in rows)
-
-
-def _visible(rows: list[list[str]], visible: str) -> list[list[str]]:
-    """Return the rows of the devices that CUDA shows: up to the first name that is not one."""
-    shown: list[list[str]] = []
-    for name in filter(None, (part.strip() for part in visible.split(","))):
-        match = [
-            row for row in rows if name == row[0] or (name.startswith("GPU-") and row[1].startswith(name))
-        ]
-        if name.startswith("MIG-"):
+    for name in (visible or "").split(","):
+        if name.strip().startswith("MIG-"):
             raise ModelError(
-                f"CUDA_VISIBLE_DEVICES names {name}, a slice of a GPU, whose memory can't be told here; "
-                "write a config with engine.max_model_len and engine.gpu_memory_utilization "
-                "(configs/README.md)"
+                f"{VISIBLE} names {name.strip()}, a slice of a GPU, whose memory can't be told here; write a "
+                "config with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
             )
-        if len(match) != 1:
-            break
-        shown += match
-    return shown
+    return tuple(_usable(gpu) for gpu in visible_gpus(read_gpus(text), visible))
 
 
-def _gpu(row: list[str]) -> Gpu:
-    index, _, name, total, reserved, used, capability, mig = row
-    if mig == "Enabled":
+def _usable(gpu: GPU) -> Gpu:
+    """Return what a model can have of a GPU."""
+    if gpu.is_divided:
         raise ModelError(
-            f"GPU {index} ({name}) is divided by MIG, and the memory of its slices can't be told here; "
-            "write a config with engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
+            f"GPU {gpu.number} ({gpu.name}) is divided by MIG, and the memory of its slices can't be told "
+            "here; write a config with engine.max_model_len and engine.gpu_memory_utilization "
+            "(configs/README.md)"
         )
-    if not total.isdigit():
+    if gpu.total is None:
         raise ModelError(
-            f"GPU {index} ({name}) doesn't tell its memory ({total}); write a config with "
+            f"GPU {gpu.number} ({gpu.name}) doesn't tell its memory; write a config with "
             "engine.max_model_len and engine.gpu_memory_utilization (configs/README.md)"
         )
-    return Gpu(
-        name,
-        (int(total) - _mib(reserved)) * MIB,
-        _mib(used) * MIB,
-        float(capability) if capability.replace(".", "", 1).isdigit() else None,
-    )
-
-
-def _mib(cell: str) -> int:
-    return int(cell) if cell.isdigit() else 0
+    return Gpu(gpu.name, gpu.total - gpu.reserved, gpu.used, gpu.capability)
 
 
 def available_memory(root: Path) -> int:

@@ -1,31 +1,11 @@
 """Checks of the GPUs: the driver and torch, and their number and memory."""
 
 import re
-from typing import NamedTuple
 
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, warning
 from serve_app.settings.turns import UTILIZATION
+from serve_app.system.gpus import GPU, MIB, QUERY, VISIBLE, read_gpus, visible_gpus
 from serve_app.system.machine import CommandError, Machine
-
-MIB = 1 << 20
-
-HIDDEN = "CUDA_VISIBLE_DEVICES"
-
-
-class GPU(NamedTuple):
-    """A GPU; memory in MiB, None: it can't be told.
-
-    Attributes:
-        number: Its number.
-        name: Its name.
-        total: Its memory.
-        free: The part that is free.
-    """
-
-    number: str
-    name: str
-    total: int | None
-    free: int | None
 
 
 def check_driver(case: Case) -> Finding:
@@ -77,14 +57,14 @@ def check_gpus(case: Case) -> Finding | None:
     gpus = _gpus(case.machine)
     if gpus is None:
         return None
-    there = _visible(gpus, case.machine)
+    there = visible_gpus(gpus, case.machine.environment.get(VISIBLE))
     wanted = _wanted(case)
     listed = ", ".join(f"{one.number} {one.name} ({_gb(one.free)} of {_gb(one.total)} free)" for one in there)
     if wanted > len(there):
-        hidden = f" ({HIDDEN} hides {len(gpus) - len(there)})" if len(there) < len(gpus) else ""
+        hidden = f" ({VISIBLE} hides {len(gpus) - len(there)})" if len(there) < len(gpus) else ""
         return problem(
             f"{len(there)} GPUs are visible{hidden}, and the config reserves {wanted:g}: {listed or 'none'}",
-            f"lower num_gpus, the replicas or engine.tensor_parallel_size of the config, or set {HIDDEN}",
+            f"lower num_gpus, the replicas or engine.tensor_parallel_size of the config, or set {VISIBLE}",
         )
     holders = _holders(case.machine)
     held = f"; in use by {holders}" if holders else ""
@@ -119,16 +99,12 @@ def _wanted(case: Case) -> float:
 
 def _gpus(machine: Machine) -> list[GPU] | None:
     """Return the GPUs; None: there is no driver that tells them."""
-    fields = "--query-gpu=index,name,memory.total,memory.free"
     try:
-        said = machine.run("nvidia-smi", fields, "--format=csv,noheader,nounits")
+        said = machine.run(*QUERY)
     except CommandError:
         # The check of the driver tells it.
         return None
-    if said is None:
-        return None
-    rows = ([part.strip() for part in line.split(",")] for line in said.splitlines())
-    return [GPU(row[0], row[1], _number(row[2]), _number(row[3])) for row in rows if len(row) == 4]
+    return None if said is None else read_gpus(said)
 
 
 def _holders(machine: Machine) -> str:
@@ -136,19 +112,11 @@ def _holders(machine: Machine) -> str:
     fields = "--query-compute-apps=pid,used_memory,process_name"
     said = machine.run("nvidia-smi", fields, "--format=csv,noheader,nounits") or ""
     rows = ([part.strip() for part in line.split(",", 2)] for line in said.splitlines())
-    return ", ".join(f"{row[2]} (pid {row[0]}, {_gb(_number(row[1]))})" for row in rows if len(row) == 3)
+    return ", ".join(f"{row[2]} (pid {row[0]}, {_held(row[1])})" for row in rows if len(row) == 3)
 
 
-def _visible(gpus: list[GPU], machine: Machine) -> list[GPU]:
-    """Return the GPUs that CUDA shows to a program."""
-    chosen = machine.environment.get(HIDDEN)
-    if chosen is None:
-        return gpus
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
-    if not all(name.isdigit() for name in names):
-        # Named by UUID; or -1 hides all.
-        return gpus[: len([name for name in names if not name.startswith("-")])]
-    return [one for one in gpus if one.number in names]
+def _held(mib: str) -> str:
+    return _gb(int(mib) * MIB if mib.isdigit() else None)
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -156,9 +124,5 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor.partition(".")[0] or 0)
 
 
-def _number(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
-
-
-def _gb(mib: float | None) -> str:
-    return "?" if mib is None else f"{mib * MIB / 1e9:.1f} GB"
+def _gb(size: float | None) -> str:
+    return "?" if size is None else f"{size / 1e9:.1f} GB"

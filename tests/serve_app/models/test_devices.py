@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.models.devices import MIB, Gpu, Machine, available_memory, find_gpus, find_machine
+from serve_app.models.devices import Gpu, Machine, available_memory, find_gpus, find_machine
 from serve_app.models.errors import ModelError
+from serve_app.system.gpus import MIB
 
-L4 = "0, GPU-1111, NVIDIA L4, 23034, 471, 1, 8.9, [N/A]\n"
+L4 = "0, GPU-1111, NVIDIA L4, 23034, 471, 1, 22562, 8.9, [N/A]\n"
 FOUR = "".join(
-    f"{number}, GPU-{number}aaa, NVIDIA H100 80GB HBM3, 81559, 520, {used}, 9.0, Disabled\n"
+    f"{number}, GPU-{number}aaa, NVIDIA H100 80GB HBM3, 81559, 520, {used}, 1, 9.0, Disabled\n"
     for number, used in enumerate((1, 1, 40_000, 1))
 )
 
@@ -78,7 +79,7 @@ def test_cuda_visible_devices_chooses_as_in_cuda(visible: str, used: list[int]) 
     [
         (L4.replace("[N/A]", "Enabled"), None, "divided by MIG"),
         (L4, "MIG-1234", "a slice of a GPU"),
-        (L4.replace("23034", "[N/A]"), None, r"doesn't tell its memory \(\[N/A\]\)"),
+        (L4.replace("23034", "[N/A]"), None, "doesn't tell its memory"),
         (subprocess.TimeoutExpired("nvidia-smi", 20), None, "gave no answer within 20 s"),
     ],
     ids=["mig", "slice", "no memory", "hangs"],

@@ -12,7 +12,14 @@ from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
 HEAD = "| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8     |\n"
 CUDA_12_8 = "__version__ = '2.13.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
 CUDA_13 = "__version__ = '2.13.0'\ncuda = '13.0'\n"
-L4 = "0, NVIDIA L4, 23034, 22563\n"
+
+
+def row(index: int = 0, name: str = "NVIDIA L4", total: str = "23034", free: str = "22563") -> str:
+    """Return a line of the table of GPUs."""
+    return f"{index}, GPU-{index}f1c, {name}, {total}, 471, 0, {free}, 8.9, [N/A]\n"
+
+
+L4 = row()
 ENGINE = Deployment("Engine:m", 1, 1.0, 1.0)
 
 
@@ -102,9 +109,9 @@ def test_more_gpus_than_there_are() -> None:
     assert "1 GPUs are visible, and the config reserves 2" in found.text
 
 
-@pytest.mark.parametrize(("visible", "number"), [("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("GPU-8f1c", 1)])
+@pytest.mark.parametrize(("visible", "number"), [("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("GPU-1f", 1)])
 def test_hidden_gpus_do_not_count(visible: str, number: int) -> None:
-    gpus = L4 + L4.replace("0,", "1,", 1)
+    gpus = L4 + row(1)
     machine = FakeMachine(environment={"CUDA_VISIBLE_DEVICES": visible}, said=said(gpus))
     found = check_gpus(case(machine, needing(3.0)))
     assert found
@@ -113,7 +120,7 @@ def test_hidden_gpus_do_not_count(visible: str, number: int) -> None:
 
 
 def test_a_gpu_that_others_have_filled() -> None:
-    full = said("0, NVIDIA L4, 23034, 3000\n", "77, 20034, /usr/bin/python3\n")
+    full = said(row(free="3000"), "77, 20034, /usr/bin/python3\n")
     found = check_gpus(case(FakeMachine(said=full), needing(gpu_memory_utilization=0.9)))
     assert found
     assert found.level == "problem"
@@ -127,7 +134,9 @@ def test_a_gpu_that_others_have_filled() -> None:
 
 
 def test_the_freest_gpu_counts() -> None:
-    found = check_gpus(case(FakeMachine(said=said("0, A, 20000, 10\n1, B, 20000, 19900\n")), needing()))
+    found = check_gpus(
+        case(FakeMachine(said=said(row(0, "A", "20000", "10") + row(1, "B", "20000", "19900"))), needing())
+    )
     assert found
     assert found.level == "ok"
 
@@ -140,6 +149,6 @@ def test_without_a_config_processes_on_a_gpu_are_a_warning() -> None:
 
 
 def test_memory_that_can_not_be_told_is_no_finding() -> None:
-    found = check_gpus(case(FakeMachine(said=said("0, NVIDIA GB10, [N/A], [N/A]\n")), needing()))
+    found = check_gpus(case(FakeMachine(said=said(row(0, "NVIDIA GB10", "[N/A]", "[N/A]"))), needing()))
     assert found
     assert found.text == "0 NVIDIA GB10 (? of ? free)"
