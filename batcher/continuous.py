@@ -245,6 +245,27 @@ class ContinuousBatcher(Batcher[Slot]):
         if self._loop is not None:
             self._decide()
 
+    def set_queue_size(self, max_queue_size: int) -> None:
+        """Change the records that may wait, also while records wait; those beyond a smaller number stay.
+
+        Raises:
+            ValueError: The number is out of range.
+        """
+        checks.whole("max_queue_size", max_queue_size, 1)
+        self._queue.set_max_size(max_queue_size)
+        if self._loop is not None:
+            self._decide()
+
+    def set_goals(self, goals: Goals) -> None:
+        """Change the goals of the foreground, also while records run.
+
+        Raises:
+            ValueError: The batcher was made without goals, so its tiers share the window.
+        """
+        if self._background is None:
+            raise ValueError("the batcher was made without goals")
+        self._background.set_goals(goals)
+
     def pause(self, seconds: float = 0.0) -> None:
         """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
 

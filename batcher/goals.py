@@ -102,6 +102,10 @@ class Background:
         self._answers: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
         self._judged_at = self._cut_at = clock()
 
+    def set_goals(self, goals: Goals) -> None:
+        """Change the goals; the window and the pace follow with the next judgements."""
+        self._goals = goals
+
     def stats(self) -> dict[str, float]:
         """Return the fields of `ContinuousStats` about the background."""
         return {

@@ -75,15 +75,14 @@ class RequestQueue(Generic[EntryT]):
         background: int | None = None,
     ) -> None:
         checks.function("clock", clock)
-        checks.whole("max_size", max_size, 1, optional=True)
         checks.whole("max_cost", max_cost, 1, optional=True)
         if priority_aging_s is not None:
             checks.positive("priority_aging_s", priority_aging_s)
         checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES, optional=True)
         self._clock = clock
-        self._max_size = math.inf if max_size is None else max_size
         self._max_cost = math.inf if max_cost is None else max_cost
-        self._open_size = OPEN_SHARE * self._max_size
+        self._max_size = self._open_size = math.inf
+        self.set_max_size(max_size)
         self._open_cost = OPEN_SHARE * self._max_cost
         self._aging = priority_aging_s
         self._background = math.inf if background is None else background
@@ -223,6 +222,12 @@ class RequestQueue(Generic[EntryT]):
             bound = self.full(entry)
             self.remove(entry)
             raise QueueFull(bound.name, bound.value, retry_after_s=0.0)
+
+    def set_max_size(self, max_size: int | None) -> None:
+        """Change the records that may wait; those beyond a smaller number stay. None: no bound."""
+        checks.whole("max_size", max_size, 1, optional=True)
+        self._max_size = math.inf if max_size is None else max_size
+        self._open_size = OPEN_SHARE * self._max_size
 
     def pass_by(self, entry: EntryT) -> None:
         """Count an entry that is taken at once, while nothing waits that it could pass."""

@@ -35,7 +35,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from batcher import ContinuousBatcher
+from batcher import ContinuousBatcher, Goals
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.stream_interval import StreamInterval
@@ -51,6 +51,7 @@ from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_par
 from serve_app.engine.vllm_validation import end_at_first_error
 from serve_app.engine.vllm_warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
 from serve_app.settings.turns import ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
 from serve_app.usage.calls import CallBook, Origin
@@ -218,13 +219,25 @@ class VLLMEngine:
         return bool(self.llm.output_processor.has_unfinished_requests())
 
     def tune(self, tuning: BatcherUserConfig) -> None:
-        """Change the limits of admission while requests run; a field left out is as `args` have it."""
+        """Change the limits of admission while requests run; a field left out is as `args` have it.
+
+        Raises:
+            SettingsError: There are goals, and `args` have none.
+        """
+        limits = self._limits
+        if tuning.goals is not None and limits.goals is None:
+            raise SettingsError(
+                "user_config.batcher.goals: the engine was started without batcher.goals in args; add them "
+                "there, which restarts it"
+            )
         self.batcher.set_capacity(
-            tuning.capacity_tokens or self._limits.capacity,
-            max_running=tuning.max_running or self._limits.max_running,
+            tuning.capacity_tokens or limits.capacity, max_running=tuning.max_running or limits.max_running
         )
+        self.batcher.set_queue_size(tuning.max_queue_size or limits.max_queue_size)
+        if limits.goals is not None:
+            self.batcher.set_goals(Goals(**tuning.goals.model_dump()) if tuning.goals else limits.goals)
         self.batcher.set_tenant_weights(
-            self._limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
+            limits.tenant_weights if tuning.tenant_weights is None else tuning.tenant_weights
         )
 
     def grammar_vocabulary(self) -> str:

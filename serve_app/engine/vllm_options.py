@@ -52,12 +52,16 @@ class Limits(NamedTuple):
         max_running: Requests that may be in flight; None: no limit beside the others.
         places: Sequences in one step of the engine.
         tenant_weights: Share of a tenant in relation to the others.
+        max_queue_size: Requests that may wait.
+        goals: Goals of live traffic; None: there are none.
     """
 
     capacity: int
     max_running: int | None
     places: int
     tenant_weights: Mapping[str, float]
+    max_queue_size: int = 5_000
+    goals: Goals | None = None
 
 
 def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
@@ -70,6 +74,8 @@ def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
         settings.max_running,
         llm.vllm_config.scheduler_config.max_num_seqs,
         settings.tenant_weights,
+        settings.max_queue_size,
+        Goals(**settings.goals.model_dump()) if settings.goals else None,
     )
 
 
@@ -79,11 +85,11 @@ def batcher_of(settings: BatcherSettings, limits: Limits) -> ContinuousBatcher:
         capacity=limits.capacity,
         max_running=limits.max_running,
         places=limits.places,
-        max_queue_size=settings.max_queue_size,
+        max_queue_size=limits.max_queue_size,
         max_queue_cost=settings.max_queue_tokens,
         policy=settings.policy,
         oversize="alone",
         priority_aging_s=settings.aging_s,
         tenant_weights=limits.tenant_weights,
-        goals=Goals(**settings.goals.model_dump()) if settings.goals else None,
+        goals=limits.goals,
     )

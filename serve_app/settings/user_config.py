@@ -6,6 +6,7 @@ from serve_app.api.protocol import JSON
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.fields import Positive, Strict, Weights
 from serve_app.settings.messages import describe_errors
+from serve_app.settings.models import GoalSettings
 from serve_app.settings.schema import SettingsError
 
 
@@ -15,11 +16,16 @@ class BatcherUserConfig(Strict):
     Attributes:
         capacity_tokens: Tokens that may be in flight.
         max_running: Requests in flight.
+        max_queue_size: Requests that wait.
+        goals: Latency goals, where `args` have some too: an engine that is started without goals schedules in
+            another way.
         tenant_weights: Each tenant's share relative to the others; 1.0 where not given.
     """
 
     capacity_tokens: Positive | None = None
     max_running: Positive | None = None
+    max_queue_size: Positive | None = None
+    goals: GoalSettings | None = None
     tenant_weights: Weights | None = None
 
 
@@ -50,5 +56,6 @@ def parse_user_config(user_config: JSON) -> UserConfig:
 _SECTIONS: dict[tuple[str, ...], type[BaseModel]] = {
     (): UserConfig,
     ("batcher",): BatcherUserConfig,
+    ("batcher", "goals"): GoalSettings,
     ("adapters",): AdapterSettings,
 }

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from batcher import Closed, ContinuousBatcher, Expired, Oversize, QueueFull
+from batcher import Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull
 from tests.batcher.virtual import blocked, now, until, virtual
 
 
@@ -673,6 +673,38 @@ async def test_capacity_can_grow_while_it_runs() -> None:
         await blocked()
         assert holders.inside == ["a", "b", "c"]
         await holders.leave(*"abc")
+
+
+@virtual
+async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
+    async with batcher_of(10, max_running=1, max_queue_size=1) as batcher:
+        holders = Holders(batcher)
+        for name in "ab":
+            await holders.enter(name)
+        with pytest.raises(QueueFull):
+            await batcher.slot(1).__aenter__()
+        waiting = asyncio.create_task(batcher.slot(1, wait=True).__aenter__())
+        await blocked()
+        assert batcher.stats.outside == 1
+        # Space in the queue is given to what waits for it.
+        batcher.set_queue_size(2)
+        assert (batcher.stats.outside, batcher.stats.queue_depth) == (0, 2)
+        batcher.set_queue_size(1)
+        assert batcher.stats.queue_depth == 2
+        with pytest.raises(QueueFull):
+            await batcher.slot(1).__aenter__()
+        with pytest.raises(ValueError, match="max_queue_size must be"):
+            batcher.set_queue_size(0)
+        waiting.cancel()
+        await holders.leave(*"ab")
+
+
+async def test_goals_can_change_only_where_there_are_some() -> None:
+    batcher = ContinuousBatcher(capacity=10, goals=Goals(ttft_p99_s=1.0))
+    batcher.set_goals(Goals(ttft_p99_s=0.5))
+    assert batcher.stats.goal_ttft_s == 0.5
+    with pytest.raises(ValueError, match="was made without goals"):
+        ContinuousBatcher(capacity=10).set_goals(Goals(ttft_p99_s=0.5))
 
 
 @virtual

@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from batcher import ContinuousBatcher
+from batcher import ContinuousBatcher, Goals
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import SamplingFields
 from serve_app.engine.tokenizing import TokenizingQueue
@@ -20,7 +20,8 @@ from serve_app.engine.vllm_adapters import AdapterFiles, Adapters
 from serve_app.engine.vllm_engine import Completion, VLLMEngine, _hide_refusals
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.engine.vllm_options import Limits
-from serve_app.settings.models import LLMSettings
+from serve_app.settings.models import GoalSettings, LLMSettings
+from serve_app.settings.schema import SettingsError
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.settings.user_config import BatcherUserConfig
 from tests.serve_app.engine.vllm_doubles import CONTEXT, Script, gated, output
@@ -130,6 +131,19 @@ async def test_limits_change_while_it_runs_and_return_to_those_of_the_config(eng
     assert (engine.batcher.stats.capacity, engine.batcher.stats.max_running) == (64, 2)
     engine.tune(BatcherUserConfig())
     assert engine.batcher.stats.capacity == 1024
+
+
+async def test_goals_change_only_where_the_engine_was_started_with_some(engine: VLLMEngine) -> None:
+    goals = GoalSettings(ttft_p99_s=0.5)
+    with pytest.raises(SettingsError, match=r"user_config\.batcher\.goals: the engine was started without"):
+        engine.tune(BatcherUserConfig(capacity_tokens=64, goals=goals))
+    assert engine.batcher.stats.capacity == 1024
+    engine.batcher = ContinuousBatcher(capacity=1024, goals=Goals(ttft_p99_s=1.0))
+    engine._limits = engine._limits._replace(goals=Goals(ttft_p99_s=1.0))
+    engine.tune(BatcherUserConfig(goals=goals))
+    assert engine.batcher.stats.goal_ttft_s == 0.5
+    engine.tune(BatcherUserConfig())
+    assert engine.batcher.stats.goal_ttft_s == 1.0
 
 
 async def test_a_stop_ends_vllm_after_the_batcher(engine: VLLMEngine) -> None:

@@ -63,7 +63,7 @@ def test_the_capacity_is_the_kv_cache_that_vllm_reports(llm: Any, capacity: int)
 def test_the_config_may_lower_the_capacity() -> None:
     fields = {"capacity_tokens": 100, "max_running": 3, "tenant_weights": {"a": 2.0}}
     limits = limits_of(settings(batcher=fields).batcher, engine(1600))
-    assert limits == Limits(100, 3, 64, {"a": 2.0})
+    assert limits == Limits(100, 3, 64, {"a": 2.0}, 5_000, None)
 
 
 def test_the_batcher_keeps_to_the_limits() -> None:

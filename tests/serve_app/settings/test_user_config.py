@@ -11,7 +11,13 @@ def test_fields_default_to_none() -> None:
 
 
 def test_limits_and_weights() -> None:
-    given = {"capacity_tokens": 4096, "max_running": 8, "tenant_weights": {"a": 2.0}}
+    given = {
+        "capacity_tokens": 4096,
+        "max_running": 8,
+        "max_queue_size": 50,
+        "goals": {"ttft_p99_s": 0.5, "tpot_p99_s": None},
+        "tenant_weights": {"a": 2.0},
+    }
     assert parse_user_config({"batcher": given}).batcher.model_dump() == given
 
 
@@ -20,12 +26,16 @@ def test_limits_and_weights() -> None:
     [
         ({"batchr": {}}, "user_config.batchr: unknown key; allowed here: batcher, adapters"),
         (
-            {"batcher": {"max_queue_size": 1}},
-            "user_config.batcher.max_queue_size: unknown key; allowed here: cap",
+            {"batcher": {"policy": "max_utilization"}},
+            "user_config.batcher.policy: unknown key; allowed here: cap",
         ),
         (
             {"batcher": {"max_running": 0}},
             "user_config.batcher.max_running: Input should be greater than or equal",
+        ),
+        (
+            {"batcher": {"goals": {"ttft_p99_s": 0}}},
+            "user_config.batcher.goals.ttft_p99_s: Input should be greater",
         ),
         (
             {"batcher": {"tenant_weights": {"a": -1}}},
