@@ -11,6 +11,9 @@ from serve_app.api.protocol import JSON
 DASHBOARDS = [f"http://127.0.0.1:{port}/api/serve/applications/" for port in range(8265, 8275)]
 """Places of the dashboard: it takes the first free one of these ports."""
 
+KEPT = ("proxy_location", "http_options", "grpc_options", "target_capacity")
+"""Parts of a config, beside the applications, that a PUT would otherwise set to their defaults."""
+
 TOKEN_FILE = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
 """File in which Ray keeps the token that its dashboard asks for."""
 
@@ -42,6 +45,28 @@ class Dashboard:
     def take_down(self) -> None:
         """Stop all applications in order: each finishes its requests."""
         self._ask(self.url, "PUT", {"applications": []})
+
+    def config(self) -> JSON:
+        """Return the config that runs, as a PUT takes it; empty: the dashboard can't be reached, or has none.
+
+        A PUT replaces all applications, so all of them are in it.
+        """
+        if not self.applications():
+            return {}
+        details = self._ask(self.url, "GET")
+        configs = [each.get("deployed_app_config") for each in details.get("applications", {}).values()]
+        if not configs or not all(configs):
+            return {}
+        kept = {name: details[name] for name in KEPT if details.get(name) is not None}
+        return kept | {"applications": configs}
+
+    def deploy(self, config: JSON) -> str:
+        """Deploy a config; return why it was refused. Empty: the change has begun."""
+        try:
+            answer = httpx.put(self.url, json=config, headers=token_headers(), timeout=60)
+        except httpx.HTTPError as error:
+            return str(error) or type(error).__name__
+        return "" if answer.is_success else f"{answer.status_code}: {answer.text[:500]}"
 
     @staticmethod
     def _ask(url: str, method: str, body: JSON | None = None) -> JSON:

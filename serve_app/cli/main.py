@@ -13,6 +13,10 @@ COMMANDS = {
     "top": ("serve_app.cli.top:top", "Show live what a service does."),
     "doctor": ("serve_app.cli.doctor:doctor", "Check this machine, and say what to do."),
     "plan": ("serve_app.cli.plan:plan", "Find the replicas and settings that hold latency goals."),
+    "tune": (
+        "serve_app.cli.tune:tune",
+        "Find the highest load that holds latency goals, and settings for it.",
+    ),
     "profile": ("serve_app.cli.profile:profile", "Measure the profile of a device that runs."),
     "stop": ("serve_app.cli.stop:stop", "Stop the services that run on this machine."),
 }

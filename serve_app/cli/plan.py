@@ -1,54 +1,23 @@
 """The command `saturate plan`."""
 
 import json
-import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
+from serve_app.cli.option_values import between, parsed
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from serve_app.tuning.capacity import FitError, check_fit
 from serve_app.tuning.fleet import MARGINS, Routing
-from serve_app.tuning.goals import METRICS, Goal, GoalError, parse_goals
+from serve_app.tuning.goals import METRICS, Goal, parse_goals
 from serve_app.tuning.report import Report
 from serve_app.tuning.search import NoPlanError, Search
 from serve_app.tuning.trials import Trials
-from serve_app.tuning.workload import LengthError, Lengths, Workload
+from serve_app.tuning.workload import Lengths, Workload
 
 NO_PLAN = 3
 """Exit code where no plan holds the goals."""
-
-ValueT = TypeVar("ValueT")
-
-
-def _parsed(parse: Callable[[str], ValueT]) -> Callable[..., ValueT | None]:
-    """Return the callback of an option whose text is parsed."""
-
-    def callback(context: click.Context, parameter: click.Parameter, value: str | None) -> ValueT | None:
-        try:
-            return None if value is None else parse(value)
-        except (GoalError, LengthError, ValueError) as error:
-            raise click.BadParameter(str(error)) from None
-
-    return callback
-
-
-def _between(least: float, most: float) -> Callable[[str], float]:
-    """Return the parser of a number; neither infinity nor "nan" is one."""
-
-    def parse(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value <= most:
-            raise ValueError(f"must be a number from {least:g} to {most:g}, not {text!r}")
-        return value
-
-    return parse
 
 
 def _device(value: str) -> Profile:
@@ -64,7 +33,7 @@ def _device(value: str) -> Profile:
 @click.command()
 @click.option(
     "--rate",
-    callback=_parsed(_between(1e-6, 1e6)),
+    callback=parsed(between(1e-6, 1e6)),
     required=True,
     metavar="N",
     help="Requests per second in the busiest minutes, on average. They are taken to come independently of "
@@ -72,7 +41,7 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--input",
-    callback=_parsed(Lengths.parse),
+    callback=parsed(Lengths.parse),
     required=True,
     metavar="TOKENS",
     help="Tokens of a prompt: a number, or MEAN:SPREAD for lognormal lengths with this mean and standard "
@@ -80,7 +49,7 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--output",
-    callback=_parsed(Lengths.parse),
+    callback=parsed(Lengths.parse),
     required=True,
     metavar="TOKENS",
     help="Tokens of an answer, in the same way.",
@@ -88,7 +57,7 @@ def _device(value: str) -> Profile:
 @click.option(
     "--goal",
     "goals",
-    callback=_parsed(parse_goals),
+    callback=parsed(parse_goals),
     required=True,
     metavar="GOAL[,GOAL]",
     help=f"METRIC_PERCENTILE<SECONDS, as in ttft_p99<0.5. Metrics: "
@@ -110,7 +79,7 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--prefix-share",
-    callback=_parsed(_between(0, 1)),
+    callback=parsed(between(0, 1)),
     default="0",
     show_default=True,
     metavar="SHARE",
@@ -133,7 +102,7 @@ def _device(value: str) -> Profile:
 )
 @click.option(
     "--price-per-hour",
-    callback=_parsed(_between(0, 1e9)),
+    callback=parsed(between(0, 1e9)),
     metavar="PRICE",
     help="Price of the GPUs of one replica per hour; adds the cost per hour and per million tokens.",
 )

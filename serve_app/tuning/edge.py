@@ -9,7 +9,7 @@ from serve_app.tuning.load_step import Step
 RESOLUTION = 0.05
 """Distance of the load that holds from the one that breaks, at which the search ends."""
 
-STEP_BACK = 0.96
+STEP_BACK = 0.975
 """Factor of the load where the load that held doesn't hold again."""
 
 MOST_STEPS = 24
@@ -26,19 +26,22 @@ class Edge:
         held: The highest load that holds, confirmed by a second step; None: the lowest one breaks.
         broken: The lowest load above it that breaks; None: the highest one that was allowed holds.
         steps: All steps, in the order in which they were made.
+        points: The same, those under one load as one.
     """
 
     held: Step | None
     broken: Step | None
     steps: tuple[Step, ...]
+    points: tuple[Step, ...]
 
 
 class EdgeSearch:
     """Finds the highest load that holds, in few steps.
 
     The load grows by a factor, which is squared each time, until it breaks, or shrinks until it holds; then
-    the distance is halved until it is 5%. A step that is close to a goal's bound is repeated, and both count
-    as one. The load that holds is measured once more at the end, and lowered if it doesn't hold.
+    the distance is halved until it is 5%. A step that breaks, but is close to a goal's bound, is repeated, and
+    both count as one. The load that holds is measured once more at the end, and lowered until both steps
+    together are clear of the bounds.
 
     Args:
         measure: Makes a step under a load of this value.
@@ -71,7 +74,10 @@ class EdgeSearch:
                 high = middle
         low, high = await self._confirmed(low, high)
         return Edge(
-            self._known[low] if low else None, self._known[high] if high else None, tuple(self._steps)
+            self._known[low] if low else None,
+            self._known[high] if high else None,
+            tuple(self._steps),
+            tuple(self._known.values()),
         )
 
     async def _bracket(self, start: float) -> tuple[float, float]:
@@ -100,7 +106,7 @@ class EdgeSearch:
         while low:
             if await self._holds(low) and low not in self._repeated:
                 await self._repeat(low)
-            if self._known[low].holds:
+            if self._known[low].holds and not self._known[low].unclear:
                 break
             high = low
             stepped = self._value(min(low * STEP_BACK, low - self._whole))
@@ -111,10 +117,13 @@ class EdgeSearch:
         return low, high
 
     async def _holds(self, value: float) -> bool:
-        """Measure a value, twice where the first time is unclear; return whether it holds."""
+        """Measure a value, twice where it breaks and is unclear; return whether it holds.
+
+        One that holds and is unclear is repeated at the end, if it is the highest by then.
+        """
         if value not in self._known:
-            self._known[value] = await self._step(value)
-            if self._known[value].unclear and len(self._steps) < MOST_STEPS:
+            step = self._known[value] = await self._step(value)
+            if step.unclear and not step.holds and len(self._steps) < MOST_STEPS:
                 await self._repeat(value)
         return self._known[value].holds
 

@@ -69,6 +69,11 @@ class Stream:
 class Service:
     """A service behind a URL; an asynchronous context manager.
 
+    Attributes:
+        url: Its base URL, without a slash at its end.
+        clock: Returns the time in seconds.
+        headers: Headers with the API key; empty: there is none.
+
     Args:
         url: Its base URL; `/v1` at its end is left out.
         api_key: Sent as a bearer token.
@@ -93,12 +98,13 @@ class Service:
             raise ServiceError(f"{url}: must begin with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self.clock = clock
+        self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._numbers = random.Random(seed)
         self._http = httpx.AsyncClient(
             base_url=self.url,
             timeout=httpx.Timeout(10.0, read=TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=self.headers,
             transport=transport,
         )
 

@@ -18,6 +18,7 @@ class VirtualService:
         settings: Settings of the replicas.
         spent_s: Virtual seconds of all steps so far.
         steps: Steps so far.
+        cuts: Whether steps end before their time, once a goal is missed for certain.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class VirtualService:
         self.settings = Settings.of(profile)
         self.spent_s = 0.0
         self.steps = 0
-        self.most_queue: int | None = None
+        self.cuts = True
 
     async def facts(self) -> Facts:
         profile = self.profile
@@ -45,12 +46,13 @@ class VirtualService:
         expected = load.value * seconds if load.loop == "open" else load.value * seconds / lone
 
         def hopeless(now: float) -> bool:
-            return is_hopeless(map(lambda each: at(each, now), answers), self.goals, window, expected, now)
+            seen = (at(each, now) for each in answers)
+            return is_hopeless(seen, self.goals, window, expected, now)
 
         now = end
         counted = [each for each in answers if warm_up <= each.sent_at < end]
         now = min(end + drain, max([end, *(each.ended_at or 0.0 for each in counted)]))
-        cut = hopeless(now)
+        cut = self.cuts and hopeless(now)
         if cut:
             low = warm_up
             while now - low > 0.25:

@@ -1,0 +1,297 @@
+"""The command `saturate tune`."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from serve_app.cli.api_key import read_api_key
+from serve_app.cli.option_values import parsed
+from serve_app.cli.plan import NO_PLAN
+from serve_app.cli.progress import Progress
+from serve_app.cli.tune_config import RunningConfig, read_config, write_config
+from serve_app.cli.tune_run import Question, TuneRun
+from serve_app.driver.errors import DriverError, RowError
+from serve_app.driver.options import DEFAULT_URL
+from serve_app.driver.prompts import Prompter
+from serve_app.driver.sources import open_source
+from serve_app.system.command_line import USAGE
+from serve_app.tuning.generator import Generator
+from serve_app.tuning.goals import METRICS, Goal, parse_goals
+from serve_app.tuning.load_plot import PlotError, check_plot, draw
+from serve_app.tuning.load_report import body, text
+from serve_app.tuning.requests import Prompt
+from serve_app.tuning.service import Service, ServiceError
+from serve_app.tuning.tuner import LoneMissError
+from serve_app.tuning.workload import Lengths
+
+MOST_PROMPTS = 10_000
+"""Rows of a dataset that are used."""
+
+
+class ServiceFailure(click.ClickException):
+    """The service can't be measured."""
+
+    exit_code = USAGE
+
+
+@click.command()
+@click.argument("url", default=DEFAULT_URL)
+@click.option("--model", metavar="ID", help="Model to load; needed if the service has several.")
+@click.option(
+    "--goal",
+    "goals",
+    callback=parsed(parse_goals),
+    required=True,
+    metavar="GOAL[,GOAL]",
+    help=f"METRIC_PERCENTILE<SECONDS, as in ttft_p99<0.5. Metrics: "
+    f"{'; '.join(f'{name}: {about}' for name, about in METRICS.items())}. Chats: ttft_p99<0.5 to 1, and "
+    "tpot_p99<0.05 to 0.1, at which people read. Without a reader: latency_p95, what the caller waits for.",
+)
+@click.option(
+    "--input",
+    callback=parsed(Lengths.parse),
+    default="512",
+    show_default=True,
+    metavar="TOKENS",
+    help="Tokens of a prompt: a number, or MEAN:SPREAD for lognormal lengths with this mean and standard "
+    "deviation. The ledger has both (`saturate usage`). Prompts are random, so none is in the prefix cache: "
+    "where yours share beginnings, take a --dataset.",
+)
+@click.option(
+    "--output",
+    callback=parsed(Lengths.parse),
+    default="128",
+    show_default=True,
+    metavar="TOKENS",
+    help="Tokens of an answer, in the same way; also the request's max_tokens, which the batcher reserves.",
+)
+@click.option(
+    "--dataset",
+    metavar="FILE",
+    help="Prompts of your own, in place of --input: JSONL (CSV, Parquet) with a column `prompt` or "
+    "`messages`, as `saturate batch` reads it. Answers end by themselves, at --output at the latest. Take "
+    "more rows than a step has requests: a prompt that comes again is in the prefix cache.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 3600),
+    default=30.0,
+    show_default=True,
+    metavar="S",
+    help="Length of a load step. A p99 takes 300 requests or more: at 5 requests per second, 60 s. Longer "
+    "steps make the answer surer; there are 15 to 20 of them.",
+)
+@click.option(
+    "--loop",
+    type=click.Choice(["both", "open", "closed"]),
+    default="both",
+    show_default=True,
+    help="open: requests at random times, as many users send them; its highest rate is the figure to plan "
+    "with. closed: clients that wait for their answer, as programs do. both: each helps the other's search.",
+)
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, 1e5, min_open=True),
+    metavar="N",
+    help="Measure this one rate, requests per second, in place of the highest: your busiest minutes.",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 4096),
+    metavar="N",
+    help="Measure this one number of clients, in place of the highest.",
+)
+@click.option(
+    "--beside-batch",
+    is_flag=True,
+    help="Keep batch work running (service_tier flex), and say how many tokens per second it has while live "
+    "traffic at --rate holds its goal. The model needs batcher.goals, or the live traffic gets no space.",
+)
+@click.option(
+    "--apply",
+    "apply_",
+    is_flag=True,
+    help="Change the settings of the service, without a restart, measure again, and lower the rate until the "
+    "goals hold. It works on the machine of the service, and until the next `serve deploy` unless the config "
+    "has the settings too: --write.",
+)
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="CONFIG",
+    help="Put the settings into this config. Comments are lost; the file before is kept as CONFIG.before.",
+)
+@click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the API key.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the result as JSON, each load with its figures.",
+)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.png",
+    help="Draw the goals' figures against the load; needs saturate[plot].",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Of the random numbers. Another seed sends other prompts at other times.",
+)
+def tune(
+    url: str,
+    model: str | None,
+    goals: tuple[Goal, ...],
+    input: Lengths,
+    output: Lengths,
+    dataset: str | None,
+    seconds: float,
+    loop: Literal["both", "open", "closed"],
+    rate: float | None,
+    concurrency: int | None,
+    beside_batch: bool,
+    apply_: bool,
+    write: Path | None,
+    api_key_env: str | None,
+    json_file: Path | None,
+    plot: Path | None,
+    seed: int,
+) -> int:
+    """Find the highest load that holds latency goals on the service at URL, and settings for it.
+
+    The load is raised until a goal breaks, and the distance halved: about 15 steps of --seconds each. The
+    service should have no other traffic and a fixed number of replicas. Answers other than 200 count as
+    missed. Nothing of the service changes without --apply.
+
+    \b
+    How to choose:
+      --goal       what your users notice: the first word (ttft), the pace (tpot)
+      --input, --output
+                   means and spreads of your traffic, from `saturate usage`; or --dataset
+      --seconds    long enough for 300 requests per step, longer for a p99 that is sure
+      --rate       with --apply: settings for the rate that you have, not for the most
+
+    \b
+    Exit codes:
+      0  a load holds the goals
+      2  an option is wrong, or the service can't be measured
+      3  no load holds the goals (a lone request misses them, or --rate does), or they don't hold with the
+         settings; the best that was seen is shown
+
+    \b
+    Examples:
+      saturate tune --goal "ttft_p99<0.5,tpot_p99<0.05" --input 512:256 --output 128:64
+      saturate tune http://127.0.0.1:8000 --goal "ttft_p99<1" --dataset chats.jsonl --output 300 --apply
+      saturate tune --goal "ttft_p99<0.5" --rate 8 --beside-batch --json beside.json
+    """
+    if beside_batch and rate is None:
+        raise click.UsageError("--beside-batch: give the rate of the live traffic with --rate")
+    if loop != "both" and (rate is not None or concurrency is not None):
+        raise click.UsageError("--loop: --rate and --concurrency measure one load; leave it out")
+    if apply_ and (beside_batch or loop == "closed" or (concurrency is not None and rate is None)):
+        raise click.UsageError("--apply: settings follow from a rate; leave out what measures none")
+    try:
+        if plot is not None:
+            check_plot()
+        prompts = [] if dataset is None else read_prompts(dataset)
+    except (DriverError, PlotError) as error:
+        raise click.UsageError(
+            f"{'--plot' if isinstance(error, PlotError) else '--dataset'}: {error}"
+        ) from None
+    if write is not None:
+        read_config(write)
+    question = Question(
+        url=url,
+        model=model,
+        key=read_api_key(api_key_env),
+        input=input,
+        output=output,
+        prompts=prompts,
+        goals=goals,
+        seconds=seconds,
+        loop=loop,
+        rate=rate,
+        concurrency=concurrency,
+        seed=seed,
+        beside_batch=beside_batch,
+    )
+    config = RunningConfig(url) if apply_ else None
+    progress = Progress()
+    run = TuneRun(question, config, progress, service=Service, generator=Generator)
+    try:
+        asyncio.run(run.run())
+    except ServiceError as error:
+        raise ServiceFailure(str(error)) from None
+    except LoneMissError as error:
+        run.found.lone = error.step
+        _write_files(run, json_file, None)
+        click.echo(f"No load: {error}.")
+        return NO_PLAN
+    except KeyboardInterrupt:
+        if run.found.lone is not None:
+            click.echo(text(run.found), nl=False)
+        raise
+    found = run.found
+    click.echo(text(found), nl=False)
+    for warning in found.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if write is not None and found.choice is not None:
+        change = write_config(write, found.model, found.choice)
+        restart = "; a deployment of it restarts the model, for the goals" if change.restarts else ""
+        click.echo(f"written to {write}; the one before is {write.name}.before{restart}")
+    _write_files(run, json_file, plot)
+    return 0 if _holds(run) else NO_PLAN
+
+
+def read_prompts(dataset: str) -> Sequence[Prompt]:
+    """Return the prompts of a dataset, at most 10,000.
+
+    Raises:
+        DriverError: It can't be read, or a row has no prompt.
+    """
+    prompts: list[Prompt] = []
+    prompter: Callable[..., Prompt] | None = None
+    for number, values in enumerate(islice(open_source(dataset).values(), MOST_PROMPTS), 1):
+        try:
+            if isinstance(values, RowError):
+                raise values
+            if prompter is None:
+                chat = "prompt" not in values and "messages" in values
+                prompter = Prompter(messages_column="messages" if chat else None).prompt
+            prompts.append(prompter(values))
+        except RowError as error:
+            raise DriverError(f"{dataset}, row {number}: {error}") from None
+    if not prompts:
+        raise DriverError(f"{dataset}: it has no rows")
+    return prompts
+
+
+def _holds(run: TuneRun) -> bool:
+    """Return whether a load holds the goals, of each kind that was asked for."""
+    found = run.found
+    if found.applied:
+        return found.applied[-1].holds
+    if found.batch is not None and not found.batch.live.holds:
+        return False
+    edges = [edge for edge in (found.open, found.closed) if edge is not None]
+    return all(edge.held is not None for edge in edges) and all(step.holds for step in found.single)
+
+
+def _write_files(run: TuneRun, json_file: Path | None, plot: Path | None) -> None:
+    try:
+        if json_file is not None:
+            json_file.write_text(json.dumps(body(run.found), indent=1) + "\n")
+        if plot is not None:
+            draw(run.found, plot)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}") from None

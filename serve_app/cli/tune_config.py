@@ -1,0 +1,103 @@
+"""Puts the settings that `saturate tune` has chosen into a service that runs, or into a config."""
+
+import asyncio
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import click
+import yaml
+
+from serve_app.api.protocol import JSON
+from serve_app.cli.dashboard import Dashboard
+from serve_app.tuning.choice import Choice
+from serve_app.tuning.config_change import Change, ChangeError, changed
+from serve_app.tuning.generator import Generator
+
+LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0"}
+
+LOOKS, LOOK_S = 120, 0.5
+"""Looks at a service until all replicas have a change, and the seconds between them."""
+
+
+class RunningConfig:
+    """The config of a service on this machine.
+
+    Args:
+        url: The URL of the service.
+        dashboard: The dashboard of its Ray; None: it is looked for.
+
+    Raises:
+        click.UsageError: The service runs on another machine, or its dashboard can't be found.
+    """
+
+    def __init__(self, url: str, dashboard: Dashboard | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.hostname not in LOCAL:
+            raise click.UsageError(
+                f"--apply: {parts.hostname} isn't this machine; run the command there, or change the config "
+                "with --write and deploy it"
+            )
+        self._dashboard = dashboard or Dashboard(parts.port or 80)
+        self._config: JSON = self._dashboard.config()
+        if not self._config:
+            raise click.UsageError(
+                "--apply: the dashboard of the service's Ray isn't on this machine, or the service was not "
+                "started with a config; change the config with --write, and deploy it"
+            )
+
+    async def apply(self, generator: Generator, model: str, choice: Choice) -> Change:
+        """Deploy the settings, and wait until all replicas have them; nothing restarts.
+
+        Raises:
+            click.ClickException: They are refused, or don't arrive.
+        """
+        try:
+            change = changed(self._config, model, choice, restart=False)
+        except ChangeError as error:
+            raise click.ClickException(f"--apply: {error}") from None
+        if refusal := await asyncio.to_thread(self._dashboard.deploy, change.config):
+            raise click.ClickException(f"--apply: Ray Serve refuses the settings: {refusal}")
+        self._config = change.config
+        for _ in range(LOOKS):
+            if (await generator.facts()).max_num_seqs == choice.max_running:
+                return change
+            await asyncio.sleep(LOOK_S)
+        raise click.ClickException(
+            f"--apply: max_running is not {choice.max_running} after {LOOKS * LOOK_S:.0f} s; see the log of "
+            "Serve"
+        )
+
+
+def read_config(path: Path) -> JSON:
+    """Return a Serve config.
+
+    Raises:
+        click.UsageError: It can't be read, or is none.
+    """
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise click.UsageError(f"--write {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise click.UsageError(f"--write {path}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
+        raise click.UsageError(f"--write {path}: is no config of Ray Serve: it has no applications")
+    return content
+
+
+def write_config(path: Path, model: str, choice: Choice) -> Change:
+    """Put the settings into a config; the one before is kept beside it, with its comments.
+
+    Raises:
+        click.ClickException: The config has no such model, or can't be written.
+    """
+    try:
+        change = changed(read_config(path), model, choice, restart=True)
+        before = path.with_name(f"{path.name}.before")
+        before.write_text(path.read_text())
+        path.write_text(yaml.safe_dump(change.config, sort_keys=False, allow_unicode=True))
+    except ChangeError as error:
+        raise click.ClickException(f"--write {path}: {error}") from None
+    except OSError as error:
+        raise click.ClickException(f"--write {path}: {error.strerror}") from None
+    return change

@@ -1,0 +1,106 @@
+"""`saturate tune` against replicas on simulated devices, whose limits are known."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from serve_app.api.protocol import JSON
+from tests.e2e.service import ROOT, Service
+
+pytestmark = pytest.mark.long
+
+GOAL = "ttft_p90<1,tpot_p90<0.15"
+
+PROFILE = {
+    # Steps are long, so that two cores keep up with client and service.
+    "name": "slow",
+    "base_ms": 40.0,
+    "per_prefill_token_ms": 0.5,
+    "per_sequence_ms": 2.0,
+    "per_kv_token_ms": 0.0,
+    "load_s": 0.1,
+    "sleep_s": 0.1,
+    "wake_s": 0.1,
+    "kv_tokens": 20_000,
+    "max_model_len": 2_048,
+    "max_num_seqs": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of configs/simulated.yaml with one replica of a slow device, and goals."""
+    folder = tmp_path_factory.mktemp("tuned")
+    profile = folder / "slow.yaml"
+    profile.write_text(yaml.safe_dump(PROFILE))
+    config: JSON = yaml.safe_load((ROOT / "configs/simulated.yaml").read_text())
+    (app,) = config["applications"]
+    (model,) = app["args"]["models"]
+    model["simulate"] = str(profile)
+    model["batcher"] |= {"goals": {"ttft_p99_s": 2.0}}
+    for deployment in app["deployments"]:
+        deployment |= {"num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
+    service = Service(config, folder)
+    yield service
+    service.stop()
+    assert service.processes() == [], "processes are left behind"
+
+
+def tune(service: Service, folder: Path, *arguments: object, expected: int = 0) -> Any:
+    """Run the command; return its JSON."""
+    path = folder / "tuned.json"
+    command = [sys.executable, "-m", "serve_app.cli", "tune", service.url, "--json", str(path)]
+    command += ["--goal", GOAL, "--input", "64:32", "--output", "32:8", *map(str, arguments)]
+    done = subprocess.run(command, env=service.env, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == expected, done.stdout + done.stderr
+    print(done.stdout, done.stderr)
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def batcher(service: Service) -> Any:
+    """Return the batcher's statistics of the only replica."""
+    stats = httpx.get(f"{service.url}/stats", headers={"accept": "application/json"}, timeout=30).json()
+    (replica,) = stats["models"]["simulated"]["replicas"]
+    return replica["batcher"]
+
+
+@pytest.mark.timeout(1800)
+def test_the_highest_load_is_found_and_its_settings_hold(simulated: Service, tmp_path: Path) -> None:
+    before = simulated.pids("VLLM::EngineCore")
+    found = tune(simulated, tmp_path, "--seconds", 20, "--apply")
+    highest, clients = found["highest_rate"]["held"], found["highest_concurrency"]["held"]
+    # Of n answers of 32 tokens n / 32 end in a step, and as many prompts of 32 ms begin: it takes
+    # 40 ms + 3 ms * n. At the bound of 0.15 s per token n is 37, with 7.6 requests per second.
+    # Some answers have more beside them.
+    assert 2 < highest["value"] < 9
+    assert 8 < clients["value"] < 50
+    assert found["applied"][-1]["holds"]
+    choice = found["choice"]
+    stats = batcher(simulated)
+    assert stats["max_running"] == choice["batcher"]["max_running"]
+    assert stats["goal_ttft_s"] == 2.0
+    # Nothing was restarted, and nothing of the load is left.
+    assert simulated.pids("VLLM::EngineCore") == before
+    assert (stats["running"], stats["queue_depth"]) == (0, 0)
+    assert not [each for each in found["warnings"] if "of others" in each]
+
+
+@pytest.mark.timeout(600)
+def test_batch_work_beside_live_traffic(simulated: Service, tmp_path: Path) -> None:
+    found = tune(simulated, tmp_path, "--seconds", 20, "--rate", 2, "--beside-batch")
+    assert found["beside_batch"]["live"]["holds"]
+    assert found["beside_batch"]["batch_tokens_per_s"] > 20
+
+
+@pytest.mark.timeout(120)
+def test_a_goal_below_a_lone_request_is_told(simulated: Service, tmp_path: Path) -> None:
+    found = tune(simulated, tmp_path, "--goal", "ttft_p90<0.01", "--seconds", 5, expected=3)
+    assert found["highest_rate"] is None
+    assert found["lone"]["requests"] > 0

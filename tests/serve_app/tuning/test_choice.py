@@ -1,0 +1,58 @@
+"""The settings that follow from a load."""
+
+from dataclasses import replace
+
+from serve_app.tuning.choice import BACKGROUND_PART, MARGIN, choose
+from serve_app.tuning.goals import Goal, parse_goals
+from serve_app.tuning.load_step import Answer, Load, Step
+from serve_app.tuning.service import Facts
+
+FACTS = Facts("m", 4096, 1, 100_000, 256, 0, 0)
+GOALS = parse_goals("ttft_p99<0.5,tpot_p99<0.05")
+
+
+def step(goals: tuple[Goal, ...] = GOALS) -> Step:
+    """Return 20 requests per second of two seconds each."""
+    sent = [number / 20 for number in range(-100, 600)]
+    found = [Answer(at, 11, at + 0.2, at + 2.0) for at in sent]
+    return Step.of(Load("open", 20.0), goals, found, (0.0, 30.0), began_at=-5.0, now=40.0)
+
+
+def test_the_window_holds_what_ran_and_the_queue_what_can_start_in_time() -> None:
+    choice = choose(step(), FACTS, GOALS)
+    assert choice.rate == 20 * MARGIN
+    # 40 in flight at each time.
+    assert 40 <= choice.max_running <= 46
+    assert choice.max_queue_size == 15
+    assert choice.target_ongoing_requests == 38
+    assert choice.goals == {"ttft_p99_s": 0.5, "tpot_p99_s": 0.05}
+
+
+def test_replicas_share_the_load_unevenly() -> None:
+    choice = choose(step(), replace(FACTS, replicas=4), GOALS)
+    assert 13 <= choice.max_running <= 15
+    assert choice.max_queue_size == 8
+    assert choice.target_ongoing_requests == 9
+
+
+def test_the_window_is_not_larger_than_the_engine() -> None:
+    assert choose(step(), replace(FACTS, max_num_seqs=16), GOALS).max_running == 16
+
+
+def test_batch_work_gets_space_in_the_queue() -> None:
+    assert choose(step(), FACTS, GOALS, beside_batch=True).max_queue_size == 15 * BACKGROUND_PART
+
+
+def test_a_rate_of_the_user_is_kept() -> None:
+    choice = choose(step(), FACTS, GOALS, rate=10.0)
+    assert (choice.rate, choice.target_ongoing_requests) == (10.0, 20)
+
+
+def test_without_a_bound_of_the_wait_the_queue_stays_as_it_is() -> None:
+    goals = parse_goals("tpot_p99<0.05")
+    choice = choose(step(goals), FACTS, goals)
+    assert choice.max_queue_size is None
+    assert choice.goals == {}
+    assert choice.batcher == {"max_running": choice.max_running}
+    goals = parse_goals("latency_p95<3")
+    assert choose(step(goals), FACTS, goals).max_queue_size == 30

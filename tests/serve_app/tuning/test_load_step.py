@@ -1,0 +1,98 @@
+"""A load step: what requests say about goals."""
+
+import math
+
+import pytest
+
+from serve_app.tuning.goals import parse_goals
+from serve_app.tuning.load_step import Answer, Load, Step, is_hopeless
+
+GOALS = parse_goals("ttft_p90<1,tpot_p90<0.1")
+WINDOW = (10.0, 20.0)
+
+
+def answers(count: int, ttft: float = 0.5, tpot: float = 0.05, begin: float = 10.0) -> list[Answer]:
+    """Return answers of 11 tokens that are sent evenly in the window."""
+    sent = [begin + (20.0 - begin) * number / count for number in range(count)]
+    return [Answer(at, 11, at + ttft, at + ttft + 10 * tpot) for at in sent]
+
+
+def step(found: list[Answer], load: Load | None = None, now: float = 30.0) -> Step:
+    return Step.of(load or Load("open", 10.0), GOALS, found, WINDOW, began_at=5.0, now=now)
+
+
+def test_the_figures_are_those_of_the_requests_in_the_window() -> None:
+    warm_up = [Answer(9.0, 11, 99.0, 99.0), Answer(20.0, 11, 99.0, 99.0)]
+    found = step([*answers(100), *warm_up])
+    assert found.sent == 100
+    assert found.figure("ttft", 90) == pytest.approx(0.5)
+    assert found.figure("tpot", 90) == pytest.approx(0.05)
+    assert found.figure("latency", 50) == pytest.approx(1.0)
+    assert found.holds
+    assert (found.rate, found.goodput, found.spent_s) == (10.0, 10.0, 25.0)
+    # An answer takes a second, ten are sent in one, and two others run all the time.
+    assert found.in_flight == pytest.approx(10 + 1, abs=0.6)
+
+
+def test_a_goal_breaks_where_more_miss_it_than_it_allows() -> None:
+    assert step([*answers(91), *answers(9, ttft=3.0)]).holds
+    found = step([*answers(85), *answers(15, ttft=3.0)])
+    assert [goal.name for goal in found.misses] == ["ttft_p90"]
+    assert found.goodput == pytest.approx(8.5)
+    # What fails misses everything.
+    failed = answers(15)
+    for each in failed:
+        each.failed = True
+    found = step([*answers(85), *failed])
+    assert len(found.misses) == 2
+    assert math.isinf(found.figure("ttft", 99))
+    assert found.failed == 15
+
+
+def test_requests_that_are_cut_off_count_where_they_have_missed_a_goal_already() -> None:
+    # At 20.5 those that were sent before 19.5 have waited for more than a second.
+    silent = [Answer(each.sent_at, 11) for each in answers(100)]
+    found = step(silent, now=20.5)
+    assert len(found.samples["ttft"]) == 96
+    assert found.samples["tpot"] == []
+    assert not found.holds
+    # Of a token that has come the pace is known as far as it can only be slower.
+    slow = [Answer(each.sent_at, 11, each.sent_at + 0.1) for each in answers(100)]
+    found = step(slow, now=22.0)
+    assert len(found.samples["tpot"]) > 80
+    assert [goal.name for goal in found.misses] == ["tpot_p90"]
+
+
+def test_a_service_that_falls_behind_does_not_hold() -> None:
+    # Each answer takes longer than the one before, below the bounds.
+    growing = [Answer(each.sent_at, 1, each.sent_at, each.sent_at) for each in answers(300)]
+    for number, each in enumerate(growing):
+        each.ended_at = each.sent_at + 0.03 * number
+        each.first_at = each.sent_at + 0.9
+    found = step(growing, now=40.0)
+    assert found.growing
+    assert not found.holds
+    assert not step(answers(300), now=40.0).growing
+    assert not step(growing, Load("closed", 10), now=40.0).growing
+
+
+def test_two_steps_count_as_one() -> None:
+    both = step(answers(100)).with_(step(answers(50, ttft=3.0)))
+    assert both.sent == 150
+    assert both.seconds == 20.0
+    assert both.figure("ttft", 99) == pytest.approx(3.0)
+    assert [goal.name for goal in both.misses] == ["ttft_p90"]
+
+
+@pytest.mark.parametrize(("late", "unclear"), [(0, False), (4, False), (8, True), (15, True), (25, False)])
+def test_a_step_close_to_a_bound_is_unclear(late: int, unclear: bool) -> None:
+    assert step([*answers(100 - late), *answers(late, ttft=3.0)]).unclear is unclear
+
+
+def test_a_step_is_hopeless_once_too_many_are_late() -> None:
+    silent = [Answer(each.sent_at, 11) for each in answers(100)]
+    assert not is_hopeless(silent, GOALS, WINDOW, expected=100, now=12.0)
+    assert is_hopeless(silent, GOALS, WINDOW, expected=100, now=14.0)
+    # As many are few among those that are still to come.
+    assert not is_hopeless(silent, GOALS, WINDOW, expected=1_000, now=14.0)
+    assert not is_hopeless(answers(100), GOALS, WINDOW, expected=100, now=30.0)

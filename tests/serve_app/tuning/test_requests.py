@@ -1,0 +1,39 @@
+"""Requests of a load."""
+
+from itertools import islice
+
+from serve_app.tuning.requests import Ask, Requests
+from serve_app.tuning.workload import Lengths
+
+
+def some(requests: Requests, seed: int, count: int = 50) -> list[Ask]:
+    requests.begin(seed)
+    return list(islice(iter(requests.next, None), count))
+
+
+def test_a_seed_has_one_load() -> None:
+    requests = Requests("m", Lengths.parse("100:50"), Lengths.parse("20:10"))
+    first = some(requests, 1)
+    assert first == some(requests, 1)
+    assert first != some(requests, 2)
+    lengths = {len(ask.body["prompt"]) for ask in first}
+    assert len(lengths) > 10
+    assert all(ask.body["max_tokens"] == ask.tokens and ask.body["ignore_eos"] for ask in first)
+
+
+def test_a_dataset_is_gone_through_before_a_prompt_comes_again() -> None:
+    prompts = [f"prompt {number}" for number in range(20)]
+    requests = Requests("m", Lengths(5), Lengths(4), prompts, tier="flex")
+    found = [ask.body["prompt"] for ask in some(requests, 1, 40)]
+    assert sorted(found[:20]) == sorted(found[20:]) == sorted(prompts)
+    assert found[:20] != prompts
+    assert requests.next().body["service_tier"] == "flex"
+
+
+def test_gaps_are_those_of_independent_requests() -> None:
+    requests = Requests("m", Lengths(5), Lengths(4))
+    requests.begin(1)
+    gaps = [requests.gap() for _ in range(20_000)]
+    assert 0.98 < sum(gaps) / len(gaps) < 1.02
+    # A share of 1/e is longer than the mean.
+    assert 0.355 < sum(gap > 1 for gap in gaps) / len(gaps) < 0.381

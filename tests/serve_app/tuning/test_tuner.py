@@ -1,0 +1,197 @@
+"""The tuning of services in virtual time, beside an exhaustive grid of loads."""
+
+import asyncio
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+
+from serve_app.simulation.profiles import PROFILES
+from serve_app.tuning.capacity import full_rate
+from serve_app.tuning.choice import choose
+from serve_app.tuning.edge import Edge
+from serve_app.tuning.goals import parse_goals
+from serve_app.tuning.load_step import Load, Loop, Step
+from serve_app.tuning.replica import Settings
+from serve_app.tuning.tuner import LoneMissError, Tuner, is_small
+from serve_app.tuning.workload import Lengths, Workload
+from tests.serve_app.tuning.virtual_load import VirtualService
+
+GRID = 40
+"""Rates of the grid, evenly up to 5% more than what the device can do at all."""
+
+SEEDS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A device, its work and its goals; steps are long enough for some thousand requests."""
+
+    device: str
+    input: str
+    output: str
+    goals: str
+    replicas: int
+    seconds: float
+
+    @property
+    def workload(self) -> Workload:
+        return Workload.of(1.0, Lengths.parse(self.input), Lengths.parse(self.output))
+
+    def service(self) -> VirtualService:
+        return VirtualService(PROFILES[self.device], self.workload, parse_goals(self.goals), self.replicas)
+
+    def tuner(self, service: VirtualService, **options: object) -> Tuner:
+        tokens = self.workload.input.expected + self.workload.max_tokens
+        return Tuner(service, tokens, service.goals, seconds=self.seconds, **options)  # type: ignore[arg-type]
+
+
+CASES = [
+    Case("h100-8b", "512:256", "128:64", "ttft_p99<0.5,tpot_p99<0.05", 1, 120),
+    Case("h100-8b", "512:256", "128:64", "ttft_p99<0.3,tpot_p99<0.03", 2, 120),
+    Case("h100-70b-tp4", "2000:1000", "200:100", "ttft_p99<1.5", 1, 600),
+    Case("h100-8b", "64", "64", "latency_p95<2", 1, 60),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.device} {case.goals}")
+
+
+@dataclass
+class Tuned:
+    """A case, and what was found."""
+
+    service: VirtualService
+    lone: Step
+    closed: Edge
+    open: Edge
+    spent_s: float
+
+
+@cache
+def tuned(case: Case) -> Tuned:
+    """Return what a tuning of a case finds; other tests use it again."""
+    return asyncio.run(_tune(case))
+
+
+async def _tune(case: Case) -> Tuned:
+    service = case.service()
+    tuner = case.tuner(service)
+    lone = await tuner.lone()
+    closed = await tuner.highest_concurrency()
+    open_ = await tuner.highest_rate(closed)
+    return Tuned(service, lone, closed, open_, service.spent_s)
+
+
+async def grid(case: Case, loop: Loop, most: float) -> tuple[float, float]:
+    """Measure 40 loads one after the other; return the best goodput that holds, and the virtual seconds.
+
+    Of many loads at the edge one holds by chance. So the best ones are measured again, as the search does,
+    which doesn't count into the time.
+    """
+    service = case.service()
+    service.cuts = False
+
+    async def step(value: float, seed: int) -> Step:
+        load = Load(loop, value if loop == "open" else max(1, round(value)))
+        share = case.seconds / 6
+        return await service.step(load, seconds=case.seconds, warm_up=share, drain=share, seed=seed)
+
+    values = [most * number / GRID for number in range(1, GRID + 1)]
+    found = {value: await step(value, 1_000 + number) for number, value in enumerate(values)}
+    spent_s = service.spent_s
+    for value in sorted((value for value in values if found[value].holds), reverse=True):
+        again = await step(value, 2_000)
+        if again.holds:
+            return found[value].with_(again).goodput, spent_s
+    raise AssertionError("no load of the grid holds")
+
+
+@every_case
+def test_the_goodput_is_that_of_a_grid_in_a_fifth_of_its_time(case: Case) -> None:
+    found = tuned(case)
+    profile = PROFILES[case.device]
+    full = case.replicas * full_rate(profile, case.workload, Settings.of(profile))
+    rates, rates_s = asyncio.run(grid(case, "open", 1.05 * full))
+    clients, clients_s = asyncio.run(grid(case, "closed", 1.5 * case.replicas * profile.max_num_seqs))
+    assert found.open.held is not None
+    assert found.closed.held is not None
+    assert found.open.held.goodput >= 0.95 * rates
+    assert found.closed.held.goodput >= 0.95 * clients
+    assert found.spent_s <= 0.2 * (rates_s + clients_s)
+
+
+@every_case
+def test_the_goal_holds_with_the_settings_in_19_of_20_runs(case: Case) -> None:
+    found = tuned(case)
+    assert found.open.held is not None
+    facts = asyncio.run(found.service.facts())
+    choice = choose(found.open.held, facts, found.service.goals)
+    assert held(case, choice.rate, choice.max_running) >= SEEDS - 1
+
+
+def test_max_running_is_hardly_more_than_the_load_takes() -> None:
+    case = CASES[0]
+    found = tuned(case)
+    assert found.open.held is not None
+    facts = asyncio.run(found.service.facts())
+    choice = choose(found.open.held, facts, found.service.goals)
+    assert held(case, choice.rate, choice.max_running // 2) <= SEEDS // 4
+
+
+def held(case: Case, rate: float, max_running: int) -> int:
+    """Return how many of 20 runs with other random numbers hold the goals."""
+    service = case.service()
+    service.settings = replace(service.settings, max_running=max_running)
+
+    async def step(number: int) -> Step:
+        return await service.step(
+            Load("open", rate),
+            seconds=case.seconds,
+            warm_up=case.seconds / 6,
+            drain=case.seconds / 6,
+            seed=10_000 + number,
+        )
+
+    return sum(asyncio.run(step(number)).holds for number in range(SEEDS))
+
+
+async def test_a_goal_below_a_lone_request_is_told_with_what_was_seen() -> None:
+    case = replace(CASES[0], goals="ttft_p99<0.01,tpot_p99<0.05")
+    with pytest.raises(LoneMissError, match=r"no load holds ttft_p99<0\.01: .* ttft_p50 0\.0\d+ s") as missed:
+        await case.tuner(case.service()).lone()
+    assert missed.value.step.sent > 3
+
+
+async def test_rates_alone_start_from_the_lone_request() -> None:
+    case = CASES[3]
+    service = case.service()
+    found = await case.tuner(service).highest_rate()
+    assert found.held is not None
+    together = tuned(case).open.held
+    assert together is not None
+    assert found.held.load.value == pytest.approx(together.load.value, rel=0.08)
+    assert len(found.steps) <= 12
+
+
+async def test_one_load_is_measured_again_where_it_is_unclear() -> None:
+    case = CASES[3]
+    service = case.service()
+    edge = tuned(case).open
+    assert edge.held is not None
+    clear = await case.tuner(service).measure(Load("open", edge.held.load.value / 2))
+    assert (clear.holds, service.steps) == (True, 1)
+
+
+def test_few_requests_are_few_for_a_percentile() -> None:
+    held = tuned(CASES[0]).open.held
+    assert held is not None
+    assert not is_small(held)
+    assert is_small(replace(held, sent=250))
+
+
+async def test_each_step_is_told_before_and_after() -> None:
+    told: list[tuple[Load, bool]] = []
+    case = CASES[3]
+    tuner = case.tuner(case.service(), progress=lambda load, step: told.append((load, step is not None)))
+    await tuner.lone()
+    await tuner.measure(Load("open", 5.0))
+    assert told == [(load, done) for load in (Load("closed", 1), Load("open", 5.0)) for done in (False, True)]
