@@ -422,6 +422,7 @@ class Engine:
                 token_ids=tuple(to_ids(request.token_ids)),
                 max_tokens=request.max_tokens,
                 size=len(request.body),
+                adapter=request.adapter,
             ),
             result,
         )
@@ -504,7 +505,8 @@ class Engine:
         size: int = 0,
     ) -> GenerateResponse:
         deadline = scheduling.deadline(time.monotonic())
-        set_current(AdmissionRequest(scheduling, deadline, size=size), AdmissionResult(usage=usage))
+        asked = AdmissionRequest(scheduling, deadline, max_tokens=max_tokens, size=size, adapter=adapter)
+        set_current(asked, AdmissionResult(usage=usage))
         sampling = self._engine.sampling(request)
         prompts: Sequence[list[int] | RequestError]
         if request.messages is None:
@@ -519,8 +521,8 @@ class Engine:
             try:
                 if isinstance(token_ids, RequestError):
                     raise token_ids
-                asked = AdmissionRequest(scheduling, deadline, call.wait(index), max_tokens=max_tokens)
-                set_current(asked, AdmissionResult(usage=usage, call=account))
+                own = asked._replace(wait=call.wait(index))
+                set_current(own, AdmissionResult(usage=usage, call=account))
                 done = await self._engine.complete(token_ids, sampling, adapter)
             except RequestError as error:
                 call.fail(index, error)

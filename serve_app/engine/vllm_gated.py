@@ -348,12 +348,13 @@ class _AdmittedSlot:
         wait = request.wait or self._result.asked > 0
         deadline = None if self._result.admitted else request.deadline
         self._result.asked += 1
-        batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
+        share = request.share
+        batcher.weigh(share, request.scheduling.weight)
         self._slot = batcher.slot(
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             priority=request.scheduling.priority,
-            tenant=request.scheduling.tenant,
+            tenant=share,
             deadline=deadline,
             wait=wait,
             records=n,

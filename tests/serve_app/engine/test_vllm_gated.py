@@ -318,6 +318,40 @@ async def test_answers_are_as_many_records_and_a_priority_request_goes_before_th
     assert batcher.stats.total_completed == requests * answers + 1
 
 
+@pytest.mark.parametrize(("tenant", "turn"), [("default", 2), ("acme", 20)])
+async def test_a_flood_on_an_adapter_holds_up_another_only_within_a_named_tenant(
+    monkeypatch: pytest.MonkeyPatch, tenant: str, turn: int
+) -> None:
+    started: list[str] = []
+    go = asyncio.Event()
+
+    class Held(Script):
+        async def run(
+            self, prompt: Any, params: Any, request_id: str, **options: Any
+        ) -> AsyncGenerator[Any, None]:
+            started.append(request_id)
+            await go.wait()
+            yield output(1, finish="stop")
+
+    async with ContinuousBatcher(capacity=1_000, max_running=1) as batcher:
+        llm = gated(monkeypatch, Held(), batcher)
+
+        async def ask(adapter: str) -> None:
+            request = AdmissionRequest(Scheduling(tenant=tenant), adapter=adapter)
+            set_current(request, AdmissionResult())
+            async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), adapter):
+                pass
+
+        tasks = [asyncio.ensure_future(ask("demo:letters")) for _ in range(20)]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.ensure_future(ask("demo:symbols")))
+        await asyncio.sleep(0)
+        go.set()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*tasks)
+    assert started.index("demo:symbols") == turn
+
+
 async def test_more_answers_than_the_engine_runs_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with ContinuousBatcher(capacity=10_000, places=4, oversize="alone") as batcher:
         llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
