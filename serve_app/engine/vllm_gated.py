@@ -314,10 +314,15 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         length = _prompt_length(prompt, self.model_config.max_model_len)
+        if self.by_priority:
+            options["priority"] = current().request.scheduling.priority
         results = super().encode(prompt, pooling_params, request_id, **options)
         admitted = _AdmittedSlot(self.batcher, self._blocks(length), 0, length)
-        async with admitted, self._adapter(options), aclosing(results):
+        async with admitted as slot, self._adapter(options), aclosing(results):
+            self.prompt_tokens += length
             async for result in results:
+                # Goals look at the first token; here that is the result.
+                slot.first_token()
                 admitted.last = result
                 yield result
 

@@ -62,7 +62,7 @@ def bound_tokenizing(renderer: BaseRenderer[Any], queue: TokenizingQueue, most: 
         whole = params.truncate_prompt_tokens is None and limit is not None
 
         def call() -> Any:
-            if whole and len(text) > PIECE_CHARS and _exceeds(tokenizer, text, limit):
+            if whole and len(text) > PIECE_CHARS and exceeds(tokenizer, text, limit):
                 if counts:
                     raise _too_long(f"the text has more than {limit} tokens", limit)
                 message = f"This model's context has {limit} tokens, and the prompt has more; shorten it."
@@ -91,7 +91,7 @@ def bound_tokenizing(renderer: BaseRenderer[Any], queue: TokenizingQueue, most: 
         setattr(replaced, name, function)
 
 
-def _exceeds(tokenizer: Any, text: str, most: int) -> bool:
+def exceeds(tokenizer: Any, text: str, most: int) -> bool:
     """Return whether a text has certainly more than `most` tokens; the rest of it is not looked at then."""
     tokens = 0
     for start in range(0, len(text), PIECE_CHARS):

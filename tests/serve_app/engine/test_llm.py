@@ -60,7 +60,7 @@ def made(app: Any, *, died: bool = False) -> Any:
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1, 1.0)
     parts._app = app
-    parts._routes = {REQUEST.path, "/detokenize"}
+    parts._routes = {REQUEST.path, "/detokenize", "/generate"}
     return parts
 
 
@@ -215,7 +215,20 @@ async def test_a_route_that_vllm_has_not_for_this_model_is_a_400(path: str) -> N
     piece = unpack(message)
     assert piece.head is not None
     assert piece.head.status == 400
-    assert f"doesn't serve on {path}" in json.loads(piece.body)["error"]["message"]
+    message = json.loads(piece.body)["error"]["message"]
+    assert message == f"model: 'demo' serves /generate and /v1/completions, not {path}"
+
+
+async def test_a_model_that_generates_nothing_says_what_it_serves() -> None:
+    engine = made(failing())
+    engine._routes = {"/v1/embeddings", "/score", "/v1/score", "/classify", "/tokenize"}
+    status, body = await answer(engine, replace(REQUEST, path="/generate"))
+    served = "model: 'demo' serves /v1/embeddings, /v1/classify and /v1/score, not /generate"
+    assert (status, body["error"]["message"], body["error"]["param"]) == (400, served, "model")
+    engine._max_prompts = 1
+    with pytest.raises(RequestError) as caught:
+        await engine.generate({"prompts": ["a"]})
+    assert (caught.value.status, caught.value.message) == (400, served)
 
 
 async def test_a_hostile_grammar_never_reaches_vllm() -> None:

@@ -184,6 +184,29 @@ async def test_an_embedding_request_reserves_its_prompt(
     async for _ in llm.encode(tokens_input(list(range(17))), SimpleNamespace(), "r"):
         pass
     assert script.costs == [2 * BLOCK]
+    # Its result counts as the first token, for goals.
+    assert (llm.prompt_tokens, batcher.stats.output_tokens) == (17, 0)
+    assert batcher.stats.ttft_p50_s is not None
+
+
+async def test_the_texts_of_an_embedding_are_as_many_records_with_the_priority_of_their_tier(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(SimpleNamespace())
+    llm: Any = gated(monkeypatch, script, batcher, by_priority=True)
+    result = AdmissionResult()
+    # The queue has one place; texts after the first one wait for it.
+    set_current(AdmissionRequest(Scheduling(priority=10, tenant="a")), result)
+
+    async def embed(text: int) -> None:
+        async for _ in llm.encode(tokens_input([1] * text), SimpleNamespace(), f"r-{text}", priority=-5):
+            pass
+
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(embed(text) for text in (3, 4, 5)))
+    assert [call["priority"] for call in script.calls] == [10, 10, 10]
+    assert (batcher.stats.total_completed, result.asked) == (3, 3)
+    assert (result.usage.prompt_tokens, result.usage.output_tokens) == (12, 0)
 
 
 @pytest.mark.parametrize("prompt", ["a text", {"type": "multimodal"}])

@@ -77,7 +77,9 @@ def gated(
     llm.stream_interval = StreamInterval()
     llm.by_priority = by_priority
     llm.max_prompt_logprobs = 100
-    llm.model_config = SimpleNamespace(max_model_len=CONTEXT, get_vocab_size=lambda: 1000)
+    llm.model_config = SimpleNamespace(
+        max_model_len=CONTEXT, get_vocab_size=lambda: 1000, runner_type="generate"
+    )
     llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
     # The destructor calls it.
