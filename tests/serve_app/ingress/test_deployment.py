@@ -278,7 +278,7 @@ async def test_scheduling_comes_from_the_body_and_the_headers(path: str, body: d
         Scheduling(),
         Scheduling(1, "body", 5),
         Scheduling(1, "header", 2.5),
-        Scheduling(0, "key-746b4ad1ca91"),
+        Scheduling(0, "key-746b4ad1ca91", hashed=True),
     ]
 
 
