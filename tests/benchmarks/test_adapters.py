@@ -134,6 +134,7 @@ async def server(adapters: "Counter[str]", tenants: set[bytes], left: asyncio.Ev
     """Run a server that answers streams and leaves all other requests waiting."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        waits = False
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -141,11 +142,13 @@ async def server(adapters: "Counter[str]", tenants: set[bytes], left: asyncio.Ev
                 body = json.loads(await reader.readexactly(int(lines[b"content-length"])))
                 adapters[body["model"]] += 1
                 tenants.add(lines.get(b"x-tenant", b""))
-                if body.get("stream"):
+                waits = not body.get("stream")
+                if not waits:
                     kind = b"content-type: text/event-stream\r\ntransfer-encoding: chunked"
                     writer.write(b"HTTP/1.1 200 OK\r\n" + kind + b"\r\n\r\n" + STREAM + b"0\r\n\r\n")
         except asyncio.IncompleteReadError:
-            left.set()
+            if waits:
+                left.set()
         finally:
             writer.close()
 
@@ -162,7 +165,7 @@ async def test_the_light_requests_of_the_measurement_count_and_the_flood_is_cut_
     expected = [each for each in until(load, load.ends_s) if not each.flood and each.at >= load.warm_up_s]
     async with asyncio.timeout(60), server(adapters, tenants, left) as port:
         seen = await send(port, load, NAMES, 3, itertools.count())
-        # The connections of the flood are closed, so that a server ends it.
+        # Connections of the flood are closed, so that a server ends it.
         await left.wait()
     assert len(seen.light) == len(expected) > 10
     assert seen.sent > 10
