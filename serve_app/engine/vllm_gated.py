@@ -327,8 +327,9 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 yield result
 
     def _blocks(self, tokens: int) -> int:
-        """Return the tokens of the KV blocks that `tokens` take up."""
-        block: int = self.vllm_config.cache_config.block_size
+        """Return the tokens of the KV blocks that `tokens` take up; an encoder has none, and no rounding."""
+        cache = self.vllm_config.cache_config
+        block: int = cache.block_size if cache.num_gpu_blocks > 1 else 1
         return -(-tokens // block) * block
 
 

@@ -189,6 +189,18 @@ async def test_an_embedding_request_reserves_its_prompt(
     assert batcher.stats.ttft_p50_s is not None
 
 
+async def test_a_prompt_of_an_encoder_reserves_its_tokens_alone(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(SimpleNamespace())
+    llm: Any = gated(monkeypatch, script, batcher)
+    # vLLM's own block, where there is no KV cache.
+    llm.vllm_config.cache_config.num_gpu_blocks = 1
+    async for _ in llm.encode(tokens_input(list(range(17))), SimpleNamespace(), "r"):
+        pass
+    assert script.costs == [17]
+
+
 async def test_the_texts_of_an_embedding_are_as_many_records_with_the_priority_of_their_tier(
     monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
 ) -> None:

@@ -69,6 +69,7 @@ class Application:
         config = AsyncEngineArgs.from_cli_args(self._args).create_engine_config(
             UsageContext.OPENAI_API_SERVER
         )
+        config.cache_config.num_gpu_blocks = 9
         # The constructor would start vLLM.
         llm: Any = GatedLLM.__new__(GatedLLM)
         llm.shutdown = lambda *_: None

@@ -80,7 +80,7 @@ def gated(
     llm.model_config = SimpleNamespace(
         max_model_len=CONTEXT, get_vocab_size=lambda: 1000, runner_type="generate"
     )
-    llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
+    llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9))
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
     # The destructor calls it.
     llm.shutdown = lambda *_: None
