@@ -38,7 +38,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
-from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
 from serve_app.engine.vllm_gated import GatedLLM, RefusedError
@@ -166,7 +166,7 @@ class VLLMEngine:
         self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched)
         self._book = book
         count_sequences(self.llm, book)
-        self.llm.stream_interval = StreamInterval()
+        self.llm.piece_rate = PieceRate()
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._limits = limits_of(settings.batcher, self.llm)

@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from batcher import BatcherError, ContinuousBatcher, Slot
 from serve_app.api.errors import RequestError
 from serve_app.engine.admission import current, refusal_of
-from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.stream_interval import PieceRate, StreamInterval
 from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_usage import set_part
 from serve_app.relay.resume import ResumeMode, StreamTokens
@@ -50,7 +50,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
 
     Attributes:
         batcher: Admits the requests.
-        stream_interval: Bounds the pieces per second of all streams.
+        piece_rate: Bounds the pieces per second of all streams.
         by_priority: vLLM schedules by priority too.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         prompt_tokens: Tokens of the prompts that were admitted.
@@ -58,7 +58,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     """
 
     batcher: ContinuousBatcher
-    stream_interval: StreamInterval
+    piece_rate: PieceRate
     by_priority: bool
     max_prompt_logprobs: int
     prompt_tokens: int = 0
@@ -221,11 +221,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         request_id: str,
         stream: StreamTokens | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        shared = self.stream_interval
-        shared.streams += 1
-        # An interval that the client asks for is kept.
-        ours = params.stream_interval is None
-        interval = params.stream_interval = params.stream_interval or shared.tokens_per_piece()
+        self.piece_rate.streams += 1
         if stream is not None and stream.resume != "tokens":
             stream = None
         tokens = 0
@@ -238,26 +234,23 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                         stream.add(output.token_ids)
                 if not before:
                     slot.first_token()
-                shared.count(tokens - before)
+                    # An interval that the client asks for is kept.
+                    if params.stream_interval is None:
+                        self._pace(request_id)
                 slot.report(tokens)
                 yield result
-                if ours and interval != (interval := shared.tokens_per_piece()):
-                    self._set_interval(request_id, interval)
         finally:
-            shared.streams -= 1
+            self.piece_rate.streams -= 1
 
-    def _set_interval(self, request_id: str, tokens: int) -> None:
-        """Set how many tokens of a running stream go into one piece.
-
-        vLLM counts the tokens that were sent only while the interval is above one: so the count is set when
-        it starts, and the interval never goes back to one.
-        """
+    def _pace(self, request_id: str) -> None:
+        """Let the pieces of a running stream keep the rate, unless the engine's options set an interval."""
         processor = self.output_processor
         for each in processor.external_req_ids.get(request_id, ()):
-            if state := processor.request_states.get(each):
-                if state.stream_interval == 1:
-                    state.sent_tokens_offset = state.detokenizer.num_output_tokens()
-                state.stream_interval = max(2, tokens)
+            state = processor.request_states.get(each)
+            if state is not None and state.stream_interval == 1:
+                # vLLM counts the tokens that were sent only while the interval is above one.
+                state.sent_tokens_offset = state.detokenizer.num_output_tokens()
+                state.stream_interval = StreamInterval(self.piece_rate)
 
     async def _go_on(
         self, prompt: Any, params: SamplingParams, request_id: str, token_ids: list[int], **options: Any

@@ -19,6 +19,7 @@ from batcher import ContinuousBatcher
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
+from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.settings.models import LLMSettings
@@ -144,36 +145,30 @@ async def test_a_stream_states_how_it_could_go_on(
     assert to_ids(result.stream.take()) == ([1, 2] if mode == "tokens" else [])
 
 
-async def test_a_stream_keeps_the_interval_that_its_client_asks_for(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
-    for asked in (None, 7):
-        params = SamplingParams(max_tokens=4, output_kind=DELTA)
-        params.stream_interval = asked
-        await run(llm, params=params)
-        assert params.stream_interval == (asked or 1)
-    assert llm.stream_interval.streams == 0
-
-
-async def test_a_running_stream_gets_a_longer_interval_when_many_tokens_are_made(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+@pytest.mark.parametrize(
+    ("asked", "engines", "paced"), [(None, 1, True), (None, 4, False), (1, 1, False), (7, 7, False)]
+)
+async def test_the_pieces_of_a_stream_keep_the_rate_unless_an_interval_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+    batcher: ContinuousBatcher,
+    asked: int | None,
+    engines: int,
+    paced: bool,
 ) -> None:
     llm: Any = gated(monkeypatch, Script(output(1), output(2), output(3, finish="stop")), batcher)
     state = SimpleNamespace(
-        stream_interval=1,
+        stream_interval=engines,
         sent_tokens_offset=0,
         detokenizer=SimpleNamespace(num_output_tokens=lambda: 2),
     )
-    llm.output_processor.external_req_ids = {"r": ["r-0"]}
+    llm.output_processor.external_req_ids = {"r": ["r-0", "r-1"]}
     llm.output_processor.request_states = {"r-0": state}
-    asked = iter([1, 1, 4, 1])
-    monkeypatch.setattr(
-        "serve_app.engine.stream_interval.StreamInterval.tokens_per_piece", lambda _: next(asked)
-    )
-    await run(llm, params=SamplingParams(max_tokens=4, output_kind=DELTA))
-    # Told what was sent when it starts to count; never one again.
-    assert (state.stream_interval, state.sent_tokens_offset) == (2, 2)
+    params = SamplingParams(max_tokens=4, output_kind=DELTA)
+    params.stream_interval = asked
+    await run(llm, params=params)
+    assert isinstance(state.stream_interval, StreamInterval) == paced
+    assert state.sent_tokens_offset == (2 if paced else 0)
+    assert llm.piece_rate.streams == 0
 
 
 async def test_an_embedding_request_reserves_its_prompt(
