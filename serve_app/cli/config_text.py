@@ -78,7 +78,7 @@ def _controller_lines(
     """Return the lines for the controller, and the number of the line that they come before."""
     key = "controller_options"
     if _value(root, key) is not None:
-        return _lines_inside(root, (key, *PLACE), variables)
+        return _lines_inside(root, (key, *PLACE), variables, old)
     section = {key: Item(_nested(PLACE, variables), CONTROLLER)}
     first = root.value[0][0].start_mark.line
     above = _comment_start(first, old)
@@ -93,7 +93,7 @@ def _application_lines(
 ) -> tuple[int, list[str]]:
     """Return the lines for an application, and the number of the line that they come before."""
     if _value(app, PLACE[0]) is not None:
-        return _lines_inside(app, PLACE, variables)
+        return _lines_inside(app, PLACE, variables, old)
     # The first key shares its line with the dash of the list.
     keys = {key.value: key.start_mark.line for key, _ in app.value[1:]}
     if not keys:
@@ -104,7 +104,7 @@ def _application_lines(
 
 
 def _lines_inside(
-    node: yaml.MappingNode, path: Sequence[str], variables: Sequence[Variable]
+    node: yaml.MappingNode, path: Sequence[str], variables: Sequence[Variable], old: Sequence[str]
 ) -> tuple[int, list[str]]:
     """Return lines for a part that is there, at the beginning of the innermost section of a path."""
     rest = list(path)
@@ -112,7 +112,7 @@ def _lines_inside(
         node = _block(value)
         del rest[0]
     section = _nested(rest, variables)
-    return node.start_mark.line, lines(section, node.start_mark.column)
+    return _comment_start(node.start_mark.line, old), lines(section, node.start_mark.column)
 
 
 def _nested(path: Sequence[str], variables: Sequence[Variable]) -> Section:

@@ -5,11 +5,11 @@ the config sets for one of them, gets the same value for the other.
 """
 
 import copy
-import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from serve_app.api.addresses import is_loopback
 from serve_app.api.protocol import JSON
 from serve_app.settings.environment import (
     LONG_ANSWERS,
@@ -64,7 +64,8 @@ def missing_variables(config: JSON) -> Missing:
     replicas = {index: _environment(app) for index, app in apps.items()}
     said = {name: value for own in (*replicas.values(), controller) for name, value in own.items()}
     agreed = {variable.name: str(said[variable.name]) for variable in SHARED if variable.name in said}
-    one_machine = _is_loopback(_mapping(config.get("http_options")).get("host"))
+    # Ray Serve's default is all interfaces.
+    one_machine = is_loopback(str(_mapping(config.get("http_options")).get("host")))
     rehearsal = all(_needs_no_download(model) for app in apps.values() for model in _models(app))
     long_answers = not (one_machine and rehearsal)
     return Missing(
@@ -120,16 +121,6 @@ def _add(section: JSON, variables: Sequence[Variable]) -> None:
     section["runtime_env"] = runtime_env = _mapping(section.get("runtime_env"))
     added = {variable.name: variable.value for variable in variables}
     runtime_env["env_vars"] = added | _mapping(runtime_env.get("env_vars"))
-
-
-def _is_loopback(host: object) -> bool:
-    """Return whether no other machine can connect; Ray Serve's default is all interfaces."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(str(host)).is_loopback
-    except ValueError:
-        return False
 
 
 def _needs_no_download(model: JSON) -> bool:

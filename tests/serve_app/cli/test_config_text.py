@@ -54,6 +54,11 @@ def test_a_complete_text_is_left_as_it_is() -> None:
     assert completed(whole) == whole
 
 
+def test_a_comment_stays_above_its_value() -> None:
+    whole = completed(PARTS["a variable of the controller"])
+    assert "      # Mine.\n      MINE: x\n" in whole
+
+
 PARTS = {
     "a variable of the controller": SHORT
     + "controller_options:\n  runtime_env:\n    env_vars:\n      # Mine.\n      MINE: x\n",
