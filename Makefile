@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve test test-all pytest service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-turns bench-driver bench-gpu soak clean
+.PHONY: help install serve configs test test-all pytest service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-turns bench-adapters bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +24,15 @@ install: .venv/installed ## Install into .venv, for the CPU, with all that the t
 
 serve: install ## Serve CONFIG (configs/local.yaml) in the foreground; Ctrl-C stops it.
 	@$(BIN)/saturate serve $(CONFIG)
+
+# The configs of clusters, with the environment that `saturate serve` adds on one machine.
+CLUSTERS := $(notdir $(wildcard k8s/configs/*.yaml))
+
+configs: install ## Make k8s/configs/ anew, after a change in configs/.
+	@for name in $(CLUSTERS); do \
+		made=$$($(BIN)/saturate serve configs/$$name --print-config) || exit 1; \
+		printf '%s\n' "$$made" > k8s/configs/$$name; \
+	done
 
 lint: install ## Check style and types.
 	$(BIN)/ruff check .
@@ -78,6 +87,9 @@ bench-fleet: install ## Measure a fleet of simulated engines on this machine; AR
 
 bench-turns: install .venv/bench ## Simulate models that take turns, in virtual time; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.turns $(ARGS)
+
+bench-adapters: install ## Measure LoRA adapters beside vllm serve, and a flood on one; ARGS="--quick", ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.adapters $(ARGS)
 
 bench-driver: install ## Measure the driver; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.driver $(ARGS)

@@ -15,6 +15,7 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import BATCHES, QUOTAS, TURNS, engine_name
 from serve_app.ingress.quota_deployment import Quotas
 from serve_app.ingress.turn_deployment import Turns
+from serve_app.settings.environment_check import check_environment
 from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings, parse
 from serve_app.settings.turns import ShareSettings
@@ -59,9 +60,10 @@ def build(args: dict[str, Any]) -> Application:
         args: See `serve_app.settings.schema.Settings`.
 
     Raises:
-        SettingsError: The args are wrong.
+        SettingsError: The args are wrong, or need a variable that the environment lacks.
     """
     settings = parse(args)
+    check_environment(settings)
     ingress = serve.deployment(
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

@@ -12,7 +12,7 @@ import click
 
 from tests.pages import ROOT
 
-EXTERNAL = {"curl", "git", "helm", "kind", "mkdir", "ray", "serve", "source", "tar"}
+EXTERNAL = {"curl", "git", "helm", "kind", "mkdir", "source", "tar"}
 """Programs of others; only the paths in their arguments are checked."""
 
 FOLDERS = ("batcher/", "configs/", "k8s/", "serve_app/", "tests/")
@@ -94,6 +94,10 @@ def _check_program(words: list[str]) -> None:
             _check_program([word for word in arguments if not ASSIGNMENT.match(word)])
         case "ray" if "--" in arguments:
             _check_program(arguments[arguments.index("--") + 1 :])
+        case "ray":
+            _check_ray("ray.scripts.scripts", program, arguments)
+        case "serve":
+            _check_ray("ray.serve.scripts", program, arguments)
         case _ if program not in EXTERNAL:
             raise CommandError(f"{program}: unknown program; add it to tests/commands.py")
 
@@ -111,6 +115,28 @@ def command(*names: str) -> click.Command:
         # A command that is imported when it is used is known by its context.
         found = found.commands[name].make_context(name, [], resilient_parsing=True).command
     return found
+
+
+def _check_ray(module: str, program: str, arguments: list[str]) -> None:
+    """Let a command of Ray parse its arguments; nothing of it runs."""
+    found: click.Command = import_module(module).cli
+    words = list(arguments)
+    while isinstance(found, click.Group) and words:
+        name = words.pop(0)
+        if name not in found.commands:
+            raise CommandError(f"{program} {name}: no such command")
+        found = found.commands[name]
+    if not words:
+        # The name of a command in a sentence.
+        return
+    try:
+        with found.make_context(program, words):
+            pass
+    except click.exceptions.Exit:
+        # --version and --help end it.
+        pass
+    except click.ClickException as error:
+        raise CommandError(f"{program} {' '.join(arguments)}: {error.format_message()}") from None
 
 
 def _check_saturate(arguments: list[str]) -> None:

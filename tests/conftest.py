@@ -37,6 +37,7 @@ LAST = [
     "test_simulated",
     "test_turns",
     "test_adapters",
+    "test_pooling",
     "test_scaling",
     "test_worker_death",
     "test_node_loss",

@@ -13,6 +13,9 @@ from pydantic import BaseModel
 from ray.serve.schema import DeploymentSchema
 
 from serve_app.auth.keys import read_keys
+from serve_app.cli.config_text import completed
+from serve_app.cli.serve_config import read_config
+from serve_app.settings.completion import complete_config
 from serve_app.settings.fields import Strict
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
@@ -36,6 +39,7 @@ KINDS = {
     ("run", "service"): {"bash", "python"},
     ("run", "script"): {"bash", "python"},
     ("check", "commands"): SHELL,
+    ("check", "config"): {"yaml"},
     ("check", "models"): {"yaml"},
     ("check", "args"): {"yaml"},
     ("check", "deployments"): {"yaml"},
@@ -155,6 +159,9 @@ def test_commands_in_the_prose_exist(page: str) -> None:
         "serve run configs/nothing.yaml",
         "docker build -f k8s/Dockerfile --target nothing .",
         "A=1 nothing | true",
+        "ray start --nothing",
+        "ray nothing",
+        "serve run --nothing config.yaml",
     ],
 )
 def test_a_command_that_does_not_exist_is_found(line: str) -> None:
@@ -183,9 +190,14 @@ MODEL = {"id": "demo", "source": "saturate://demo"}
 
 
 @each(*(block for block in blocks() if block.language == "yaml" and block.kind != "skip"))
-def test_yaml_is_what_the_service_takes(block: Block) -> None:
+def test_yaml_is_what_the_service_takes(block: Block, tmp_path: Path) -> None:
     content: Any = yaml.safe_load(block.text)
     match block.detail:
+        case "config":
+            path = tmp_path / "config.yaml"
+            path.write_text(block.text)
+            assert yaml.safe_load(completed(block.text)) == complete_config(content)
+            assert len(read_config(path).applications) == len(content["applications"])
         case "models":
             assert len(parse({"models": content}).models) == len(content)
         case "args":
@@ -199,7 +211,16 @@ def test_yaml_is_what_the_service_takes(block: Block) -> None:
                 if isinstance(taken.user_config, dict):
                     parse_user_config(taken.user_config)
         case _:
-            pytest.fail(f"{block}: say what it is: <!-- check: models, args, deployments or keys -->")
+            pytest.fail(f"{block}: say what it is: <!-- check: config, models, args, deployments or keys -->")
+
+
+def test_a_config_of_one_s_own_has_about_twenty_lines() -> None:
+    (block,) = select("check", "config")
+    assert block.page == "configs/README.md"
+    assert 10 < len(block.text.splitlines()) <= 25
+    content = yaml.safe_load(block.text)
+    named = [one["name"] for one in content["applications"][0]["deployments"]]
+    assert named == [f"Engine:{model['id']}" for model in content["applications"][0]["args"]["models"]]
 
 
 # Completeness

@@ -77,6 +77,16 @@ class Networks:
         return bool(self._v4 or self._v6)
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can connect to a service that listens on a host."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def read_address(text: str) -> Address | None:
     """Return the address that a text names, with or without a port; None: it names none.
 

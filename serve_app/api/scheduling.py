@@ -23,6 +23,9 @@ TIER_PRIORITY: dict[ServiceTier, int] = {
 TIERS = {-1: "priority", 0: "default", 1: "flex"}
 """Names of the tiers, by priority."""
 
+DEFAULT_TENANT = "default"
+"""The tenant of a request that states none."""
+
 MAX_TENANT = 128
 MAX_QUEUE_TIMEOUT_S = 86_400.0
 
@@ -36,13 +39,29 @@ class Scheduling(NamedTuple):
         queue_timeout_s: Seconds that it may wait for its start; None: no limit.
         weight: The tenant's share in relation to the others; None: what the model's batcher says.
         key: Name of the API key, where the rows of a batch are to be known by it.
+        hashed: The tenant is a hash of the header Authorization, which the service doesn't check.
     """
 
     priority: int = 0
-    tenant: str = "default"
+    tenant: str = DEFAULT_TENANT
     queue_timeout_s: float | None = None
     weight: float | None = None
     key: str = ""
+    hashed: bool = False
+
+    def share(self, adapter: str) -> str:
+        """Return the name by which queues share an engine fairly: the tenant, or its part for an adapter.
+
+        A tenant that is known has one share for all adapters, however many it uses. The others have one for
+        each adapter, since their requests may come from different clients. That gives a client nothing that
+        it couldn't have: it could state other tenants too.
+
+        Args:
+            adapter: Id of the adapter that is asked for; empty: none.
+        """
+        if adapter and (self.hashed or self.tenant == DEFAULT_TENANT):
+            return f"{self.tenant}/{adapter}"
+        return self.tenant
 
     def deadline(self, now: float) -> float | None:
         """Return when a request that arrives `now` must have started, on the same clock."""
@@ -85,7 +104,7 @@ class SchedulingFields(BaseModel):
     def scheduling(self) -> Scheduling:
         """Return the scheduling of the fields, with defaults for those left out."""
         return Scheduling(
-            TIER_PRIORITY[self.service_tier or "default"], self.tenant or "default", self.queue_timeout_s
+            TIER_PRIORITY[self.service_tier or "default"], self.tenant or DEFAULT_TENANT, self.queue_timeout_s
         )
 
 
@@ -110,7 +129,8 @@ def scheduling_of(headers: Headers, fields: SchedulingFields, *, tenant: str | N
     elif fields.tenant is None and tenant is not None:
         scheduling = scheduling._replace(tenant=tenant)
     elif fields.tenant is None and (key := bearer_token(headers)):
-        scheduling = scheduling._replace(tenant=f"key-{hashlib.sha256(key).hexdigest()[:12]}")
+        hashed = f"key-{hashlib.sha256(key).hexdigest()[:12]}"
+        scheduling = scheduling._replace(tenant=hashed, hashed=True)
     if (seconds := given.get(b"x-queue-timeout-seconds")) is not None:
         scheduling = scheduling._replace(queue_timeout_s=_seconds(seconds))
     return scheduling

@@ -1,8 +1,8 @@
 """Warning about a service that is reachable from the network and needs no API key."""
 
-import ipaddress
-
 from ray.serve.context import _get_global_client
+
+from serve_app.api.addresses import is_loopback
 
 
 def warning(host: str | None, *, keys: bool) -> str | None:
@@ -12,7 +12,7 @@ def warning(host: str | None, *, keys: bool) -> str | None:
         host: The address on which the service listens; None: unknown.
         keys: Whether the service needs API keys.
     """
-    if keys or _is_loopback(host or ""):
+    if keys or is_loopback(host or ""):
         return None
     where = host or "an unknown address"
     return (
@@ -26,12 +26,3 @@ def serve_host() -> str | None:
     # Ray Serve has no public API for it.
     client = _get_global_client(raise_if_no_controller_running=False)
     return client.http_config.host if client else None
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

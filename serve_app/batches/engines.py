@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from serve_app.api.engine_load import EngineLoad, engine_load
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
+from serve_app.api.routes import GENERATE, MOVED
 from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import TokenDemand
 from serve_app.auth.middleware import KeyStore
@@ -31,7 +32,7 @@ from serve_app.ingress.proxy import unavailable
 from serve_app.ingress.quotas import key_quota
 from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.retry import back_off, ran_there
-from serve_app.ingress.routing import GENERATE, Routing
+from serve_app.ingress.routing import Routing
 from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
 from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.relay.frame import Head
@@ -168,7 +169,7 @@ class EngineClient:
         base = self._routing.base_of(served)
         request = RelayRequest(
             "POST",
-            endpoint,
+            MOVED.get(endpoint, endpoint),
             b"",
             HEADERS,
             text,

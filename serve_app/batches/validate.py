@@ -15,6 +15,9 @@ ENDPOINTS = (
     "/v1/completions",
     "/v1/embeddings",
     "/v1/responses",
+    "/v1/rerank",
+    "/v1/score",
+    "/v1/classify",
     "/generate",
 )
 """Routes that the rows of a batch may call."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from serve_app.auth import bind_check
+from serve_app.cli.config_text import completed
 from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.log_tail import RequestLines
@@ -56,8 +57,12 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
         tempfile.NamedTemporaryFile(prefix="saturate-", suffix=".log", delete=False) as log,
         tempfile.NamedTemporaryFile("w", prefix="saturate-", suffix=".yaml") as changed,
     ):
+        text = path.read_text()
+        whole = completed(text)
         if log_format:
-            changed.write(with_request_log(path.read_text(), log_format))
+            whole = with_request_log(whole, log_format)
+        if whole != text:
+            changed.write(whole)
             changed.flush()
             path = Path(changed.name)
         serve = ServeRun(

@@ -1,5 +1,6 @@
 """The command `saturate serve`."""
 
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -93,8 +94,9 @@ def read_settings(
 @click.option(
     "--print-config",
     is_flag=True,
-    help="Print MODEL's config, with a comment for each value, and end. Keep it in your repository, and "
-    "`saturate serve FILE.yaml` does the same without choosing again.",
+    help="Print the complete config, with comments, and end. That of a MODEL is for your repository: "
+    "`saturate serve FILE.yaml` does the same without choosing again. A CONFIG gets the environment "
+    "variables that it leaves out, for `serve run`, `serve deploy` and KubeRay.",
 )
 @click.option("--verbose", is_flag=True, help="Show the log of Ray, Serve and vLLM too.")
 @click.option(
@@ -131,7 +133,9 @@ def serve(
       out of memory          --gpu-memory-utilization 0.85
       other machines may call
                              --host 0.0.0.0 --set access.keys_file=/etc/saturate/keys.yaml
-      production, a cluster  --print-config > config.yaml, change it, saturate serve config.yaml
+      production             --print-config > config.yaml, change it, saturate serve config.yaml
+      a cluster              saturate serve config.yaml --print-config > complete.yaml,
+                             serve deploy complete.yaml
 
     Any option of `vllm serve` is taken by its own long name and goes to the engine (--max-model-len,
     --enforce-eager, --quantization fp8, --revision). Exit codes: 0 stopped, 1 refused or failed, 2 wrong
@@ -152,16 +156,18 @@ def serve(
     from serve_app.models.source import is_config
 
     overrides = (*target.overrides, *(override for _, override in settings))
-    changed = bool(overrides) or print_config
-    if target.name is None and DEMO.is_file() and not changed:
+    if target.name is None and DEMO.is_file() and not overrides and not print_config:
         return launch(DEMO, verbose=verbose, log_format=log_format)
     name = target.name or "demo"
     if is_config(name):
-        if changed:
+        if overrides:
             raise click.UsageError(
-                f"{name} is a config: change its values there; --set, --print-config and options of `vllm "
-                "serve` are for a model"
+                f"{name} is a config: change its values there; --set and options of `vllm serve` are for a "
+                "model"
             )
+        if print_config:
+            sys.stdout.write(_complete_text(name))
+            return 0
         return launch(Path(name), verbose=verbose, log_format=log_format)
     words = [*(() if target.name else (name,)), *target.words]
     for text, _ in settings:
@@ -175,6 +181,25 @@ def serve(
         file.write(generated.text)
         file.flush()
         return launch(Path(file.name), verbose=verbose, log_format=log_format)
+
+
+def _complete_text(name: str) -> str:
+    """Return a config with what it leaves out, for Ray Serve's own commands and KubeRay.
+
+    Raises:
+        LaunchError: The config is wrong.
+    """
+    from serve_app.cli.config_text import completed
+    from serve_app.cli.serve_config import read_config
+
+    path = Path(name)
+    read_config(path)
+    return (
+        "# For `serve run`, `serve deploy` and KubeRay: a config with all that `saturate serve` adds to it.\n"
+        "# Change the config, not this file, and print it anew:\n"
+        f"#   saturate serve {shlex.quote(name)} --print-config\n\n"
+        f"{completed(path.read_text())}"
+    )
 
 
 def _generate(name: str, overrides: "Sequence[Override]", words: Sequence[str]) -> "Generated":

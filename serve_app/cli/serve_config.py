@@ -12,15 +12,14 @@ from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, Serv
 from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import LaunchError
 from serve_app.ingress.health import engine_name
+from serve_app.settings.completion import IMPORT_PATH, complete_config
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
 
-IMPORT_PATH = "serve_app.app:build"
-
 
 def read_config(path: Path) -> ServeDeploySchema:
-    """Read a Serve config and check it, with the args of this project's applications in it.
+    """Read a Serve config, complete it and check it, with the args of this project's applications in it.
 
     Raises:
         LaunchError: It can't be read, or a value in it is wrong.
@@ -33,6 +32,7 @@ def read_config(path: Path) -> ServeDeploySchema:
             raise ValueError(
                 f"{unknown[0]}: unknown key; allowed: {', '.join(ServeDeploySchema.model_fields)}"
             )
+        config = ServeDeploySchema.model_validate(complete_config(content))
         for app in config.applications:
             if app.import_path != IMPORT_PATH:
                 continue

@@ -12,6 +12,7 @@ from typing import Any
 import click
 import yaml
 
+from serve_app.settings.completion import IMPORT_PATH
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
 from serve_app.usage.disk import LocalDisk
@@ -19,8 +20,6 @@ from serve_app.usage.files import PRICES
 from serve_app.usage.prices import Prices, prices_of, unpack
 from serve_app.usage.remote import Remote
 from serve_app.usage.report import BY, Files, Line, Report, ReportError, Total, read
-
-IMPORT_PATH = "serve_app.app:build"
 
 UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 

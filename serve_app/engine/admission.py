@@ -25,6 +25,7 @@ class AdmissionRequest(NamedTuple):
         token_ids: The tokens that its answer, a stream, has sent from another Engine already.
         max_tokens: Most output tokens of an answer that states no limit of its own.
         size: Bytes of its body; 0 where it came without one.
+        adapter: Id of the adapter that it asks for; empty: none.
     """
 
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -33,6 +34,12 @@ class AdmissionRequest(NamedTuple):
     token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
     size: int = 0
+    adapter: str = ""
+
+    @property
+    def share(self) -> str:
+        """Name by which queues share the engine fairly."""
+        return self.scheduling.share(self.adapter)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from serve_app.api.protocol import (
     Usage,
     parse_generate,
 )
+from serve_app.api.routes import GENERATE, unserved
 from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import NOTHING
 from serve_app.api.token_estimate import estimate_call
@@ -217,7 +218,7 @@ class Engine:
         with self._holding(estimate_call(request)):
             if not isinstance(request, GenerateRequest):
                 request = parse_generate(request, max_prompts=self._max_prompts)
-            if refusal := self._unfit():
+            if refusal := self._unfit() or self._unserved(GENERATE):
                 raise refusal
             adapter = "" if request.model in (None, self._id) else request.model
             if adapter:
@@ -258,7 +259,10 @@ class Engine:
                 return
         try:
             with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
-                if request.path == "/generate":
+                if refusal := self._unserved(request.path):
+                    yield pack_error(refusal, request.path)
+                    return
+                if request.path == GENERATE:
                     messages = with_keepalive(self._answer_generate(request, usage, call))
                 else:
                     messages = self._answer_openai(request, began, usage, call)
@@ -305,6 +309,10 @@ class Engine:
         if self._turns is not None and (refusal := self._turns.refusal):
             return refusal
         return engine_failed() if self._engine.died else None
+
+    def _unserved(self, path: str) -> RequestError | None:
+        """Return why a route is not served by this model; None: it is."""
+        return None if path in self._routes else unserved(self._id, path, self._routes)
 
     @contextmanager
     def _holding(self, tokens: int) -> Iterator[None]:
@@ -398,11 +406,6 @@ class Engine:
         self, request: RelayRequest, began: float, usage: RequestUsage, call: Call
     ) -> AsyncGenerator[bytes, None]:
         """Answer a request through vLLM's own application."""
-        if request.path not in self._routes:
-            reason = f"model: {self._id!r} is a model that vLLM doesn't serve on {request.path}"
-            unserved = RequestError(400, "invalid_request_error", reason, param="model")
-            yield pack_error(unserved, request.path)
-            return
         try:
             self._check_tokens(request)
             grammars = grammars_of(request.body)
@@ -422,6 +425,7 @@ class Engine:
                 token_ids=tuple(to_ids(request.token_ids)),
                 max_tokens=request.max_tokens,
                 size=len(request.body),
+                adapter=request.adapter,
             ),
             result,
         )
@@ -504,7 +508,8 @@ class Engine:
         size: int = 0,
     ) -> GenerateResponse:
         deadline = scheduling.deadline(time.monotonic())
-        set_current(AdmissionRequest(scheduling, deadline, size=size), AdmissionResult(usage=usage))
+        asked = AdmissionRequest(scheduling, deadline, max_tokens=max_tokens, size=size, adapter=adapter)
+        set_current(asked, AdmissionResult(usage=usage))
         sampling = self._engine.sampling(request)
         prompts: Sequence[list[int] | RequestError]
         if request.messages is None:
@@ -519,8 +524,8 @@ class Engine:
             try:
                 if isinstance(token_ids, RequestError):
                     raise token_ids
-                asked = AdmissionRequest(scheduling, deadline, call.wait(index), max_tokens=max_tokens)
-                set_current(asked, AdmissionResult(usage=usage, call=account))
+                own = asked._replace(wait=call.wait(index))
+                set_current(own, AdmissionResult(usage=usage, call=account))
                 done = await self._engine.complete(token_ids, sampling, adapter)
             except RequestError as error:
                 call.fail(index, error)

@@ -89,14 +89,15 @@ class TokenizingQueue:
         request, result = current()
         queue = self._long if max(request.size, characters) > LONG_BYTES else self._short
         scheduling = request.scheduling
-        queue.batcher.weigh(scheduling.tenant, scheduling.weight)
+        share = request.share
+        queue.batcher.weigh(share, scheduling.weight)
         # As with slots: what has begun is not refused halfway.
         begun = result.texts > 0
         result.texts += 1
         slot = queue.batcher.slot(
             characters,
             priority=scheduling.priority,
-            tenant=scheduling.tenant,
+            tenant=share,
             deadline=None if begun else request.deadline,
             wait=request.wait or begun,
         )

@@ -38,13 +38,14 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from batcher import ContinuousBatcher, Goals
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
-from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
 from serve_app.engine.vllm_gated import GatedLLM, RefusedError
-from serve_app.engine.vllm_media import use_allowed_hosts
+from serve_app.engine.vllm_media import refuse_media, use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
+from serve_app.engine.vllm_pooling import bound_rendering, served_routes
 from serve_app.engine.vllm_sleep import VLLMSleeper
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_part
@@ -141,6 +142,8 @@ class VLLMEngine:
         exact: bool = False,
     ) -> None:
         use_allowed_hosts()
+        if not settings.multimodal:
+            refuse_media()
         # vLLM has a limit of its own for the lists of one route.
         os.environ["VLLM_MAX_COMPLETION_PROMPTS"] = str(max_prompts)
         files = AdapterFiles()
@@ -164,7 +167,7 @@ class VLLMEngine:
         self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched)
         self._book = book
         count_sequences(self.llm, book)
-        self.llm.stream_interval = StreamInterval()
+        self.llm.piece_rate = PieceRate()
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._limits = limits_of(settings.batcher, self.llm)
@@ -242,6 +245,8 @@ class VLLMEngine:
 
     def grammar_vocabulary(self) -> str:
         """Return the vocabulary that grammars are compiled for, as a `GrammarCheck` wants it; empty: none."""
+        if self.llm.model_config.runner_type == "pooling":
+            return ""
         try:
             backend = XgrammarBackend(
                 self.llm.vllm_config, self._tokenizer, self.llm.model_config.get_vocab_size()
@@ -253,7 +258,7 @@ class VLLMEngine:
             return ""
 
     async def start(self) -> tuple[ASGIApp, set[str]]:
-        """Warm the engine up, start the batcher; return vLLM's application and the paths of its routes."""
+        """Warm the engine up, start the batcher; return vLLM's application and the routes that it serves."""
         await self.adapters.start()
         # A task of its own: the part of the warm-up is not to be that of tasks that are started here.
         await asyncio.create_task(self._warm_up())
@@ -270,13 +275,14 @@ class VLLMEngine:
         for part in vars(app.state)["_state"].values():
             if isinstance(part, BeamSearchOnlineMixin):
                 part.beam_search = partial(self.llm.beam_search, part.beam_search)
+        bound_rendering(app.state, self._texts, self.max_model_len)
         self._renderer = app.state.online_renderer
         # vLLM looks up there what a request names.
         app.state.openai_serving_models.lora_requests = self.adapters.requests
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
         _hide_refusals()
-        return cast(ASGIApp, app), {getattr(route, "path", "") for route in app.router.routes}
+        return cast(ASGIApp, app), served_routes(app, tasks)
 
     async def _warm_up(self) -> None:
         call = self._book.open(Origin(source="warm_up"))

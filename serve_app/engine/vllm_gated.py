@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from batcher import BatcherError, ContinuousBatcher, Slot
 from serve_app.api.errors import RequestError
 from serve_app.engine.admission import current, refusal_of
-from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.stream_interval import PieceRate, StreamInterval
 from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_usage import set_part
 from serve_app.relay.resume import ResumeMode, StreamTokens
@@ -50,7 +50,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
 
     Attributes:
         batcher: Admits the requests.
-        stream_interval: Bounds the pieces per second of all streams.
+        piece_rate: Bounds the pieces per second of all streams.
         by_priority: vLLM schedules by priority too.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         prompt_tokens: Tokens of the prompts that were admitted.
@@ -58,7 +58,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     """
 
     batcher: ContinuousBatcher
-    stream_interval: StreamInterval
+    piece_rate: PieceRate
     by_priority: bool
     max_prompt_logprobs: int
     prompt_tokens: int = 0
@@ -221,11 +221,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         request_id: str,
         stream: StreamTokens | None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        shared = self.stream_interval
-        shared.streams += 1
-        # An interval that the client asks for is kept.
-        ours = params.stream_interval is None
-        interval = params.stream_interval = params.stream_interval or shared.tokens_per_piece()
+        self.piece_rate.streams += 1
         if stream is not None and stream.resume != "tokens":
             stream = None
         tokens = 0
@@ -238,26 +234,23 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                         stream.add(output.token_ids)
                 if not before:
                     slot.first_token()
-                shared.count(tokens - before)
+                    # An interval that the client asks for is kept.
+                    if params.stream_interval is None:
+                        self._pace(request_id)
                 slot.report(tokens)
                 yield result
-                if ours and interval != (interval := shared.tokens_per_piece()):
-                    self._set_interval(request_id, interval)
         finally:
-            shared.streams -= 1
+            self.piece_rate.streams -= 1
 
-    def _set_interval(self, request_id: str, tokens: int) -> None:
-        """Set how many tokens of a running stream go into one piece.
-
-        vLLM counts the tokens that were sent only while the interval is above one: so the count is set when
-        it starts, and the interval never goes back to one.
-        """
+    def _pace(self, request_id: str) -> None:
+        """Let the pieces of a running stream keep the rate, unless the engine's options set an interval."""
         processor = self.output_processor
         for each in processor.external_req_ids.get(request_id, ()):
-            if state := processor.request_states.get(each):
-                if state.stream_interval == 1:
-                    state.sent_tokens_offset = state.detokenizer.num_output_tokens()
-                state.stream_interval = max(2, tokens)
+            state = processor.request_states.get(each)
+            if state is not None and state.stream_interval == 1:
+                # vLLM counts the tokens that were sent only while the interval is above one.
+                state.sent_tokens_offset = state.detokenizer.num_output_tokens()
+                state.stream_interval = StreamInterval(self.piece_rate)
 
     async def _go_on(
         self, prompt: Any, params: SamplingParams, request_id: str, token_ids: list[int], **options: Any
@@ -314,16 +307,22 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         length = _prompt_length(prompt, self.model_config.max_model_len)
+        if self.by_priority:
+            options["priority"] = current().request.scheduling.priority
         results = super().encode(prompt, pooling_params, request_id, **options)
         admitted = _AdmittedSlot(self.batcher, self._blocks(length), 0, length)
-        async with admitted, self._adapter(options), aclosing(results):
+        async with admitted as slot, self._adapter(options), aclosing(results):
+            self.prompt_tokens += length
             async for result in results:
+                # Goals look at the first token; here that is the result.
+                slot.first_token()
                 admitted.last = result
                 yield result
 
     def _blocks(self, tokens: int) -> int:
-        """Return the tokens of the KV blocks that `tokens` take up."""
-        block: int = self.vllm_config.cache_config.block_size
+        """Return the tokens of the KV blocks that `tokens` take up; an encoder has none, and no rounding."""
+        cache = self.vllm_config.cache_config
+        block: int = cache.block_size if cache.num_gpu_blocks > 1 else 1
         return -(-tokens // block) * block
 
 
@@ -348,12 +347,13 @@ class _AdmittedSlot:
         wait = request.wait or self._result.asked > 0
         deadline = None if self._result.admitted else request.deadline
         self._result.asked += 1
-        batcher.weigh(request.scheduling.tenant, request.scheduling.weight)
+        share = request.share
+        batcher.weigh(share, request.scheduling.weight)
         self._slot = batcher.slot(
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             priority=request.scheduling.priority,
-            tenant=request.scheduling.tenant,
+            tenant=share,
             deadline=deadline,
             wait=wait,
             records=n,

@@ -15,6 +15,9 @@ from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettin
 from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options
 
+STEPS_WITHOUT_CACHE = 2
+"""Steps of an engine without KV cache whose tokens may be in flight."""
+
 
 def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) -> Any:
     """Return the namespace that `vllm serve` would parse from the same options.
@@ -67,8 +70,13 @@ class Limits(NamedTuple):
 def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
     """Return the limits of admission to a vLLM engine that has started."""
     cache = llm.vllm_config.cache_config
-    # vLLM keeps one block for itself.
-    capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    if cache.num_gpu_blocks > 1:
+        # vLLM keeps one block for itself.
+        capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    else:
+        # An encoder has no KV cache: one step runs, and the next one waits in vLLM.
+        step = max(llm.vllm_config.scheduler_config.max_num_batched_tokens, llm.model_config.max_model_len)
+        capacity = STEPS_WITHOUT_CACHE * step
     return Limits(
         settings.capacity_tokens or max(capacity, cache.block_size),
         settings.max_running,

@@ -62,7 +62,7 @@ def bound_tokenizing(renderer: BaseRenderer[Any], queue: TokenizingQueue, most: 
         whole = params.truncate_prompt_tokens is None and limit is not None
 
         def call() -> Any:
-            if whole and len(text) > PIECE_CHARS and _exceeds(tokenizer, text, limit):
+            if whole and len(text) > PIECE_CHARS and exceeds(tokenizer, text, limit):
                 if counts:
                     raise _too_long(f"the text has more than {limit} tokens", limit)
                 message = f"This model's context has {limit} tokens, and the prompt has more; shorten it."
@@ -91,13 +91,20 @@ def bound_tokenizing(renderer: BaseRenderer[Any], queue: TokenizingQueue, most: 
         setattr(replaced, name, function)
 
 
-def _exceeds(tokenizer: Any, text: str, most: int) -> bool:
-    """Return whether a text has certainly more than `most` tokens; the rest of it is not looked at then."""
-    tokens = 0
+def exceeds(tokenizer: Any, text: str, most: int) -> bool:
+    """Return whether a text has certainly more than `most` tokens.
+
+    It is tokenized as far as the answer is open: until there are more, or the bytes that are left are fewer
+    than the tokens that are left. A token has a byte at least, but for texts that a tokenizer makes longer.
+    """
+    left, bytes_left = most, len(text.encode(errors="replace"))
     for start in range(0, len(text), PIECE_CHARS):
-        piece = tokenizer(text[start : start + PIECE_CHARS], add_special_tokens=False)
-        tokens += len(piece["input_ids"]) - CUT_TOKENS
-        if tokens > most:
+        if bytes_left <= left:
+            return False
+        piece = text[start : start + PIECE_CHARS]
+        left -= len(tokenizer(piece, add_special_tokens=False)["input_ids"]) - CUT_TOKENS
+        bytes_left -= len(piece.encode(errors="replace"))
+        if left < 0:
             return True
     return False
 

@@ -1,4 +1,4 @@
-"""The warm-up of an engine: each way to sample is used once, so that no request waits for its kernels.
+"""The warm-up of an engine: each way to use it is used once, so that no request waits for its kernels.
 
 Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """
@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -33,6 +34,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "a grammar": {"structured_outputs": StructuredOutputsParams(choice=["a", "b"])},
 }
 """The ways to sample, as parameters."""
+
+POOLING = {"embed", "classify", "token_embed", "token_classify"}
+"""The tasks of pooling models that take a prompt alone."""
 
 LONG_S = 2.0
 """Seconds from which on the log tells of the warm-up."""
@@ -54,20 +58,35 @@ async def warm_up(llm: AsyncLLM) -> None:
     """Sample in each way once, and then in all ways together.
 
     vLLM compiles some kernels when they are first used, for one sequence and once more for several, and
-    makes its grammar backend for the first grammar. All requests of the engine wait meanwhile.
+    makes its grammar backend for the first grammar. All requests of the engine wait meanwhile. A pooling
+    model runs one prompt.
 
     Raises:
         EngineDeadError: The engine has died.
     """
-    if "generate" not in await llm.get_supported_tasks():
-        return
+    tasks = await llm.get_supported_tasks()
     began = time.monotonic()
     numbers = itertools.count()
+    if "generate" not in tasks:
+        if (task := llm.model_config.get_pooling_task(tasks)) in POOLING:
+            await _pool(llm, task, numbers)
+        return
     for kind in KINDS:
         await _sample(llm, kind, numbers)
     await asyncio.gather(*(_sample(llm, kind, numbers) for kind in (*KINDS, *KINDS)))
     if (took_s := time.monotonic() - began) > LONG_S:
         logger.info("the engine was warmed up in %.0f s", took_s)
+
+
+async def _pool(llm: AsyncLLM, task: str, numbers: Iterator[int]) -> None:
+    params = PoolingParams(task=task)
+    try:
+        params.verify(llm.model_config)
+        # Past the batcher, which serves nobody yet.
+        async for _ in AsyncLLM.encode(llm, tokens_input(PROMPT), params, f"warm-up-{next(numbers)}"):
+            pass
+    except (VLLMClientError, ValueError) as error:
+        logger.warning("the warm-up of %s failed: %s", task, error)
 
 
 async def _sample(llm: AsyncLLM, kind: str, numbers: Iterator[int]) -> None:

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from serve_app.api.errors import ErrorType, RequestError, error_response
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
+from serve_app.api.routes import GENERATE, MOVED, OPENAI, TOKENIZING
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.token_bound import NOTHING, TokenDemand
 from serve_app.auth import bind_check
@@ -47,7 +48,7 @@ from serve_app.ingress.quotas import (
     reserve,
 )
 from serve_app.ingress.replica_stats import deployment_stats, replica_stats
-from serve_app.ingress.routing import GENERATE, OPENAI, PROCESS, Routing, card, simulated
+from serve_app.ingress.routing import PROCESS, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.ingress.stats_view import own_part
 from serve_app.ingress.token_demand import call_demand, openai_demand
@@ -68,8 +69,6 @@ SECRET = {b"authorization", b"x-api-key", b"cookie"}
 """Headers that stay in the Ingress."""
 
 LEFT_BEHIND = HOP_BY_HOP | SECRET
-MOVED = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
-"""Routes that vLLM serves beside `/v1/`, and clients expect under it."""
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
@@ -152,7 +151,7 @@ class Ingress:
                 *self._adapter_admin.routes(),
                 *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
-                *(Route(path, self._openai, methods=["POST"]) for pair in MOVED.items() for path in pair),
+                *(Route(path, self._openai, methods=["POST"]) for path in TOKENIZING),
                 *(Route(path, self._forward, methods=batches.METHODS) for path in batches.PATHS),
             ],
             # Requests without a valid key are counted too.

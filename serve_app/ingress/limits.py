@@ -6,6 +6,7 @@ from pydantic import BaseModel, Field
 
 from serve_app.api.errors import ANTHROPIC, RequestError
 from serve_app.api.protocol import check_count, parse_body
+from serve_app.api.routes import EMBEDDINGS
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.value_count import check_values
@@ -27,6 +28,8 @@ PROMPT_LISTS = (
 )
 MESSAGE_LISTS = (*PROMPT_LISTS, "query", "messages", "system", "previous_input_messages", "tools")
 CHAT_BATCH = "/v1/chat/completions/batch"
+CHAT_LISTS = {CHAT_BATCH, EMBEDDINGS}
+"""Routes whose `messages` may be a list of chats."""
 
 
 class CallFields(SchedulingFields):
@@ -96,7 +99,7 @@ def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAI
     if limits.max_tokens is not None:
         for name in TOKENS:
             _check_most(name, getattr(fields, name), limits.max_tokens, "ingress.max_tokens")
-    for name in content.among((*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS):
+    for name in content.among(prompt_lists(path)):
         # An empty list is refused by vLLM, in its own words.
         if content.count(name, limits.max_prompts) != 0:
             _check_list(content, name, limits)
@@ -104,6 +107,11 @@ def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAI
         count = content.count_parts(name, limits.max_messages)
         _check_most(name, count, limits.max_messages, "ingress.max_messages")
     return fields
+
+
+def prompt_lists(path: str) -> tuple[str, ...]:
+    """Return the fields of a route whose items are prompts of their own, or texts of several prompts."""
+    return (*PROMPT_LISTS, "messages") if path in CHAT_LISTS else PROMPT_LISTS
 
 
 def _check_list(content: JSONBody, name: str, limits: IngressSettings) -> None:

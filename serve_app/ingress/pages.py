@@ -6,6 +6,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from serve_app.api.routes import EMBEDDINGS
 from serve_app.settings.models import FunctionSettings, ModelSettings
 
 STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
@@ -32,7 +33,7 @@ td, th {{ text-align: left; padding: .2rem 1.5rem .2rem 0; }}
 <table>
 <tr><td><code>POST /generate</code></td><td>a list of prompts in, a list of results out</td></tr>
 <tr><td><code>POST /process</code></td><td>a list of records in, a list of results out</td></tr>
-<tr><td><code>/v1/…</code></td><td>the OpenAI API, as vLLM has it, and embeddings</td></tr>
+<tr><td><code>/v1/…</code></td><td>the OpenAI API, as vLLM has it: chats, embeddings, scores</td></tr>
 <tr><td><a href="v1/models"><code>GET /v1/models</code></a></td><td>the models</td></tr>
 <tr><td><a href="health"><code>GET /health</code></a></td><td>200 once a model can answer</td></tr>
 <tr><td><a href="stats"><code>GET /stats</code></a></td><td>each replica's batcher: JSON, or live</td></tr>
@@ -58,6 +59,9 @@ _EMBEDDINGS = """<pre>from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="none")
 answer = client.embeddings.create(model="{model}", input=["What is 47+28?"])
 print(answer.data[0].embedding)</pre>"""
+
+_RERANK = """<pre>curl {url}/v1/rerank -H 'content-type: application/json' \\
+  -d '{{"model": "{model}", "query": "a pet", "documents": ["A cat sleeps.", "Rates rose."]}}'</pre>"""
 
 
 def base_url(request: Request) -> str:
@@ -88,6 +92,8 @@ def page(models: Sequence[ModelSettings], url: str) -> str:
 def _example(model: ModelSettings) -> str:
     """Return an example of a call to a model of this kind."""
     if not isinstance(model, FunctionSettings):
+        if pooled := model.engine.pooling_routes:
+            return _EMBEDDINGS if EMBEDDINGS in pooled else _RERANK
         return _LLM
     return f"{_FUNCTION}\n{_EMBEDDINGS}" if model.embeddings else _FUNCTION
 

@@ -5,27 +5,11 @@ from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
+from serve_app.api.routes import EMBEDDINGS, POOLING, TOKENIZING, listed
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import FunctionSettings, ModelSettings
 
-GENERATE = "/generate"
 PROCESS = "/process"
-EMBEDDINGS = "/v1/embeddings"
-OPENAI = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    EMBEDDINGS,
-    "/v1/chat/completions/batch",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/score",
-    "/v1/rerank",
-    "/v1/audio/transcriptions",
-    "/v1/audio/translations",
-)
-"""Routes of vLLM's application that clients may call, by POST; the most frequent ones go first. All other
-routes stay closed: a new vLLM may bring some that administer the engine."""
 
 
 class Adapter(NamedTuple):
@@ -117,9 +101,9 @@ class Routing(Collection[str]):
         # Without a name, an engine answers as its model, not as an adapter.
         visible = [self._models[name] for name in self.visible(allowed) if name in self._models]
         models = [model for model in visible if _serves(model, path)]
-        if path == EMBEDDINGS:
-            # A function with `embeddings` goes before language models, few of which can embed.
-            models = [model for model in models if isinstance(model, FunctionSettings)] or models
+        if path in POOLING:
+            # Functions and pooling models go before language models, few of which can embed.
+            models = [model for model in models if _pools(model)] or models
         if len(models) == 1:
             return models[0].id
         if models:
@@ -197,11 +181,22 @@ def simulated(model: ModelSettings) -> str | None:
 def _serves(model: ModelSettings, path: str) -> bool:
     if isinstance(model, FunctionSettings):
         return path == PROCESS or (path == EMBEDDINGS and model.embeddings)
-    return path != PROCESS
+    if path == PROCESS:
+        return False
+    if pooled := model.engine.pooling_routes:
+        # vLLM knows better which of them the model serves.
+        return path in pooled or path in TOKENIZING
+    return model.engine.runner != "generate" or path not in POOLING
+
+
+def _pools(model: ModelSettings) -> bool:
+    return isinstance(model, FunctionSettings) or bool(model.engine.pooling_routes)
 
 
 def _describe(model: ModelSettings) -> str:
     if not isinstance(model, FunctionSettings):
+        if pooled := model.engine.pooling_routes:
+            return f"is a pooling model: POST {listed(pooled)} serve it"
         return "is a language model: POST /generate and the OpenAI API serve it"
     if model.embeddings:
         return "is a function: POST /process and POST /v1/embeddings serve it"

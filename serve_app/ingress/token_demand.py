@@ -2,9 +2,10 @@
 
 import re
 
+from serve_app.api.routes import POOLING, SCORE
 from serve_app.api.token_bound import NOTHING, TEMPLATE_TOKENS, TokenDemand
 from serve_app.ingress.body import JSONBody
-from serve_app.ingress.limits import CHAT_BATCH, PROMPT_LISTS, CallFields, OpenAIFields
+from serve_app.ingress.limits import CallFields, OpenAIFields, prompt_lists
 from serve_app.settings.ingress import IngressSettings
 
 MEDIA = re.compile(
@@ -20,12 +21,6 @@ WITHOUT_MODEL = {
     "/v1/detokenize",
     "/v1/messages/count_tokens",
 }
-PAIRS = {"/v1/score", "/v1/rerank"}
-"""Routes that put the same text into several prompts."""
-
-WITHOUT_ANSWER = PAIRS | {"/v1/embeddings"}
-"""Routes that generate no tokens."""
-
 COUNT = 1 << 30
 """More than any list has: every list is counted."""
 
@@ -44,17 +39,17 @@ def openai_demand(
     """
     if path in WITHOUT_MODEL:
         return NOTHING
-    names = (*PROMPT_LISTS, "messages") if path == CHAT_BATCH else PROMPT_LISTS
     prompts = 0
-    for name in content.among(names):
+    for name in content.among(prompt_lists(path)):
         # The lists of two fields may be combined.
         if (count := content.count(name, 0) or 1) > 1:
             prompts += count
     prompts = prompts or 1
-    prompt: int | None = (len(body) if path not in PAIRS else len(body) * prompts) + prompts * TEMPLATE_TOKENS
+    # Pairs put the same text into several prompts.
+    prompt: int | None = (len(body) * prompts if path in SCORE else len(body)) + prompts * TEMPLATE_TOKENS
     if MEDIA.search(body):
         prompt = None
-    if path in WITHOUT_ANSWER:
+    if path in POOLING:
         return TokenDemand(prompt, prompts, output=0)
     answers = max(1, fields.n or 1, fields.best_of or 1)
     output: int | None = None

@@ -153,8 +153,9 @@ def _notes(architecture: Architecture, known: frozenset[str], given: Mapping[str
         )
     if architecture.multimodal:
         notes.append(
-            "The model takes images or sound too. vLLM keeps memory for them, which the sums leave out; if "
-            "there is too little, lower --max-model-len."
+            "The model takes images or sound too; requests with them are refused unless its config has "
+            "multimodal: true. vLLM keeps memory for them, which the sums leave out; if there is too little, "
+            "lower --max-model-len."
         )
     if known and architecture.classes and not known.intersection(architecture.classes):
         notes.append(

@@ -45,6 +45,16 @@ def render(document: Section, head: str = "") -> str:
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
+def lines(section: Section, depth: int = 0) -> list[str]:
+    """Return the lines of a section, for another document.
+
+    Args:
+        section: The section.
+        depth: Spaces before each line.
+    """
+    return list(_section(section, depth))
+
+
 def put(section: Section, place: Sequence[str], value: Any, comment: str) -> None:
     """Set a value, in place of the one that is there.
 

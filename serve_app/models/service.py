@@ -1,11 +1,11 @@
 """The Serve config of a service with one model on one machine."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.ingress.health import engine_name
 from serve_app.models.document import Item, Section, render
-from serve_app.settings.environment import Variable, controller_variables, replica_variables
+from serve_app.models.variables import variable_section
+from serve_app.settings.environment import CONTROLLER, REPLICAS, controller_variables, replica_variables
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.models import BatcherSettings
 
@@ -81,18 +81,12 @@ class ServeConfig:
             "import_path": Item(
                 "serve_app.app:build", "The function that builds the application from `args`."
             ),
-            "runtime_env": Item(
-                {"env_vars": Item(replicas)}, "Environment of the replicas; see controller_options."
-            ),
+            "runtime_env": Item({"env_vars": Item(replicas)}, REPLICAS),
             "args": Item({"models": Item([self.model]), **self.args}),
             "deployments": Item([self.ingress, self.deployment]),
         }
         document = {
-            "controller_options": Item(
-                {"runtime_env": Item({"env_vars": Item(controller)})},
-                "Environment of Serve's controller, which starts HAProxy. The variables that `applications` "
-                "below sets too must have the same values in both places.",
-            ),
+            "controller_options": Item({"runtime_env": Item({"env_vars": Item(controller)})}, CONTROLLER),
             "http_options": Item(self.http),
             "applications": Item([application]),
         }
@@ -127,8 +121,8 @@ def serve_config(service: Service) -> ServeConfig:
             **service.deployment,
         },
         environments=(
-            _variables(controller_variables(long_answers=service.long_answers)),
-            _variables(
+            variable_section(controller_variables(long_answers=service.long_answers)),
+            variable_section(
                 replica_variables(
                     long_answers=service.long_answers,
                     one_machine=True,
@@ -138,10 +132,6 @@ def serve_config(service: Service) -> ServeConfig:
             ),
         ),
     )
-
-
-def _variables(variables: Sequence[Variable]) -> Section:
-    return {variable.name: Item(variable.value, variable.reason) for variable in variables}
 
 
 def _batcher() -> Section:

@@ -1,10 +1,17 @@
 """Environment of Serve's controller and of the replicas: each variable, its value and the reason for it.
 
 Ray Serve reads these variables from two places of a config, which must agree: the controller, which starts
-HAProxy, and the replicas. The files in configs/ have the same values.
+HAProxy, and the replicas. `serve_app.settings.completion` adds them to a config that leaves them out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+CONTROLLER = (
+    "Environment of Serve's controller, which starts HAProxy. The variables that `applications` below sets "
+    "too must have the same values in both places."
+)
+REPLICAS = "Environment of the replicas; see controller_options."
+"""The comments above the two places."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +131,7 @@ def controller_variables(*, long_answers: bool) -> tuple[Variable, ...]:
 
 
 def replica_variables(
-    *, long_answers: bool, one_machine: bool, cpu: bool, offline: bool
+    *, long_answers: bool, one_machine: bool, cpu: bool, offline: bool, largest_body: int = 0
 ) -> tuple[Variable, ...]:
     """Return the variables of an application's replicas.
 
@@ -133,6 +140,7 @@ def replica_variables(
         one_machine: No other machine has replicas.
         cpu: The model runs on the CPU.
         offline: All files of the model are on this machine.
+        largest_body: Bytes of the largest request body; a message may have twice as many.
     """
     # The reasons of what the controller has too are there.
     chosen: list[Variable] = [*map(_without_reason, TRANSPORT), CLIENT_HEADERS]
@@ -140,7 +148,7 @@ def replica_variables(
         chosen += map(_without_reason, LONG_ANSWERS)
     if one_machine:
         chosen.append(DRAINING)
-    chosen.append(MESSAGES)
+    chosen.append(replace(MESSAGES, value=str(max(int(MESSAGES.value), 2 * largest_body))))
     if cpu:
         chosen.append(THREADS)
     if offline:

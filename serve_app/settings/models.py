@@ -15,6 +15,7 @@ from pydantic import (
 from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
 from serve_app.api.protocol import Flag, SamplingFields
+from serve_app.api.routes import CLASSIFY, EMBEDDINGS, POOLING, SCORE
 from serve_app.settings.adapters import (
     LATER_SLOTS,
     MAX_CPU_SLOTS,
@@ -74,11 +75,22 @@ class EngineSettings(Strict):
     max_cpu_loras: Positive | None = None
     max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512] | None = None
     allowed_media_domains: list[Host] | None = None
+    runner: Literal["auto", "generate", "pooling"] | None = None
+    convert: Literal["auto", "none", "embed", "classify"] | None = None
     extra: dict[str, Any] = Field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
         """Return the options that are set, by their vLLM names."""
         return self.model_dump(exclude={"extra"}, exclude_none=True) | self.extra
+
+    @property
+    def pooling_routes(self) -> tuple[str, ...]:
+        """Routes that a pooling model may serve, by its settings; none: it isn't said to be one."""
+        if self.runner != "pooling" and self.convert not in ("embed", "classify"):
+            return ()
+        if self.convert == "embed":
+            return (EMBEDDINGS, *SCORE)
+        return (*CLASSIFY, *SCORE) if self.convert == "classify" else POOLING
 
     @model_validator(mode="after")
     def _extra_holds_only_the_rest(self) -> "EngineSettings":
@@ -163,6 +175,7 @@ class LLMSettings(Strict):
         simulate: Profile of a simulated device, which takes the model's place: a built-in one by its name, a
             YAML file by its absolute path, or the fields of a `serve_app.simulation.profiles.Profile`. Then
             `source` lends its tokenizer only; the default is the demo model's.
+        multimodal: Requests may have images, sound and videos; else parts with them are answered 400.
         share: Name of a group of models that take turns on a device: one of them is awake, the others sleep.
         routing: `prefix` sends a request to the replica that has the longest beginning of its prompt in its
             KV cache, if that is not much more loaded than the others. `least_loaded` looks at tokens alone.
@@ -184,6 +197,7 @@ class LLMSettings(Strict):
     max_prompt_logprobs: Positive = 32_768
     routing: Literal["prefix", "least_loaded"] = "prefix"
     simulate: Annotated[Profile, BeforeValidator(read_profile)] | None = None
+    multimodal: Flag = False
     share: Group | None = None
     adapters: tuple[AdapterSettings, ...] = ()
     adapters_folder: FolderOrURL | None = None
@@ -229,6 +243,16 @@ class LLMSettings(Strict):
         if self.adapters and self.engine.enable_lora is False:
             raise ValueError("engine.enable_lora: must be true, or left out, since there are adapters")
         check_pinned(self.slots, self.adapters)
+        return self
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> "LLMSettings":
+        if self.engine.allowed_media_domains and not self.multimodal:
+            raise ValueError("multimodal: must be true, since engine.allowed_media_domains names hosts")
+        if self.engine.pooling_routes and self.simulate is not None:
+            raise ValueError("engine.runner: a simulated device runs no pooling model; leave simulate out")
+        if self.engine.pooling_routes and self.sampling.sampling():
+            raise ValueError("sampling: a pooling model samples nothing; leave it out")
         return self
 
 

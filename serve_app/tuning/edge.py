@@ -39,8 +39,8 @@ class EdgeSearch:
     """Finds the highest load that holds, in few steps.
 
     The load grows by a factor, which is squared each time, until it breaks, or shrinks until it holds; then
-    the distance is halved until it is 5%. A step that breaks, but is close to a goal's bound, is repeated, and
-    both count as one. The load that holds is measured once more at the end, and lowered until both steps
+    the distance is halved until it is 5%. A step that breaks, but is close to a bound, is repeated, and both
+    count as one. The load that holds is measured once more at the end, and lowered until both steps
     together are clear of the bounds.
 
     Args:

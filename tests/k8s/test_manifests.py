@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import CliRunner
 
+from serve_app.cli.serve import serve
 from tests.k8s.checks import problems
 from tests.k8s.rendering import (
     COMPONENTS,
@@ -18,7 +20,8 @@ from tests.k8s.rendering import (
 )
 from tests.k8s.schemas import needs_crds
 
-CONFIGS = REPOSITORY / "configs"
+SHORT = REPOSITORY / "configs"
+CONFIGS = K8S / "configs"
 CARRIED = {
     "demo-cpu": "demo-cluster.yaml",
     "qwen2.5-7b-l4": "qwen2.5-7b-l4.yaml",
@@ -71,6 +74,18 @@ def test_it_carries_the_config_word_for_word(overlay: Path) -> None:
     assert service["spec"]["serveConfigV2"] == (CONFIGS / CARRIED[overlay.name]).read_text()
 
 
+def test_there_is_a_complete_config_for_each_overlay() -> None:
+    assert {path.name for path in CONFIGS.glob("*.yaml")} == set(CARRIED.values())
+
+
+@pytest.mark.parametrize("name", CARRIED.values())
+def test_a_complete_config_is_the_one_that_is_printed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    printed = CliRunner().invoke(serve, [f"configs/{name}", "--print-config"])
+    assert printed.exit_code == 0, printed.stderr
+    assert (CONFIGS / name).read_text() == printed.stdout, "run `make configs`"
+
+
 @every_overlay
 def test_the_configs_themselves_are_not_deployed(overlay: Path) -> None:
     assert "ConfigMap" not in {document["kind"] for document in render(overlay)}
@@ -84,7 +99,7 @@ def test_every_kustomize_here_renders_the_same(folder: Path) -> None:
 
 
 def test_the_demo_of_a_cluster_is_the_local_one_but_for_what_several_nodes_need() -> None:
-    local = yaml.safe_load((CONFIGS / "local.yaml").read_text())
+    local = yaml.safe_load((SHORT / "local.yaml").read_text())
     cluster = yaml.safe_load((CONFIGS / "demo-cluster.yaml").read_text())
     assert cluster["http_options"].pop("host") == "0.0.0.0"
     assert local["http_options"].pop("host") == "127.0.0.1"

@@ -1,4 +1,7 @@
-"""Every config in configs/ is valid, agrees with itself, and has a comment for every value."""
+"""Every config in configs/ is valid, agrees with itself, and has a comment for every value.
+
+What `saturate serve` adds to a config is a part of it here.
+"""
 
 import re
 from pathlib import Path
@@ -10,8 +13,10 @@ from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.app import build
-from serve_app.cli.serve_config import IMPORT_PATH, read_config
+from serve_app.cli.config_text import completed
+from serve_app.cli.serve_config import read_config
 from serve_app.engine.autoscaling import ByTokens
+from serve_app.settings.completion import IMPORT_PATH, complete_config
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 
@@ -22,7 +27,7 @@ every_config = pytest.mark.parametrize("path", CONFIGS, ids=[path.name for path 
 
 
 def load(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
+    return complete_config(yaml.safe_load(path.read_text()))
 
 
 def env_vars(section: Any) -> dict[str, str]:
@@ -185,6 +190,7 @@ def unexplained(text: str) -> list[str]:
 @every_config
 def test_every_value_has_a_comment(path: Path) -> None:
     assert unexplained(path.read_text()) == []
+    assert unexplained(completed(path.read_text())) == []
 
 
 def test_the_check_of_comments_finds_one_that_is_missing() -> None:

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.entrypoints.pooling.classify.api_router import router as classify
 from vllm.entrypoints.pooling.embed.api_router import router as embed
 from vllm.entrypoints.pooling.scoring.api_router import router as scoring
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.ingress.routing import OPENAI
+from serve_app.api.routes import MOVED, OPENAI
 
-ROUTES = (*OPENAI, "/tokenize", "/detokenize")
+ROUTES = (*(MOVED.get(path, path) for path in OPENAI), "/tokenize", "/detokenize")
 
 RECORDS = {
     "n",
@@ -181,7 +182,7 @@ SWITCHES = {
 def openapi() -> Any:
     app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), ("generate", "transcription"))
     # vLLM adds these for pooling models.
-    for router in (embed, scoring):
+    for router in (classify, embed, scoring):
         app.include_router(router)
     return app.openapi()
 

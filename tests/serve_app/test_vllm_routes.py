@@ -16,8 +16,12 @@ REACHED = {
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/embeddings",
+    "/classify",
+    "/score",
     "/v1/score",
+    "/rerank",
     "/v1/rerank",
+    "/v2/rerank",
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
     "/tokenize",
@@ -44,14 +48,17 @@ ADMINISTRATIVE = {
 """Some that have to be among those that were tried."""
 
 
+SCORED = {"queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"}
+
 PROMPTS = {
     "/v1/chat/completions": {"documents"},
     "/v1/chat/completions/batch": {"messages"},
     "/v1/completions": {"prompt", "prompt_embeds"},
     "/v1/responses": {"input"},
-    "/v1/embeddings": {"input"},
-    "/v1/score": {"queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"},
-    "/v1/rerank": {"documents"},
+    "/v1/embeddings": {"input", "messages"},
+    "/classify": {"input"},
+    **dict.fromkeys(("/v1/score", "/score"), SCORED),
+    **{path: {"documents"} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
 }
 """Lists of prompts, or of texts that are put into one: `max_prompts` holds for them."""
 
@@ -90,7 +97,7 @@ async def test_no_list_of_prompts_is_longer_than_the_limit_on_any_route(vllm_app
     found = {path: lists(vllm_app, path) - PARTS_OF_ONE for path in REACHED}
     for path, fields in found.items():
         # A list of messages is one chat.
-        fields -= set() if path == "/v1/chat/completions/batch" else {"messages"}
+        fields -= set() if path in {"/v1/chat/completions/batch", "/v1/embeddings"} else {"messages"}
     assert {path: fields for path, fields in found.items() if fields} == PROMPTS
     items: list[Any] = ["x", [5], {"content": []}, None]
     async with Client(max_prompts=3) as client:

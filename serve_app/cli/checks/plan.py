@@ -9,10 +9,9 @@ from typing import Any
 import yaml
 
 from serve_app.api.protocol import JSON
+from serve_app.settings.completion import IMPORT_PATH, complete_config
 from serve_app.settings.models import LLMSettings, ModelSettings
 from serve_app.settings.schema import SettingsError, parse
-
-IMPORT_PATH = "serve_app.app:build"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def read_plan(path: Path) -> Plan:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return Plan(path)
-    config = _mapping(content)
+    config = complete_config(_mapping(content))
     http = _mapping(config.get("http_options"))
     controller = _variables(config.get("controller_options"))
     apps = [app for app in _list(config.get("applications")) if app.get("import_path") == IMPORT_PATH]

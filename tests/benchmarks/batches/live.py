@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,7 +43,7 @@ traffic. The time of the batch is that from its creation to `completed`.
 
 beside: live streams, whose rate doubles in the middle, alone and beside a batch that does not end; the
 service has a goal for the TTFT p99 of 1.3 times that of the live streams alone. The throughput of the batch
-is compared with that of the same batch without live traffic.
+is compared with that of the same batch without live traffic, on a service that has no goal either.
 
 examples:
   make bench-batches-live
@@ -77,6 +78,12 @@ class API:
         """Return the output tokens of the engine so far, of all that it runs."""
         models = httpx.get(f"{self._url}/stats", timeout=60).json()["models"]
         return sum(int(each["batcher"]["output_tokens"]) for each in models["demo"]["replicas"])
+
+    def rate(self, seconds: float) -> float:
+        """Return the output tokens per second of the engine over the next seconds."""
+        before, begun = self.tokens(), time.monotonic()
+        time.sleep(seconds)
+        return (self.tokens() - before) / (time.monotonic() - begun)
 
     def cancel(self, id: str) -> None:
         """Cancel a batch, and wait for its end."""
@@ -157,8 +164,18 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
     _, requests = write_rows(folder, 10_000_000, MANY, options.answer)
     traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
     alone, own, ratios_seen, shares = [], [], [], []
-    with saturate(model, folder) as server:
+    with saturate(model, folder, batches=folder / "without a goal") as server:
+        progress("beside: live traffic alone, without a goal")
         first = asyncio.run(send(server.port, traffic, seed=1)).figures(traffic)
+        api = API(server)
+        id = api.create(requests)
+        time.sleep(traffic.warm_up_s)
+        full = []
+        for number in range(1, options.rounds + 1):
+            progress(f"beside: the batch alone, without a goal, {number} of {options.rounds}")
+            full.append(api.rate(traffic.seconds))
+        api.cancel(id)
+    whole = statistics.median(full)
     goal_s = GOAL * first["ttft_p99_ms"] / 1e3
     settings = {"goals": {"ttft_p99_s": goal_s}}
     p99s = []
@@ -167,13 +184,9 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
         for number in range(1, options.rounds + 1):
             progress(f"beside: round {number} of {options.rounds}, live traffic alone")
             quiet = asyncio.run(send(server.port, traffic, seed=10 * number)).figures(traffic)
-            progress(f"beside: round {number} of {options.rounds}, the batch alone")
+            progress(f"beside: round {number} of {options.rounds}, both")
             id = api.create(requests)
             time.sleep(traffic.warm_up_s)
-            before, begun = api.tokens(), time.monotonic()
-            time.sleep(traffic.seconds)
-            full = (api.tokens() - before) / (time.monotonic() - begun)
-            progress(f"beside: round {number} of {options.rounds}, both")
             both, made = asyncio.run(_both(server, traffic, api, 10 * number + 1))
             api.cancel(id)
             busy = both.figures(traffic)
@@ -183,7 +196,7 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             p99s.append(busy["ttft_p99_ms"])
             own.append(left)
             ratios_seen.append(busy["ttft_p99_ms"] / quiet["ttft_p99_ms"])
-            shares.append(left / full)
+            shares.append(left / whole)
     return Table(
         f"{about(options.model)}; live: {options.rate:g} streams/s, doubled in the middle, 64 tokens in and "
         f"{CHAT_TOKENS} out; batch: rows of 64 in and {options.answer} out. The goal for the TTFT p99 is "
@@ -192,6 +205,7 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             Row("live alone: TTFT p99", "ms", alone),
             Row("live beside the batch: TTFT p99", "ms", p99s),
             Row("TTFT p99, beside / alone", "x", ratios_seen, at_most=1.4),
+            Row("batch alone, without a goal", "tokens/s", full),
             Row("batch beside live traffic", "tokens/s", own),
             Row("batch, beside / alone", "x", shares, at_least=0.8),
         ],
@@ -202,9 +216,7 @@ async def _both(server: Server, traffic: Traffic, api: API, seed: int) -> tuple[
     """Send live traffic beside a batch; return what was seen, and the output tokens per second of both."""
     live = asyncio.create_task(send(server.port, traffic, seed=seed))
     await asyncio.sleep(traffic.warm_up_s)
-    before, begun = await asyncio.to_thread(api.tokens), time.monotonic()
-    await asyncio.sleep(traffic.seconds)
-    made = (await asyncio.to_thread(api.tokens) - before) / (time.monotonic() - begun)
+    made = await asyncio.to_thread(api.rate, traffic.seconds)
     return await live, made
 
 

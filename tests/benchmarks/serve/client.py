@@ -208,7 +208,12 @@ class Connections:
         else:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
-        await connection.post(path, body, answer, header)
+        try:
+            await connection.post(path, body, answer, header)
+        except BaseException:
+            # It was cancelled, and the rest of the answer may still come.
+            connection.close()
+            raise
         if connection.closing:
             connection.close()
         else:

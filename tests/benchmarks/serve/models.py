@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Model:
         gpus: Number of GPUs.
         simulate: Profile of the simulated device; None: the model runs.
         threads: CPU threads of a step; Ray gives one to an actor of one core.
+        adapters: Folders of LoRA adapters, by the name that clients put in `model`.
+        lora: Options of `vllm serve` for them.
     """
 
     about: str
@@ -39,14 +41,18 @@ class Model:
     gpus: int = 0
     threads: int = 1
     simulate: Profile | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    lora: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the model in a config of this project."""
-        served: dict[str, Any] = {"source": str(self.folder), "engine": dict(self.engine)}
+        served: dict[str, Any] = {"source": str(self.folder), "engine": {**self.engine, **self.lora}}
         if self.simulate is not None:
-            # The engine's options follow from the profile.
-            served |= {"engine": {}, "simulate": self.simulate.model_dump()}
+            # The engine's other options follow from the profile.
+            served |= {"engine": dict(self.lora), "simulate": self.simulate.model_dump()}
+        if self.adapters:
+            served["adapters"] = [{"id": name, "source": str(path)} for name, path in self.adapters.items()]
         return served
 
     @property

@@ -12,7 +12,7 @@ from tests.benchmarks.measuring import progress
 from tests.benchmarks.serve.groups import CLIENT, memory_mib
 from tests.benchmarks.serve.loads import ALL_LOADS, Load
 from tests.benchmarks.serve.models import MODELS, Model
-from tests.benchmarks.serve.running import UnavailableError
+from tests.benchmarks.serve.running import UnavailableError, with_log
 from tests.benchmarks.serve.servers import SERVERS
 from tests.benchmarks.serve.ways import Run, ways
 
@@ -103,18 +103,14 @@ def _visit(
             series = 10 * list(ALL_LOADS).index(load_name) % 100
             for turn, (candidate, way) in enumerate(ways(load)[name].items()):
                 progress(f"{where}: {candidate}, {load.about}")
-                try:
+                with with_log(server, f"{candidate} at {load_name}"):
                     if not turn:
                         # The warm-up is for code paths, memory and connections within the server.
                         way(server, load.prompts(0.0, series + 9)[:WARM_UP])
                     run = way(server, load.prompts(plan.share, series + turn))
-                except (RuntimeError, OSError) as error:
-                    # Samples taken while requests fail would be meaningless.
-                    log = server.log.read_text(errors="replace")[-3000:]
-                    raise UnavailableError(f"{candidate} failed at {load_name}: {error}\n{log}") from error
-                _add(found[load_name], candidate, number, quantities(load, run))
+                add_samples(found[load_name], candidate, number, quantities(load, run))
         memory = {"start_s": server.start_s, "memory_mib": memory_mib()}
-        _add(found[START], f"{name}, {model.about}", number, memory)
+        add_samples(found[START], f"{name}, {model.about}", number, memory)
 
 
 def quantities(load: Load, run: Run) -> dict[str, float]:
@@ -149,7 +145,10 @@ def p99(values: Sequence[float]) -> float:
     return percentiles(values, (0.99,))[0]
 
 
-def _add(samples: dict[str, Samples], candidate: str, number: int, values: Mapping[str, float]) -> None:
+def add_samples(
+    samples: dict[str, Samples], candidate: str, number: int, values: Mapping[str, float]
+) -> None:
+    """Add the samples of a candidate in a round."""
     own = samples.setdefault(candidate, {})
     for quantity, value in values.items():
         own.setdefault(quantity, {})[number] = value

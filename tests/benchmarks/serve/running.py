@@ -50,6 +50,24 @@ class Server:
 
 
 @contextmanager
+def with_log(server: Server, what: str) -> Iterator[None]:
+    """Give errors of requests the end of the server's log: samples taken while they fail are meaningless.
+
+    Args:
+        server: The server.
+        what: What is measured.
+
+    Raises:
+        UnavailableError: A request failed.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        log = server.log.read_text(errors="replace")[-3000:]
+        raise UnavailableError(f"{what} failed: {error}\n{log}") from error
+
+
+@contextmanager
 def over_http(
     name: str,
     command: Sequence[str],

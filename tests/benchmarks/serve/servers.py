@@ -101,15 +101,22 @@ def flags(engine: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def vllm_command(model: Model, port: int) -> list[str]:
+    """Return the command that runs vLLM's own API server with a model on a port."""
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    command += ["--model", str(model.folder), "--served-model-name", "demo"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    command += flags({**model.engine, **model.lora})
+    if model.adapters:
+        command += ["--lora-modules", *(f"{name}={path}" for name, path in model.adapters.items())]
+    return command
+
+
 @contextmanager
 def vllm_serve(model: Model, folder: Path) -> Iterator[Server]:
     """Run vLLM's own API server."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-    command += ["--model", str(model.folder), "--served-model-name", "demo"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
-    command += flags(model.engine)
-    with over_http("vllm serve", command, port, folder, env=model.env) as server:
+    with over_http("vllm serve", vllm_command(model, port), port, folder, env=model.env) as server:
         yield server
 
 

@@ -157,8 +157,12 @@ def table(load: Load, name: str, found: Mapping[str, Samples], model: str) -> Ta
         found: Samples by candidate.
         model: Name of the model.
     """
-    rows = [*_figures(found), *_relations(found, targets(name, model))]
-    return Table(f"{load.about}; {load.lengths}; {about(model)}.", rows)
+    return Table(f"{load.about}; {load.lengths}; {about(model)}.", rows(found, targets(name, model)))
+
+
+def rows(found: Mapping[str, Samples], targets: Sequence[Target]) -> list[Row]:
+    """Return the rows of samples by candidate: all quantities, then the relations that the targets name."""
+    return [*_figures(found), *_relations(found, targets)]
 
 
 def start_table(found: Mapping[str, Samples]) -> Table:

@@ -5,7 +5,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.benchmarks.serve.client import Answer, Request, run
@@ -78,6 +78,11 @@ def generate(prompts: Sequence[Prompt]) -> Request:
     """Return a request of `/generate` for a list of prompts, all of one length."""
     body = {"prompts": [p.text for p in prompts], "max_tokens": prompts[0].tokens}
     return Request("/generate", body | FIXED, sum(p.tokens for p in prompts), len(prompts))
+
+
+def for_model(request: Request, model: str) -> Request:
+    """Return a request for another model, or an adapter."""
+    return replace(request, body={**request.body, "model": model})
 
 
 def single(request: Callable[[Prompt], Request], connections: int) -> Way:

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from serve_app.api.addresses import MAX_HOPS, Address, Network, Networks, client_address, read_address
+from serve_app.api.addresses import (
+    MAX_HOPS,
+    Address,
+    Network,
+    Networks,
+    client_address,
+    is_loopback,
+    read_address,
+)
 
 RANGE: TypeAdapter[Any] = TypeAdapter(Network)
 PROXIES = Networks([ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("fd00::/8")])
@@ -21,6 +29,17 @@ def forwarded(*values: str) -> list[tuple[bytes, bytes]]:
 def found(peer: str | None, *values: str) -> str | None:
     address = client_address(peer, forwarded(*values), PROXIES)
     return None if address is None else str(address)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *((host, True) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")),
+        *((host, False) for host in ("0.0.0.0", "10.0.0.7", "llm.example.com", "", "None")),
+    ],
+)
+def test_a_host_is_on_loopback_or_not(host: str, expected: bool) -> None:
+    assert is_loopback(host) == expected
 
 
 # Ranges

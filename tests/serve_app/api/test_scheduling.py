@@ -127,6 +127,36 @@ def test_any_bytes_may_be_a_key_and_none_shows(key: bytes) -> None:
     assert tenant == "default" or (tenant.startswith("key-") and len(tenant) == 16)
 
 
+# Shares
+
+
+KEY: Headers = [(b"authorization", b"Bearer sk-secret")]
+
+
+@pytest.mark.parametrize("scheduling", [DEFAULT_SCHEDULING, scheduling_of(KEY, NOTHING)])
+def test_adapters_have_shares_of_their_own_where_the_tenant_is_not_known(scheduling: Scheduling) -> None:
+    shares = [scheduling.share(adapter) for adapter in ("demo:letters", "demo:symbols", "")]
+    assert shares == [
+        f"{scheduling.tenant}/demo:letters",
+        f"{scheduling.tenant}/demo:symbols",
+        scheduling.tenant,
+    ]
+
+
+@pytest.mark.parametrize(
+    "scheduling",
+    [
+        Scheduling(tenant="acme"),
+        scheduling_of(KEY, SchedulingFields(tenant="acme")),
+        scheduling_of([*KEY, (b"x-tenant", b"acme")], NOTHING),
+        scheduling_of(KEY, NOTHING, tenant="acme"),
+    ],
+    ids=["handle", "field", "header", "key"],
+)
+def test_a_known_tenant_has_one_share_for_all_adapters(scheduling: Scheduling) -> None:
+    assert {scheduling.share(adapter) for adapter in ("demo:letters", "demo:symbols", "")} == {"acme"}
+
+
 @pytest.mark.parametrize("value", [b"", b"a" * 129, b"\xff", b"a\tb", "a\u2028b".encode()])
 def test_a_wrong_tenant_is_refused(value: bytes) -> None:
     assert "1 to 128 printable characters" in refusal(b"x-tenant", value).message

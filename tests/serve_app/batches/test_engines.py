@@ -96,6 +96,12 @@ async def test_a_row_counts_for_the_quota_of_its_key_and_names_its_models_only(
     quotas.stop()
 
 
+async def test_a_row_calls_a_route_by_the_name_that_vllm_has_for_it() -> None:
+    engine = Engine(answer(complete(PLAIN, b'{"ok": 1}')))
+    await client_of({"demo": engine}).send("/v1/classify", {"model": "demo", "input": "a"}, ANNA)
+    assert [request.path for request in engine.requests] == ["/classify"]
+
+
 async def test_an_answer_in_pieces_is_joined() -> None:
     engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
     assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == Answer(200, {"a": "b"})

@@ -22,7 +22,13 @@ ANSWER: JSON = {
 
 
 @pytest.mark.parametrize(
-    ("url", "body"), [(CHAT, CHAT_BODY), ("/v1/embeddings", {"model": "demo", "input": "hi"})]
+    ("url", "body"),
+    [
+        (CHAT, CHAT_BODY),
+        ("/v1/embeddings", {"model": "demo", "input": "hi"}),
+        ("/v1/rerank", {"model": "demo", "query": "a", "documents": ["b", "c"]}),
+        ("/v1/score", {"model": "demo", "text_1": "a", "text_2": ["b", "c"]}),
+    ],
 )
 def test_a_line_that_run_batch_takes_is_valid_here(url: str, body: JSON, tmp_path: Path) -> None:
     line = {"custom_id": "request-1", "method": "POST", "url": url, "body": body}

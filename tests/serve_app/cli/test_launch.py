@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.launch import launch
 from serve_app.cli.progress import Progress
 from serve_app.cli.runs import find_runs
+from serve_app.settings.completion import complete_config
 from tests.serve_app.cli.launching import LIMIT_S, Command, Service
 from tests.serve_app.cli.services import config, write
 
@@ -74,6 +76,17 @@ def test_a_signal_stops_the_service_in_order_and_leaves_nothing(start: Start, nu
     assert service.processes() == []
     assert "Traceback" not in service.said
     assert service.logs() == []
+
+
+def test_what_runs_is_the_config_with_all_that_it_leaves_out(start: Start) -> None:
+    service = start()
+    service.hear_ready()
+    command = Path(f"/proc/{service.serve_run}/cmdline").read_text().split("\0")
+    (path,) = (Path(word) for word in command if word.endswith(".yaml"))
+    assert yaml.safe_load(path.read_text()) == complete_config(yaml.safe_load(service.config.read_text()))
+    service.signal(signal.SIGTERM)
+    assert service.wait() == 0
+    assert not path.exists()
 
 
 def test_a_second_interrupt_cuts_off_requests_in_flight(start: Start) -> None:

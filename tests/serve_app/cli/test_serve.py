@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 import serve_app.cli.launch
 from serve_app.cli.serve import serve
 from serve_app.cli.serve_config import read_config
+from serve_app.settings.completion import complete_config
+from tests.serve_app.cli.services import config, write
 from tests.serve_app.models.doubles import L4, QWEN_7B, QWEN_7B_BYTES, FakeHub, machine, write_model
 
 ROOT = Path(__file__).parents[3]
@@ -107,6 +109,28 @@ def test_what_is_printed_is_what_is_run(name: str, here: Path, texts: list[str],
     assert yaml.safe_load(texts[1]) == yaml.safe_load(texts[0])
 
 
+def test_a_config_is_printed_as_it_is_run(
+    launched: list[tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    path = tmp_path / "my config.yaml"
+    path.write_text("# Mine.\n" + yaml.safe_dump(config()))
+    printed = run(str(path), "--print-config")
+    assert (printed.exit_code, printed.stderr, launched) == (0, "", [])
+    assert f"#   saturate serve '{path}' --print-config\n" in printed.stdout
+    assert "\n# Mine.\n" in printed.stdout
+    assert yaml.safe_load(printed.stdout) == complete_config(config())
+    path.write_text(printed.stdout)
+    again = run(str(path), "--print-config")
+    assert yaml.safe_load(again.stdout) == complete_config(config())
+
+
+def test_a_wrong_config_is_not_printed(launched: list[tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
+    path = write(tmp_path, config(nonsense=1))
+    printed = run(str(path), "--print-config")
+    assert (printed.exit_code, printed.stdout) == (1, "")
+    assert "args.nonsense: unknown key" in printed.stderr
+
+
 def test_the_demo_without_a_config_folder_is_that_of_the_folder(
     monkeypatch: pytest.MonkeyPatch, here: Path
 ) -> None:
@@ -156,7 +180,7 @@ def test_options_without_a_model_are_for_the_demo(here: Path, texts: list[str]) 
         (["demo", "--set", "engine.max_model_len=x"], "Input should be a valid integer"),
         (["demo", "--set", "http.port=x"], "Ray Serve refuses"),
         (["a", "b"], "one model or config, not 2: a, b"),
-        (["a.yaml", "--print-config"], "a.yaml is a config: change its values there"),
+        (["a.yaml", "--set", "http.port=1", "--print-config"], "a.yaml is a config: change its values there"),
         (["a.yaml", "--max-model-len", "8"], "a.yaml is a config: change its values there"),
     ],
 )

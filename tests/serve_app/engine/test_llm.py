@@ -15,6 +15,7 @@ from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.llm import Engine
+from serve_app.engine.vllm_engine import Completion
 from serve_app.relay import frame
 from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
@@ -59,7 +60,7 @@ def made(app: Any, *, died: bool = False) -> Any:
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1, 1.0)
     parts._app = app
-    parts._routes = {REQUEST.path, "/detokenize"}
+    parts._routes = {REQUEST.path, "/detokenize", "/generate"}
     return parts
 
 
@@ -214,7 +215,20 @@ async def test_a_route_that_vllm_has_not_for_this_model_is_a_400(path: str) -> N
     piece = unpack(message)
     assert piece.head is not None
     assert piece.head.status == 400
-    assert f"doesn't serve on {path}" in json.loads(piece.body)["error"]["message"]
+    message = json.loads(piece.body)["error"]["message"]
+    assert message == f"model: 'demo' serves /generate and /v1/completions, not {path}"
+
+
+async def test_a_model_that_generates_nothing_says_what_it_serves() -> None:
+    engine = made(failing())
+    engine._routes = {"/v1/embeddings", "/score", "/v1/score", "/classify", "/tokenize"}
+    status, body = await answer(engine, replace(REQUEST, path="/generate"))
+    served = "model: 'demo' serves /v1/embeddings, /v1/classify and /v1/score, not /generate"
+    assert (status, body["error"]["message"], body["error"]["param"]) == (400, served, "model")
+    engine._max_prompts = 1
+    with pytest.raises(RequestError) as caught:
+        await engine.generate({"prompts": ["a"]})
+    assert (caught.value.status, caught.value.message) == (400, served)
 
 
 async def test_a_hostile_grammar_never_reaches_vllm() -> None:
@@ -379,6 +393,42 @@ async def test_a_call_of_an_engine_that_died_is_lost() -> None:
     async for _ in engine.relay(REQUEST):
         pass
     assert [row.outcome for row in rows(engine)] == ["lost"]
+
+
+async def test_the_queues_know_the_adapter_of_a_request() -> None:
+    shares = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        shares.append(current().request.share)
+        await failing()(scope, receive, send)
+
+    engine = made(app)
+    for adapter in ("", "demo:words"):
+        await answer(engine, replace(REQUEST, adapter=adapter))
+    assert shares == ["default", "default/demo:words"]
+
+
+async def test_the_queues_know_the_adapter_of_a_generate_call() -> None:
+    shares = []
+
+    class Generating(FakeEngine):
+        def sampling(self, request: Any) -> None:
+            pass
+
+        async def tokenize(self, prompts: list[str]) -> list[list[int]]:
+            shares.append(current().request.share)
+            return [[1] for _ in prompts]
+
+        async def complete(self, token_ids: list[int], sampling: None, adapter: str) -> Completion:
+            shares.append(current().request.share)
+            return Completion("", "stop", 1)
+
+    engine = made(failing())
+    engine._engine = Generating()
+    engine._max_prompts = 2
+    response = await engine.generate({"prompts": ["a", "b"], "model": "demo:words"})
+    assert response["results"] == ["", ""]
+    assert shares == ["default/demo:words"] * 3
 
 
 async def test_a_refused_call_has_no_row() -> None:

@@ -1,8 +1,10 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.stream_interval import LONGEST_S, PieceRate, StreamInterval
 
 
 class Clock:
@@ -13,72 +15,68 @@ class Clock:
         return self.now
 
 
-def run(pace: StreamInterval, clock: Clock, tokens_per_s: float, seconds: float) -> None:
-    """Let an engine make tokens for a while, a hundred times a second."""
-    for _ in range(round(seconds * 100)):
-        clock.now += 0.01
-        pace.count(round(tokens_per_s / 100))
+def pieces_of(streams: int, step_s: float, steps: int) -> list[list[float]]:
+    """Return the times of the pieces of each stream, which vLLM asks for as it does in a RequestState."""
+    clock = Clock()
+    rate = PieceRate(1_000.0, clock)
+    rate.streams = streams
+    intervals = [StreamInterval(rate) for _ in range(streams)]
+    assert all(interval > 1 for interval in intervals)
+    unsent = [0] * streams
+    pieces: list[list[float]] = [[0.0] for _ in range(streams)]
+    for _ in range(steps):
+        clock.now += step_s
+        for index, interval in enumerate(intervals):
+            unsent[index] += 1
+            if unsent[index] >= interval:
+                unsent[index] = 0
+                pieces[index].append(clock.now)
+    return pieces
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-def test_every_token_travels_alone_until_something_is_known(clock: Clock) -> None:
-    pace = StreamInterval(pieces_per_s=1, clock=clock)
-    pace.streams = 1_000
-    assert pace.tokens_per_piece() == 1
-
-
-def test_tokens_of_a_slow_engine_travel_alone_however_many_streams_there_are(clock: Clock) -> None:
-    pace = StreamInterval(pieces_per_s=1_000, clock=clock)
-    run(pace, clock, 400, seconds=5)
-    pace.streams = 128
-    assert pace.tokens_per_piece() == 1
-
-
-@pytest.mark.parametrize(("tokens_per_s", "together"), [(2_000, 2), (6_000, 6), (10_000, 10), (90_000, 32)])
-def test_the_faster_the_engine_the_more_tokens_travel_together(
-    clock: Clock, tokens_per_s: int, together: int
-) -> None:
-    pace = StreamInterval(pieces_per_s=1_000, clock=clock)
-    pace.streams = 64
-    run(pace, clock, tokens_per_s, seconds=10)
-    assert pace.tokens_per_piece() == together
-
-
-def test_it_follows_the_engine_within_seconds(clock: Clock) -> None:
-    pace = StreamInterval(pieces_per_s=100, most=100, clock=clock)
-    pace.streams = 64
-    run(pace, clock, 1_000, seconds=10)
-    assert pace.tokens_per_piece() == 10
-    run(pace, clock, 100, seconds=5)
-    assert pace.tokens_per_piece() == 1
-
-
-def test_counts_from_before_a_pause_are_forgotten(clock: Clock) -> None:
-    pace = StreamInterval(pieces_per_s=100, most=100, clock=clock)
-    pace.streams = 64
-    run(pace, clock, 1_000, seconds=10)
-    clock.now += 60
-    pace.count(1)
-    assert pace.tokens_per_piece() == 1
-
-
-@given(
-    pieces_per_s=st.floats(1, 1e5),
-    most=st.integers(1, 64),
-    streams=st.integers(0, 10_000),
-    counted=st.lists(st.tuples(st.integers(0, 4_000), st.floats(0, 1e3)), max_size=20),
+@pytest.mark.parametrize(
+    ("streams", "step_s", "tokens"),
+    [(1, 0.002, 1), (8, 0.01, 1), (64, 0.07, 1), (64, 0.01, 7), (128, 0.025, 6), (100_000, 0.06, 5)],
 )
-def test_no_more_tokens_travel_together_than_allowed_and_than_there_are_streams(
-    pieces_per_s: float, most: int, streams: int, counted: list[tuple[int, float]]
+def test_the_tokens_of_a_piece_follow_from_the_streams_and_the_steps(
+    streams: int, step_s: float, tokens: int
 ) -> None:
     clock = Clock()
-    pace = StreamInterval(pieces_per_s=pieces_per_s, most=most, clock=clock)
-    for tokens, seconds in counted:
-        clock.now += seconds
-        pace.count(tokens)
-    pace.streams = streams
-    assert 1 <= pace.tokens_per_piece() <= max(1, min(most, streams))
+    rate = PieceRate(1_000.0, clock)
+    rate.streams = streams
+    interval = StreamInterval(rate)
+    sent = []
+    unsent = 0
+    for _ in range(100):
+        clock.now += step_s
+        unsent += 1
+        if unsent >= interval:
+            sent.append(unsent)
+            unsent = 0
+    assert set(sent) == {tokens}
+
+
+def test_a_slow_step_ends_the_wait_of_what_is_unsent() -> None:
+    clock = Clock()
+    rate = PieceRate(1_000.0, clock)
+    rate.streams = 128
+    interval = StreamInterval(rate)
+    clock.now = 0.01
+    assert not interval <= 1
+    # A step that computes many prompts.
+    clock.now = 0.2
+    assert interval <= 2
+
+
+@given(streams=st.integers(1, 300), step_s=st.floats(0.005, 0.3))
+def test_a_replica_sends_no_more_pieces_than_its_rate_and_no_token_waits_longer_than_the_limit(
+    streams: int, step_s: float
+) -> None:
+    steps = round(1 / step_s)
+    pieces = pieces_of(streams, step_s, steps)
+    # The bound of a wait comes first: beyond 250 streams there are more pieces.
+    allowed = max(1_000.0, streams / LONGEST_S) * steps * step_s + streams
+    assert sum(len(each) - 1 for each in pieces) <= allowed
+    for each in pieces:
+        gaps = [later - earlier for earlier, later in itertools.pairwise(each)]
+        assert all(gap <= min(streams / 1_000.0, LONGEST_S) + step_s + 1e-9 for gap in gaps)

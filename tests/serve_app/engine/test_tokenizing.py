@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -71,12 +72,13 @@ def request(
     priority: int = 0,
     deadline: float | None = None,
     times: int = 1,
+    adapter: str = "",
 ) -> "asyncio.Task[list[str]]":
     """Start a request that tokenizes so many texts."""
 
     async def run() -> list[str]:
         scheduling = Scheduling(priority=priority)
-        set_current(AdmissionRequest(scheduling, deadline, size=size), AdmissionResult())
+        set_current(AdmissionRequest(scheduling, deadline, size=size, adapter=adapter), AdmissionResult())
         async with asyncio.timeout(LIMIT_S):
             return await asyncio.gather(*(queue.run(call, characters) for _ in range(times)))
 
@@ -85,7 +87,7 @@ def request(
 
 @pytest.mark.parametrize("long", [{"characters": LONG}, {"size": LONG}], ids=["text", "body"])
 async def test_a_long_request_does_not_hold_up_the_others(
-    queue: TokenizingQueue, calls: Calls, long: dict[str, int]
+    queue: TokenizingQueue, calls: Calls, long: dict[str, Any]
 ) -> None:
     held = request(queue, calls("long"), **long)
     await calls.begun()
@@ -93,6 +95,19 @@ async def test_a_long_request_does_not_hold_up_the_others(
     assert not held.done()
     calls.let_go()
     assert await held == ["long"]
+
+
+async def test_texts_for_one_adapter_do_not_go_before_all_those_of_another(calls: Calls) -> None:
+    queue = TokenizingQueue(max_queue_size=20)
+    await queue.start()
+    flood = [request(queue, calls("flood"), LONG, adapter="demo:letters") for _ in range(LONG_AT_ONCE + 5)]
+    await calls.begun()
+    light = request(queue, calls("light"), LONG, adapter="demo:symbols")
+    await asyncio.sleep(0)
+    calls.let_go()
+    await asyncio.gather(*flood, light)
+    await queue.stop()
+    assert calls.started.index("light") == LONG_AT_ONCE + 1
 
 
 async def test_a_full_queue_refuses_a_request_and_says_when_to_come_back(

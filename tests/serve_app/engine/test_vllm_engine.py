@@ -201,3 +201,8 @@ def test_the_vocabulary_for_grammars_is_that_of_the_tokenizer(engine: VLLMEngine
     info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
     assert info.vocab_size == engine.llm.model_config.get_vocab_size()
     assert b"W" in info.decoded_vocab
+
+
+def test_a_pooling_model_has_no_vocabulary_for_grammars(engine: VLLMEngine) -> None:
+    engine.llm.model_config.runner_type = "pooling"
+    assert engine.grammar_vocabulary() == ""

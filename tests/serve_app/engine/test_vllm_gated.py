@@ -19,6 +19,7 @@ from batcher import ContinuousBatcher
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
+from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm_gated import RefusedError
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.settings.models import LLMSettings
@@ -144,36 +145,30 @@ async def test_a_stream_states_how_it_could_go_on(
     assert to_ids(result.stream.take()) == ([1, 2] if mode == "tokens" else [])
 
 
-async def test_a_stream_keeps_the_interval_that_its_client_asks_for(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
-    for asked in (None, 7):
-        params = SamplingParams(max_tokens=4, output_kind=DELTA)
-        params.stream_interval = asked
-        await run(llm, params=params)
-        assert params.stream_interval == (asked or 1)
-    assert llm.stream_interval.streams == 0
-
-
-async def test_a_running_stream_gets_a_longer_interval_when_many_tokens_are_made(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+@pytest.mark.parametrize(
+    ("asked", "engines", "paced"), [(None, 1, True), (None, 4, False), (1, 1, False), (7, 7, False)]
+)
+async def test_the_pieces_of_a_stream_keep_the_rate_unless_an_interval_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+    batcher: ContinuousBatcher,
+    asked: int | None,
+    engines: int,
+    paced: bool,
 ) -> None:
     llm: Any = gated(monkeypatch, Script(output(1), output(2), output(3, finish="stop")), batcher)
     state = SimpleNamespace(
-        stream_interval=1,
+        stream_interval=engines,
         sent_tokens_offset=0,
         detokenizer=SimpleNamespace(num_output_tokens=lambda: 2),
     )
-    llm.output_processor.external_req_ids = {"r": ["r-0"]}
+    llm.output_processor.external_req_ids = {"r": ["r-0", "r-1"]}
     llm.output_processor.request_states = {"r-0": state}
-    asked = iter([1, 1, 4, 1])
-    monkeypatch.setattr(
-        "serve_app.engine.stream_interval.StreamInterval.tokens_per_piece", lambda _: next(asked)
-    )
-    await run(llm, params=SamplingParams(max_tokens=4, output_kind=DELTA))
-    # Told what was sent when it starts to count; never one again.
-    assert (state.stream_interval, state.sent_tokens_offset) == (2, 2)
+    params = SamplingParams(max_tokens=4, output_kind=DELTA)
+    params.stream_interval = asked
+    await run(llm, params=params)
+    assert isinstance(state.stream_interval, StreamInterval) == paced
+    assert state.sent_tokens_offset == (2 if paced else 0)
+    assert llm.piece_rate.streams == 0
 
 
 async def test_an_embedding_request_reserves_its_prompt(
@@ -184,6 +179,41 @@ async def test_an_embedding_request_reserves_its_prompt(
     async for _ in llm.encode(tokens_input(list(range(17))), SimpleNamespace(), "r"):
         pass
     assert script.costs == [2 * BLOCK]
+    # Its result counts as the first token, for goals.
+    assert (llm.prompt_tokens, batcher.stats.output_tokens) == (17, 0)
+    assert batcher.stats.ttft_p50_s is not None
+
+
+async def test_a_prompt_of_an_encoder_reserves_its_tokens_alone(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(SimpleNamespace())
+    llm: Any = gated(monkeypatch, script, batcher)
+    # vLLM's own block, where there is no KV cache.
+    llm.vllm_config.cache_config.num_gpu_blocks = 1
+    async for _ in llm.encode(tokens_input(list(range(17))), SimpleNamespace(), "r"):
+        pass
+    assert script.costs == [17]
+
+
+async def test_the_texts_of_an_embedding_are_as_many_records_with_the_priority_of_their_tier(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(SimpleNamespace())
+    llm: Any = gated(monkeypatch, script, batcher, by_priority=True)
+    result = AdmissionResult()
+    # The queue has one place; texts after the first one wait for it.
+    set_current(AdmissionRequest(Scheduling(priority=10, tenant="a")), result)
+
+    async def embed(text: int) -> None:
+        async for _ in llm.encode(tokens_input([1] * text), SimpleNamespace(), f"r-{text}", priority=-5):
+            pass
+
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*(embed(text) for text in (3, 4, 5)))
+    assert [call["priority"] for call in script.calls] == [10, 10, 10]
+    assert (batcher.stats.total_completed, result.asked) == (3, 3)
+    assert (result.usage.prompt_tokens, result.usage.output_tokens) == (12, 0)
 
 
 @pytest.mark.parametrize("prompt", ["a text", {"type": "multimodal"}])
@@ -316,6 +346,40 @@ async def test_answers_are_as_many_records_and_a_priority_request_goes_before_th
                 await asyncio.gather(*tasks)
     assert started[places // answers] == "live"
     assert batcher.stats.total_completed == requests * answers + 1
+
+
+@pytest.mark.parametrize(("tenant", "turn"), [("default", 2), ("acme", 20)])
+async def test_a_flood_on_an_adapter_holds_up_another_only_within_a_named_tenant(
+    monkeypatch: pytest.MonkeyPatch, tenant: str, turn: int
+) -> None:
+    started: list[str] = []
+    go = asyncio.Event()
+
+    class Held(Script):
+        async def run(
+            self, prompt: Any, params: Any, request_id: str, **options: Any
+        ) -> AsyncGenerator[Any, None]:
+            started.append(request_id)
+            await go.wait()
+            yield output(1, finish="stop")
+
+    async with ContinuousBatcher(capacity=1_000, max_running=1) as batcher:
+        llm = gated(monkeypatch, Held(), batcher)
+
+        async def ask(adapter: str) -> None:
+            request = AdmissionRequest(Scheduling(tenant=tenant), adapter=adapter)
+            set_current(request, AdmissionResult())
+            async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), adapter):
+                pass
+
+        tasks = [asyncio.ensure_future(ask("demo:letters")) for _ in range(20)]
+        await asyncio.sleep(0)
+        tasks.append(asyncio.ensure_future(ask("demo:symbols")))
+        await asyncio.sleep(0)
+        go.set()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*tasks)
+    assert started.index("demo:symbols") == turn
 
 
 async def test_more_answers_than_the_engine_runs_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

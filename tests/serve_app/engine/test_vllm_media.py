@@ -18,9 +18,17 @@ from PIL import Image
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY
+from vllm.renderers import chat_utils
 from vllm.renderers.chat_utils import AsyncMultiModalContentParser
 
-from serve_app.engine.vllm_media import AllowedHostsConnector, PublicConnection, is_public, use_allowed_hosts
+from serve_app.engine.vllm_media import (
+    MEDIA_PARTS,
+    AllowedHostsConnector,
+    PublicConnection,
+    is_public,
+    refuse_media,
+    use_allowed_hosts,
+)
 
 LIMIT_S = 20.0
 HOST = "images.example.com"
@@ -277,6 +285,54 @@ async def test_vllm_reads_the_parts_of_a_message_through_it(canary: Canary, kind
         MEDIA_CONNECTOR_REGISTRY.name2class.update(before)
     assert canary.visits == []
     assert envs.VLLM_MEDIA_CONNECTOR == "http"
+
+
+def messages_of(part: Any) -> Any:
+    """Return what vLLM makes of a chat with one part."""
+    config: Any = SimpleNamespace(
+        multimodal_config=None,
+        allowed_local_media_path="",
+        allowed_media_domains=None,
+        enable_prompt_embeds=0,
+    )
+    return chat_utils.parse_chat_messages([{"role": "user", "content": [part]}], config, "string")
+
+
+PIXEL = "data:image/png;base64,AAAA"
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": PIXEL}}, "image_url"),
+        ({"image_url": PIXEL}, "image_url"),
+        ({"type": "text", "text": "a", "uuid": "x", "image_url": PIXEL}, "image_url"),
+        ({"type": "input_image", "image_url": PIXEL, "detail": "auto"}, "input_image"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
+        ({"type": "audio_url", "audio_url": {"url": PIXEL}}, "audio_url"),
+        ({"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}, "video_url"),
+        ({"type": "image_embeds", "image_embeds": "AAAA"}, "image_embeds"),
+    ],
+)
+def test_a_part_with_media_is_refused_unless_a_setting_allows_it(
+    monkeypatch: pytest.MonkeyPatch, part: Any, kind: str
+) -> None:
+    name = "_parse_chat_message_content_mm_part"
+    monkeypatch.setattr(chat_utils, name, getattr(chat_utils, name))
+    assert kind in MEDIA_PARTS
+    refuse_media()
+    with pytest.raises(VLLMValidationError, match=f"^'{kind}' parts are not taken.*`multimodal`") as caught:
+        messages_of(part)
+    assert create_error_response(caught.value).error.code == 400
+
+
+@pytest.mark.parametrize("part", ["a", {"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}])
+def test_text_is_taken_where_media_is_refused(monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
+    name = "_parse_chat_message_content_mm_part"
+    monkeypatch.setattr(chat_utils, name, getattr(chat_utils, name))
+    refuse_media()
+    conversation, *_ = messages_of(part)
+    assert conversation[0]["content"] == "a"
 
 
 def test_no_other_part_of_vllm_s_server_fetches_by_url() -> None:

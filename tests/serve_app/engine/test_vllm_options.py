@@ -18,8 +18,11 @@ def settings(**fields: Any) -> LLMSettings:
 
 def engine(size_tokens: int | None, blocks: int = 9, block: int = 16) -> Any:
     cache = SimpleNamespace(kv_cache_size_tokens=size_tokens, num_gpu_blocks=blocks, block_size=block)
-    scheduler = SimpleNamespace(max_num_seqs=64)
-    return SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache, scheduler_config=scheduler))
+    scheduler = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048)
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=cache, scheduler_config=scheduler),
+        model_config=SimpleNamespace(max_model_len=512),
+    )
 
 
 def test_options_reach_vllm_by_their_names() -> None:
@@ -52,7 +55,9 @@ def test_with_goals_vllm_schedules_by_priority_unless_configured(fields: Any, po
         # vLLM keeps one block for itself.
         (engine(1600), 1584),
         (engine(None), 128),
-        (engine(None, blocks=1), 16),
+        (engine(16, blocks=2), 16),
+        # An encoder has none: then two steps are in flight.
+        (engine(None, blocks=1), 4096),
     ],
 )
 def test_the_capacity_is_the_kv_cache_that_vllm_reports(llm: Any, capacity: int) -> None:

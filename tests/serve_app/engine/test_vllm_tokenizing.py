@@ -11,7 +11,7 @@ from vllm.tokenizers import get_tokenizer
 
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_gated import RefusedError
-from serve_app.engine.vllm_tokenizing import PIECE_CHARS, bound_tokenizing
+from serve_app.engine.vllm_tokenizing import PIECE_CHARS, bound_tokenizing, exceeds
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 
@@ -87,6 +87,29 @@ async def test_a_long_text_is_counted_in_pieces_before_it_is_tokenized(
         with pytest.raises(VLLMValidationError, match="context has 196608 tokens"):
             await renderer._tokenize_prompt_async({"prompt": "x" * (characters + PIECE_CHARS)}, params)
         assert renderer.texts == []
+
+
+@pytest.mark.parametrize(
+    ("characters_per_token", "most", "answer", "counted"),
+    [
+        (1, 4 * PIECE_CHARS, False, 0),
+        (4, 2 * PIECE_CHARS, False, 3),
+        (4, PIECE_CHARS, False, 4),
+        (1, PIECE_CHARS, True, 2),
+    ],
+    ids=["fewer bytes than tokens", "soon", "at the end", "too many"],
+)
+def test_a_long_text_is_counted_as_far_as_the_answer_is_open(
+    characters_per_token: int, most: int, answer: bool, counted: int
+) -> None:
+    pieces: list[str] = []
+
+    def tokenize(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        pieces.append(text)
+        return {"input_ids": [0] * (len(text) // characters_per_token)}
+
+    assert exceeds(tokenize, "x" * (4 * PIECE_CHARS), most) is answer
+    assert len(pieces) == counted
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -50,9 +50,31 @@ async def test_an_engine_that_dies_is_no_engine_that_starts(monkeypatch: pytest.
         await warm_up(engine(monkeypatch, Script(EngineDeadError())))
 
 
-async def test_a_model_that_generates_nothing_is_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+class PoolingConfig(SimpleNamespace):
+    """The configuration of a pooling model with one task."""
+
+    pooler_config = None
+
+    def get_pooling_task(self, tasks: tuple[str, ...]) -> str:
+        return tasks[0]
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "token_embed"])
+async def test_a_pooling_model_runs_one_prompt(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    script = Script(SimpleNamespace())
+    llm = engine(monkeypatch, script, task)
+    llm.model_config = PoolingConfig()
+    await warm_up(llm)
+    assert [call["params"].task for call in script.calls] == [task]
+
+
+async def test_a_pooling_model_that_takes_more_than_a_prompt_is_not_warmed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = Script()
-    await warm_up(engine(monkeypatch, script, task="embed"))
+    llm = engine(monkeypatch, script, "plugin")
+    llm.model_config = PoolingConfig()
+    await warm_up(llm)
     assert script.calls == []
 
 

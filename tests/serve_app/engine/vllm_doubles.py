@@ -15,7 +15,7 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from batcher import ContinuousBatcher
-from serve_app.engine.stream_interval import StreamInterval
+from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences
 from serve_app.usage.calls import CallBook
@@ -74,11 +74,13 @@ def gated(
     # The constructor would start vLLM.
     llm: Any = GatedLLM.__new__(GatedLLM)
     llm.batcher = batcher
-    llm.stream_interval = StreamInterval()
+    llm.piece_rate = PieceRate()
     llm.by_priority = by_priority
     llm.max_prompt_logprobs = 100
-    llm.model_config = SimpleNamespace(max_model_len=CONTEXT, get_vocab_size=lambda: 1000)
-    llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK))
+    llm.model_config = SimpleNamespace(
+        max_model_len=CONTEXT, get_vocab_size=lambda: 1000, runner_type="generate"
+    )
+    llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9))
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
     # The destructor calls it.
     llm.shutdown = lambda *_: None

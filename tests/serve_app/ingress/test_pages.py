@@ -78,6 +78,17 @@ def test_a_function_is_called_as_a_function() -> None:
     assert "embeddings.create" in blocks[2]
 
 
+def test_a_pooling_model_is_called_for_vectors_or_scores() -> None:
+    pooling = [
+        {"id": name, "source": "x", "engine": {"runner": "pooling", "convert": convert}}
+        for name, convert in (("embedder", "embed"), ("reranker", "classify"))
+    ]
+    client, curl = Reader(page(parse({"models": pooling}).models, "http://host:8000")).blocks
+    assert 'embeddings.create(model="embedder"' in client
+    assert "curl http://host:8000/v1/rerank" in curl
+    assert '{"model": "reranker", "query": ' in curl
+
+
 def test_links_stay_below_the_prefix_that_the_page_is_served_under() -> None:
     links = Reader(page(models("demo"), "http://host/prefix")).links
     assert {"v1/models", "health", "stats"} <= set(links)

@@ -86,6 +86,52 @@ def test_a_route_that_nothing_is_served_on_says_what_there_is() -> None:
     assert "'rank' is a function: POST /process" in refusal(None, CHAT, FUNCTION).message
 
 
+POOLED: dict[str, Any] = {"id": "pooled", "source": "x", "engine": {"runner": "pooling"}}
+EMBED: dict[str, Any] = {"id": "vectors", "source": "x", "engine": {"runner": "pooling", "convert": "embed"}}
+RERANK: dict[str, Any] = {"id": "scores", "source": "x", "engine": {"convert": "classify"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "paths"),
+    [
+        (POOLED, {EMBEDDINGS, "/v1/classify", "/v1/rerank", "/v1/score", "/tokenize"}),
+        (EMBED, {EMBEDDINGS, "/v1/rerank", "/v1/score", "/tokenize"}),
+        (RERANK, {"/v1/classify", "/classify", "/v1/rerank", "/v2/rerank", "/score", "/v1/tokenize"}),
+    ],
+)
+def test_a_pooling_model_answers_where_it_has_results(model: dict[str, Any], paths: set[str]) -> None:
+    routes = routing(model)
+    for path in (*paths, EMBEDDINGS, "/v1/classify", "/generate", CHAT, "/process", "/v1/messages"):
+        if path in paths:
+            assert routes.choose(model["id"], path) == routes.choose(None, path) == model["id"]
+        else:
+            assert f"not {path}" in refusal(model["id"], path, model).message
+
+
+def test_a_pooling_model_says_what_it_serves() -> None:
+    embed = refusal("vectors", "/generate", EMBED)
+    assert embed.message == (
+        "model: 'vectors' is a pooling model: POST /v1/embeddings, /v1/rerank and /v1/score serve it, "
+        "not /generate"
+    )
+    assert "POST /v1/classify, /v1/rerank and /v1/score serve it" in refusal("scores", CHAT, RERANK).message
+
+
+def test_a_pooling_model_goes_before_a_language_model_on_its_routes() -> None:
+    models = routing(LLM, EMBED, RERANK)
+    assert models.choose(None, EMBEDDINGS) == "vectors"
+    assert models.choose(None, "/v1/classify") == "scores"
+    assert models.choose(None, CHAT) == "llm"
+    assert "several are served: vectors, scores" in refusal(None, "/v1/rerank", LLM, EMBED, RERANK).message
+    assert "vectors, embed" in refusal(None, EMBEDDINGS, EMBED, EMBEDDER).message
+
+
+def test_a_model_that_is_said_to_generate_has_no_vectors() -> None:
+    generates = LLM | {"engine": {"runner": "generate"}}
+    assert "is a language model" in refusal("llm", EMBEDDINGS, generates).message
+    assert routing(generates).choose("llm", CHAT) == "llm"
+
+
 def test_a_model_that_is_not_there() -> None:
     error = refusal("x", "/process", LLM, FUNCTION)
     assert (error.status, error.type) == (404, "not_found_error")

@@ -58,9 +58,21 @@ def test_routes_without_answers_reserve_none() -> None:
     assert demand_of("/v1/messages/count_tokens", messages=[])[0] is NOTHING
 
 
-def test_a_query_counts_once_for_each_document() -> None:
-    demand, size = demand_of("/v1/rerank", query="q", documents=["a", "b", "c"])
+def test_each_chat_of_an_embedding_is_a_prompt() -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    demand, size = demand_of("/v1/embeddings", messages=[chat, chat, chat])
+    assert demand == TokenDemand(size + 3 * TEMPLATE_TOKENS, 3, 1, 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_a_query_counts_once_for_each_document(path: str) -> None:
+    demand, size = demand_of(path, query="q", documents=["a", "b", "c"])
     assert demand == TokenDemand(3 * (size + TEMPLATE_TOKENS), 3, 1, 0)
+
+
+def test_classes_of_texts_are_no_answers() -> None:
+    demand, size = demand_of("/v1/classify", input=["a", "b"])
+    assert demand == TokenDemand(size + 2 * TEMPLATE_TOKENS, 2, 1, 0)
 
 
 @pytest.mark.parametrize("name", ["prompts", "messages"])

@@ -134,7 +134,9 @@ def test_lines_are_short(case: str) -> None:
 
 def test_the_demo_is_that_of_the_repository(models: FakeHub) -> None:
     text = generated(*CASES["demo"], models).text
-    assert content(text) == content((ROOT / "configs/local.yaml").read_text())
+    local = (ROOT / "configs/local.yaml").read_text()
+    # Their first comments differ.
+    assert text.partition("\n\n")[2] == local.partition("\n\n")[2]
 
 
 @every_case

@@ -1,4 +1,4 @@
-"""The variables of a config, against those of the files in configs/."""
+"""The variables of a config, against those that each file in configs/ has or gets."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from serve_app.settings.completion import complete_config
 from serve_app.settings.environment import Variable, controller_variables, replica_variables
 
 FOLDER = Path(__file__).parents[3] / "configs"
@@ -34,15 +35,22 @@ def load(path: Path) -> Any:
 
 @every_file
 def test_the_controller_of_each_file_agrees(path: Path) -> None:
-    written = load(path)["controller_options"]["runtime_env"]["env_vars"]
+    written = complete_config(load(path))["controller_options"]["runtime_env"]["env_vars"]
     wanted = controller_variables(long_answers=KINDS[path.name]["long_answers"])
     assert list(written.items()) == values(wanted)
 
 
 @every_file
 def test_the_replicas_of_each_file_agree(path: Path) -> None:
-    for app in load(path)["applications"]:
+    for app in complete_config(load(path))["applications"]:
         assert list(app["runtime_env"]["env_vars"].items()) == values(replica_variables(**KINDS[path.name]))
+
+
+@every_file
+def test_only_the_file_for_plain_serve_run_repeats_them(path: Path) -> None:
+    complete_file = path.name == "local.yaml"
+    assert (complete_config(load(path)) == load(path)) == complete_file
+    assert ("env_vars" in path.read_text()) == complete_file
 
 
 @pytest.mark.parametrize("long_answers", [True, False])

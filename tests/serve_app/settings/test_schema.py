@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from batcher import PROFILES, DynamicBatcher, profile
 from serve_app.api.protocol import JSON, SamplingFields
+from serve_app.api.routes import POOLING, SCORE
 from serve_app.settings.ingress import AccessSettings, IngressSettings
 from serve_app.settings.models import (
     BatcherSettings,
@@ -362,9 +363,41 @@ def test_one_body_has_to_fit_into_the_bytes_in_flight() -> None:
 )
 def test_a_host_of_media_is_a_bare_name(host: object) -> None:
     engine = {"allowed_media_domains": ["images.example.com", host]}
-    (line,) = mistakes(one(engine=engine))
+    (line,) = mistakes(one(engine=engine, multimodal=True))
     assert line.startswith("args.models[0].engine.allowed_media_domains[1]: ")
-    assert parse(one(engine={"allowed_media_domains": ["a.example"]}))
+    assert parse(one(engine={"allowed_media_domains": ["a.example"]}, multimodal=True))
+
+
+def test_hosts_of_media_have_no_use_without_media() -> None:
+    (line,) = mistakes(one(engine={"allowed_media_domains": ["a.example"]}))
+    assert "multimodal: must be true, since engine.allowed_media_domains names hosts" in line
+    assert parse(one(engine={"allowed_media_domains": []}))
+
+
+@pytest.mark.parametrize("engine", [{"runner": "pooling"}, {"convert": "embed"}])
+def test_a_pooling_model_samples_nothing_and_is_not_simulated(engine: JSON) -> None:
+    assert parse(one(engine=engine))
+    (line,) = mistakes(one(engine=engine, sampling={"temperature": 0}))
+    assert "sampling: a pooling model samples nothing" in line
+    (line,) = mistakes(one(engine=engine, simulate="h100-8b"))
+    assert "a simulated device runs no pooling model" in line
+
+
+@pytest.mark.parametrize(
+    ("engine", "routes"),
+    [
+        ({}, ()),
+        ({"runner": "auto", "convert": "none"}, ()),
+        ({"runner": "generate"}, ()),
+        ({"runner": "pooling"}, POOLING),
+        ({"convert": "embed"}, ("/v1/embeddings", *SCORE)),
+        ({"runner": "pooling", "convert": "classify"}, ("/v1/classify", "/classify", *SCORE)),
+    ],
+)
+def test_the_settings_say_which_routes_a_pooling_model_may_serve(
+    engine: JSON, routes: tuple[str, ...]
+) -> None:
+    assert EngineSettings.model_validate(engine).pooling_routes == routes
 
 
 @pytest.mark.parametrize(("stop", "path"), [(5, "stop"), (["x"] * 65, "stop"), (["x", 5], "stop[1]")])

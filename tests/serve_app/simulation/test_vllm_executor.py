@@ -9,6 +9,7 @@ import pytest
 import vllm.envs
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -37,8 +38,9 @@ class Engine:
         host_s: Seconds that vLLM takes between two steps.
     """
 
-    def __init__(self, time: VirtualTime, **fields: Any) -> None:
-        settings = LLMSettings.model_validate({"id": "demo", "simulate": NUMBERS | fields})
+    def __init__(self, time: VirtualTime, engine: dict[str, Any] | None = None, **fields: Any) -> None:
+        content = {"id": "demo", "simulate": NUMBERS | fields, "engine": engine or {}}
+        settings = LLMSettings.model_validate(content)
         args = AsyncEngineArgs.from_cli_args(vllm_args(settings))
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         self.time = time
@@ -48,12 +50,14 @@ class Engine:
         self.cached: dict[str, int] = {}
         self.host_s = 0.0
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, **fields: Any) -> None:
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int, adapter: LoRARequest | None = None, **fields: Any
+    ) -> None:
         """Add a request."""
         params = SamplingParams(
             max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA, **fields
         )
-        asked = EngineCoreRequest(name, prompt, None, params, None, time.time(), None, None, None)
+        asked = EngineCoreRequest(name, prompt, None, params, None, time.time(), adapter, None, None)
         self.core.add_request(*self.core.preprocess_add_request(asked))
         self.tokens[name], self.seen_at[name] = [], []
 
@@ -128,6 +132,19 @@ def test_sequences_share_a_step(start: Callable[..., Engine]) -> None:
         engine.add(name, PROMPT, 2)
     engine.run()
     assert [engine.seen_at[name] for name in "abc"] == [pytest.approx([7.016, 7.032])] * 3
+
+
+def test_adapters_share_a_step_as_far_as_there_are_slots(start: Callable[..., Engine]) -> None:
+    lora = {"enable_lora": True, "max_loras": 2}
+    engine = start(engine=lora, per_prefill_token_ms=0.0, per_kv_token_ms=0.0)
+    for number, name in enumerate("abc", start=1):
+        adapter = LoRARequest(name, number, f"/adapters/{name}")
+        assert engine.core.add_lora(adapter)
+        engine.add(name, PROMPT, 2, adapter)
+    engine.run()
+    assert engine.seen_at["a"] == engine.seen_at["b"] == pytest.approx([7.014, 7.028])
+    assert engine.seen_at["c"][0] > 7.028
+    assert [len(engine.tokens[name]) for name in "abc"] == [2, 2, 2]
 
 
 def test_a_long_prompt_is_computed_in_chunks(start: Callable[..., Engine]) -> None:

@@ -15,6 +15,8 @@ START = 1_790_000_040.0
 
 TENANT = "research"
 
+LIMIT_S = 30.0
+
 
 class MemoryState:
     """A database that outlives its service.
@@ -130,6 +132,8 @@ class QuotasHandle:
             settings, MemoryState(), wall=lambda: START, monotonic=lambda: 0.0, beside=inline
         )
         self.started = False
+        self._reports = 0
+        self._reported = asyncio.Condition()
 
     def options(self, **options: Any) -> "QuotasHandle":
         assert options["method_name"] == "exchange"
@@ -139,9 +143,16 @@ class QuotasHandle:
         if not self.started:
             self.started = True
             self.service.start()
-        return await self.service.exchange(report)
+        answer = await self.service.exchange(report)
+        async with self._reported:
+            self._reports += 1
+            self._reported.notify_all()
+        return answer
 
     async def left(self, subject: str, limit: str) -> int:
-        """Return what remains of a limit once the replica has reported."""
-        await asyncio.sleep(0.5)
+        """Return what remains of a limit once the replica has reported what it has now."""
+        # A report that is under way may be from before.
+        enough = self._reports + 2
+        async with asyncio.timeout(LIMIT_S), self._reported:
+            await self._reported.wait_for(lambda: self._reports >= enough)
         return next(state.remaining for state in self.service.states()[subject] if state.name == limit)

@@ -39,7 +39,7 @@ def test_every_config_of_this_project_can_be_read(path: str, offline: bool) -> N
 
 def test_a_deployment_that_says_nothing_has_a_replica_with_a_core(tmp_path: Path) -> None:
     plan = read_plan(write(tmp_path, config(1234)))
-    assert (plan.port, plan.haproxy) == (1234, False)
+    assert (plan.port, plan.haproxy) == (1234, True)
     assert plan.deployments == (Deployment("Ingress", 1, 1.0, 0.0), Deployment("Engine:demo", 1, 1.0, 0.0))
 
 
@@ -50,6 +50,12 @@ def test_replicas_are_those_of_the_start(tmp_path: Path) -> None:
         {"name": "Engine:demo", "autoscaling_config": {"min_replicas": 1, "initial_replicas": 2}},
     ]
     assert [one.replicas for one in read_plan(write(tmp_path, content)).deployments] == [3, 2]
+
+
+def test_a_config_may_do_without_haproxy(tmp_path: Path) -> None:
+    content = config()
+    content["controller_options"] = {"runtime_env": {"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "0"}}}
+    assert not read_plan(write(tmp_path, content)).haproxy
 
 
 def test_variables_of_the_config_go_before_those_of_the_environment(tmp_path: Path) -> None:

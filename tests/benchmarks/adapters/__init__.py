@@ -1,0 +1,1 @@
+"""LoRA adapters: the service beside `vllm serve`, and a flood on one adapter beside the others."""

@@ -1,0 +1,63 @@
+"""The page "From one GPU to a cluster"; tests/test_docs.py checks its commands, options and links."""
+
+import json
+import re
+
+import yaml
+from click.testing import CliRunner
+
+from serve_app.cli.serve import serve
+from serve_app.settings.completion import complete_config
+from serve_app.settings.environment import controller_variables, replica_variables
+from tests.k8s.rendering import K8S
+from tests.pages import anchors, blocks, read
+
+PAGE = "k8s/from-one-gpu.md"
+
+
+def test_the_table_has_every_step_in_order() -> None:
+    text = read(PAGE)
+    headings = re.findall(r"^## (\d+)\. (.+)$", text, re.M)
+    rows = re.findall(r"^\| \[(\d+)\. ([^\]]+)\]\(#([\w-]+)\)", text, re.M)
+    assert [(number, title) for number, title, _ in rows] == headings
+    assert [int(number) for number, _ in headings] == list(range(1, len(headings) + 1))
+    assert {anchor for _, _, anchor in rows} <= anchors(text)
+
+
+def test_every_step_has_a_command_and_what_to_look_at() -> None:
+    text = read(PAGE)
+    for part in text.split("\n## ")[1:]:
+        assert "```bash" in part, part.splitlines()[0]
+        assert "**Look at**" in part, part.splitlines()[0]
+
+
+def test_the_panels_are_on_the_dashboard() -> None:
+    dashboard = json.loads((K8S / "components/observability/dashboard.json").read_text())
+    titles = {panel["title"] for panel in dashboard["panels"]}
+    _, _, table = read(PAGE).partition("| panel | what it tells |\n")
+    named = re.findall(r"`([^`]+)`", "".join(line.partition(" | ")[0] for line in table.splitlines()))
+    assert len(named) > 5
+    assert set(named) <= titles
+
+
+def test_a_printed_file_without_its_environment_is_completed_for_a_cluster() -> None:
+    """Step 7: delete two sections from a file that was printed for a model."""
+    printed = CliRunner().invoke(serve, ["demo", "--print-config"])
+    assert printed.exit_code == 0, printed.stderr
+    config = yaml.safe_load(printed.stdout)
+    config.pop("controller_options")
+    (app,) = config["applications"]
+    app.pop("runtime_env")
+    config["http_options"]["host"] = "0.0.0.0"
+    whole = complete_config(config)
+    wanted = controller_variables(long_answers=True)
+    assert whole["controller_options"]["runtime_env"]["env_vars"] == {one.name: one.value for one in wanted}
+    gpus = any(one["ray_actor_options"].get("num_gpus") for one in app["deployments"])
+    replicas = replica_variables(long_answers=True, one_machine=False, cpu=not gpus, offline=True)
+    (app,) = whole["applications"]
+    assert app["runtime_env"]["env_vars"] == {one.name: one.value for one in replicas}
+
+
+def test_kubernetes_has_the_page() -> None:
+    assert "(from-one-gpu.md)" in read("k8s/README.md")
+    assert "(k8s/from-one-gpu.md)" in read("README.md")
