@@ -9,7 +9,7 @@ from typing import Any, Self
 import httpx
 
 from serve_app.tuning.goals import Goal
-from serve_app.tuning.load_step import Answer, Load, Step, is_hopeless
+from serve_app.tuning.load_step import Answer, Load, Step, is_clear, is_hopeless
 from serve_app.tuning.requests import Ask, Requests
 from serve_app.tuning.service import Facts, Service
 
@@ -98,7 +98,8 @@ class Generator:
     async def step(self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int) -> Step:
         """Put a load on the service; see `tuner.Source`.
 
-        A step that has missed a goal for certain ends before its time. What still runs at the end is cut off.
+        A step that has missed a goal for certain ends before its time, and so does one of a closed loop that
+        holds them for certain. What still runs at the end is cut off.
         """
         self._requests.begin(seed)
         self._answers, self._late_s = [], 0.0
@@ -116,6 +117,8 @@ class Generator:
                     expected = self._counted(window) / max(now - window[0], LOOK_S) * seconds
                 if now > window[0] and is_hopeless(self._answers, self._goals, window, expected, now):
                     cut = now < window[1]
+                    break
+                if is_clear(load, self._answers, self._goals, window, now):
                     break
                 if now >= window[1] and (now >= window[1] + drain or not self._unfinished(window)):
                     break

@@ -20,8 +20,9 @@ GROWTH, GROWTH_DEVIATIONS = 1.3, 3.0
 """Requests in flight in the last third of a step, as a multiple of those in the first third, and in standard
 deviations of a Poisson number beyond: more of them means that the service falls behind."""
 
-HOPELESS, HOPELESS_MORE = 2.0, 3
-"""Misses that end a step early, as a multiple of those that a goal allows, and how many beyond that."""
+CERTAIN, CERTAIN_MORE = 2.0, 3
+"""Factor between the misses of a step and those that a goal allows, and their number beyond that, which end
+the step early."""
 
 
 class Load(NamedTuple):
@@ -265,10 +266,42 @@ def is_hopeless(
     """
     counted = [each for each in answers if window[0] <= each.sent_at < window[1]]
     return any(
-        sum(_missed(each, goal, now) for each in counted)
-        > HOPELESS * allowed(goal) * max(expected, len(counted)) + HOPELESS_MORE
+        _misses(counted, goal, now) > CERTAIN * allowed(goal) * max(expected, len(counted)) + CERTAIN_MORE
         for goal in goals
     )
+
+
+def is_clear(
+    load: Load, answers: Iterable[Answer], goals: Iterable[Goal], window: tuple[float, float], now: float
+) -> bool:
+    """Return whether so few of many requests have missed the goals that more of them say nothing else.
+
+    Never of an open loop: its queue may grow slowly.
+
+    Args:
+        load: The load.
+        answers: The requests so far.
+        goals: The goals.
+        window: Begin and end of the time in which requests count.
+        now: The time.
+    """
+    if load.loop == "open":
+        return False
+    counted = [each for each in answers if window[0] <= each.sent_at < window[1]]
+    return all(
+        _misses(counted, goal, now) <= allowed(goal) * _decided(counted, goal, now) / CERTAIN - CERTAIN_MORE
+        for goal in goals
+    )
+
+
+def _misses(counted: Iterable[Answer], goal: Goal, now: float) -> int:
+    return sum(_missed(each, goal, now) for each in counted)
+
+
+def _decided(counted: Iterable[Answer], goal: Goal, now: float) -> int:
+    """Return how many requests have missed a goal or held it."""
+    found = (each.seconds(goal.metric, now) for each in counted)
+    return sum(each is not None and (each[1] or each[0] >= goal.bound) for each in found)
 
 
 def _missed(answer: Answer, goal: Goal, now: float) -> bool:

@@ -10,7 +10,7 @@ from serve_app.cli.serve import serve
 from serve_app.settings.completion import complete_config
 from serve_app.settings.environment import controller_variables, replica_variables
 from tests.k8s.rendering import K8S
-from tests.pages import anchors, blocks, read
+from tests.pages import anchors, read
 
 PAGE = "k8s/from-one-gpu.md"
 

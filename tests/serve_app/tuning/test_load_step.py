@@ -5,7 +5,7 @@ import math
 import pytest
 
 from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load_step import Answer, Load, Step, is_hopeless
+from serve_app.tuning.load_step import Answer, Load, Step, is_clear, is_hopeless
 
 GOALS = parse_goals("ttft_p90<1,tpot_p90<0.1")
 WINDOW = (10.0, 20.0)
@@ -96,3 +96,20 @@ def test_a_step_is_hopeless_once_too_many_are_late() -> None:
     # As many are few among those that are still to come.
     assert not is_hopeless(silent, GOALS, WINDOW, expected=1_000, now=14.0)
     assert not is_hopeless(answers(100), GOALS, WINDOW, expected=100, now=30.0)
+
+
+def test_a_closed_loop_is_clear_once_many_have_held_the_goals() -> None:
+    clients, rate = Load("closed", 10), Load("open", 10.0)
+
+    def clear(found: list[Answer], load: Load = clients, now: float = 30.0) -> bool:
+        return is_clear(load, found, GOALS, WINDOW, now)
+
+    # A tenth may be late: half of that, less three, may have been.
+    assert clear(answers(60))
+    assert not clear(answers(59))
+    assert clear([*answers(98), *answers(2, ttft=3.0)])
+    assert not clear([*answers(97), *answers(3, tpot=0.5)])
+    # Those that still run have held nothing.
+    assert not clear(answers(60), now=20.5)
+    # A queue may grow slowly.
+    assert not clear(answers(10_000), rate)

@@ -38,6 +38,9 @@ class Case:
     def workload(self) -> Workload:
         return Workload.of(1.0, Lengths.parse(self.input), Lengths.parse(self.output))
 
+    def __str__(self) -> str:
+        return f"{self.device} {self.goals}"
+
     def service(self) -> VirtualService:
         return VirtualService(PROFILES[self.device], self.workload, parse_goals(self.goals), self.replicas)
 
@@ -52,7 +55,7 @@ CASES = [
     Case("h100-70b-tp4", "2000:1000", "200:100", "ttft_p99<1.5", 1, 600),
     Case("h100-8b", "64", "64", "latency_p95<2", 1, 60),
 ]
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.device} {case.goals}")
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 @dataclass
@@ -105,7 +108,14 @@ async def grid(case: Case, loop: Loop, most: float) -> tuple[float, float]:
     raise AssertionError("no load of the grid holds")
 
 
-@every_case
+@pytest.mark.parametrize(
+    "case",
+    # Each grid takes ten seconds and more.
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.long] if number else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_the_goodput_is_that_of_a_grid_in_a_fifth_of_its_time(case: Case) -> None:
     found = tuned(case)
     profile = PROFILES[case.device]

@@ -5,10 +5,13 @@ import math
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.fleet import Fleet, closed_loop, open_loop
 from serve_app.tuning.goals import Goal
-from serve_app.tuning.load_step import Answer, Load, Step, is_hopeless
+from serve_app.tuning.load_step import Answer, Load, Step, is_clear, is_hopeless
 from serve_app.tuning.replica import Settings
 from serve_app.tuning.service import Facts
 from serve_app.tuning.workload import Workload
+
+LOOKS = 50
+"""Looks at a step, for whether it holds the goals for certain."""
 
 
 class VirtualService:
@@ -18,7 +21,7 @@ class VirtualService:
         settings: Settings of the replicas.
         spent_s: Virtual seconds of all steps so far.
         steps: Steps so far.
-        cuts: Whether steps end before their time, once a goal is missed for certain.
+        cuts: Whether steps end before their time, once a goal is missed or held for certain.
     """
 
     def __init__(
@@ -49,6 +52,10 @@ class VirtualService:
             seen = (at(each, now) for each in answers)
             return is_hopeless(seen, self.goals, window, expected, now)
 
+        def clear(now: float) -> bool:
+            seen = (at(each, now) for each in answers if each.sent_at <= now)
+            return is_clear(load, seen, self.goals, window, now)
+
         now = end
         counted = [each for each in answers if warm_up <= each.sent_at < end]
         now = min(end + drain, max([end, *(each.ended_at or 0.0 for each in counted)]))
@@ -58,6 +65,9 @@ class VirtualService:
             while now - low > 0.25:
                 middle = (low + now) / 2
                 low, now = (low, middle) if hopeless(middle) else (middle, now)
+        elif self.cuts:
+            looks = (warm_up + number * seconds / LOOKS for number in range(1, LOOKS))
+            now = next((look for look in looks if clear(look)), now)
         self.spent_s += now
         self.steps += 1
         seen = [at(each, now) for each in answers if each.sent_at <= now]
