@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 
-from serve_app.api.protocol import JSON
+from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 
 pytestmark = pytest.mark.long
@@ -40,7 +40,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("tuned")
     profile = folder / "slow.yaml"
     profile.write_text(yaml.safe_dump(PROFILE))
-    config: JSON = yaml.safe_load((ROOT / "configs/simulated.yaml").read_text())
+    config = complete_config(yaml.safe_load((ROOT / "configs/simulated.yaml").read_text()))
     (app,) = config["applications"]
     (model,) = app["args"]["models"]
     model["simulate"] = str(profile)
