@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import random
 import signal
 import statistics
 import subprocess
@@ -99,7 +100,9 @@ class API:
             time.sleep(POLL_S)
 
 
-def write_rows(folder: Path, first: int, count: int, tokens: int) -> tuple[Path, Path]:
+def write_rows(
+    folder: Path, first: int, count: int, tokens: int, *, mixed: bool = False
+) -> tuple[Path, Path]:
     """Write the same rows for the driver and for the batch API; return both files.
 
     Args:
@@ -107,11 +110,14 @@ def write_rows(folder: Path, first: int, count: int, tokens: int) -> tuple[Path,
         first: Number of the first prompt.
         count: Number of rows.
         tokens: Tokens of each answer.
+        mixed: From half of the tokens to one and a half. Equal answers end in waves, of which a window of
+            time has one more or less.
     """
     prompts, requests = folder / "prompts.jsonl", folder / "requests.jsonl"
     with prompts.open("w") as one, requests.open("w") as other:
         for number in range(first, first + count):
-            prompt = Prompt(fixed(number).text, tokens)
+            share = random.Random(number).uniform(0.5, 1.5) if mixed else 1
+            prompt = Prompt(fixed(number).text, round(share * tokens))
             request = completion(prompt)
             one.write(json.dumps({"id": str(number), "prompt": prompt.text}) + "\n")
             line: JSON = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS}
@@ -161,7 +167,7 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
 def beside(options: argparse.Namespace, folder: Path) -> Table:
     """Measure live traffic and a batch, each alone and both together."""
     model = MODELS[options.model](folder)
-    _, requests = write_rows(folder, 10_000_000, MANY, options.answer)
+    _, requests = write_rows(folder, 10_000_000, MANY, options.answer, mixed=True)
     traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
     alone, own, ratios_seen, shares = [], [], [], []
     with saturate(model, folder, batches=folder / "without a goal") as server:
@@ -190,7 +196,7 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             both, made = asyncio.run(_both(server, traffic, api, 10 * number + 1))
             api.cancel(id)
             busy = both.figures(traffic)
-            # Rows end in waves, so tokens are counted; those of the live answers are not the batch's.
+            # The tokens of the live answers are not the batch's.
             left = made - len(both.live) * CHAT_TOKENS / traffic.seconds
             alone.append(quiet["ttft_p99_ms"])
             p99s.append(busy["ttft_p99_ms"])
@@ -199,7 +205,8 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             shares.append(left / whole)
     return Table(
         f"{about(options.model)}; live: {options.rate:g} streams/s, doubled in the middle, 64 tokens in and "
-        f"{CHAT_TOKENS} out; batch: rows of 64 in and {options.answer} out. The goal for the TTFT p99 is "
+        f"{CHAT_TOKENS} out; batch: rows of 64 in and {options.answer} out, "
+        f"half of that more or less. The goal for the TTFT p99 is "
         f"{goal_s * 1e3:.0f} ms.",
         [
             Row("live alone: TTFT p99", "ms", alone),
