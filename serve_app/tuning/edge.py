@@ -15,7 +15,8 @@ STEP_BACK = 0.975
 MOST_STEPS = 24
 """Steps of a search, at most: a service whose answers change at random ends it, too."""
 
-Measure = Callable[[float], Awaitable[Step]]
+Measure = Callable[[float, bool], Awaitable[Step]]
+"""Makes a step under a load; True: it may end before its time once it is clear that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class EdgeSearch:
     together are clear of the bounds.
 
     Args:
-        measure: Makes a step under a load of this value.
+        measure: Makes the steps.
         least: The lowest value.
         most: The highest value.
         whole: The values are whole numbers.
@@ -105,7 +106,8 @@ class EdgeSearch:
         """Return the bracket with a value that has held in two steps, lowered until there is one."""
         while low:
             if await self._holds(low) and low not in self._repeated:
-                await self._repeat(low)
+                # Its figures are those of the answer.
+                await self._repeat(low, early=False)
             if self._known[low].holds and not self._known[low].unclear:
                 break
             high = low
@@ -127,12 +129,12 @@ class EdgeSearch:
                 await self._repeat(value)
         return self._known[value].holds
 
-    async def _repeat(self, value: float) -> None:
+    async def _repeat(self, value: float, *, early: bool = True) -> None:
         self._repeated.add(value)
-        self._known[value] = self._known[value].with_(await self._step(value))
+        self._known[value] = self._known[value].with_(await self._step(value, early=early))
 
-    async def _step(self, value: float) -> Step:
-        step = await self._measure(value)
+    async def _step(self, value: float, *, early: bool = True) -> Step:
+        step = await self._measure(value, early)
         self._steps.append(step)
         return step
 

@@ -95,11 +95,12 @@ class Generator:
         """Return the facts about the model."""
         return await self._service.facts(self._requests.model)
 
-    async def step(self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int) -> Step:
+    async def step(
+        self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
+    ) -> Step:
         """Put a load on the service; see `tuner.Source`.
 
-        A step that has missed a goal for certain ends before its time, and so does one of a closed loop that
-        holds them for certain. What still runs at the end is cut off.
+        A step that has missed a goal for certain ends before its time. What still runs at the end is cut off.
         """
         self._requests.begin(seed)
         self._answers, self._late_s = [], 0.0
@@ -118,7 +119,7 @@ class Generator:
                 if now > window[0] and is_hopeless(self._answers, self._goals, window, expected, now):
                     cut = now < window[1]
                     break
-                if is_clear(load, self._answers, self._goals, window, now):
+                if early and is_clear(load, self._answers, self._goals, window, now):
                     break
                 if now >= window[1] and (now >= window[1] + drain or not self._unfinished(window)):
                     break

@@ -38,7 +38,9 @@ class Source(Protocol):
     async def facts(self) -> Facts:
         """Return the facts about the model."""
 
-    async def step(self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int) -> Step:
+    async def step(
+        self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
+    ) -> Step:
         """Put a load on the service, and return what came of it.
 
         Args:
@@ -47,6 +49,7 @@ class Source(Protocol):
             warm_up: Seconds before it.
             drain: Most seconds after it, in which the load goes on.
             seed: Of the random numbers.
+            early: The step may end before its time once it is clear that it holds.
         """
 
 
@@ -131,7 +134,7 @@ class Tuner:
         facts = await self._source.facts()
         places = self._places(facts)
         search = EdgeSearch(
-            lambda value: self._step(Load("closed", value)),
+            lambda value, early: self._step(Load("closed", value), early=early),
             least=1,
             most=max(1, CLIENTS_PER_PLACE * places),
             whole=True,
@@ -151,7 +154,7 @@ class Tuner:
         if closed is not None and closed.held is not None:
             start, growth = CLOSE_SHARE * closed.held.rate, CLOSE_GROWTH
         search = EdgeSearch(
-            lambda value: self._step(Load("open", value)),
+            lambda value, early: self._step(Load("open", value), early=early),
             least=LEAST_RATE * start,
             most=math.inf,
             growth=growth,
@@ -179,7 +182,7 @@ class Tuner:
         """Return the requests that may run at once."""
         return facts.replicas * max(1, min(facts.max_num_seqs, int(facts.kv_tokens / self._tokens)))
 
-    async def _step(self, load: Load) -> Step:
+    async def _step(self, load: Load, *, early: bool = False) -> Step:
         self._progress(load, None)
         step = await self._source.step(
             load,
@@ -187,6 +190,7 @@ class Tuner:
             warm_up=min(WARM_UP_LIVES * self.life_s, self._seconds),
             drain=min(DRAIN_LIVES * self.life_s, self._seconds),
             seed=self._next_seed(),
+            early=early,
         )
         self._progress(load, step)
         if step.holds:

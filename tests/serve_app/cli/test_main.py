@@ -79,5 +79,5 @@ def test_shells_complete_commands_and_options() -> None:
 
 
 def test_an_unknown_command_is_an_error_of_usage() -> None:
-    with pytest.raises(click.UsageError, match="No such command 'tune'"):
-        saturate.main(["tune"], standalone_mode=False)
+    with pytest.raises(click.UsageError, match="No such command 'tuna'"):
+        saturate.main(["tuna"], standalone_mode=False)

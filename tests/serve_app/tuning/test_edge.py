@@ -23,7 +23,7 @@ async def search(edge: float, start: float, noise: float = 0.0, **options: objec
     """Search for an edge; `noise` is the standard deviation of the load at which a step breaks."""
     numbers = random.Random(3)
 
-    async def measure(value: float) -> Step:
+    async def measure(value: float, early: bool) -> Step:
         return step(value, 0.0 if value <= numbers.gauss(edge, noise * edge) else 1.0)
 
     options = {"least": 0.1, "most": 10_000.0} | options
@@ -70,6 +70,19 @@ async def test_everything_holds() -> None:
     assert found.broken is None
 
 
+async def test_the_step_that_confirms_takes_its_whole_time() -> None:
+    early_steps: list[tuple[float, bool]] = []
+
+    async def measure(value: float, early: bool) -> Step:
+        early_steps.append((value, early))
+        return step(value, 0.0 if value <= 70 else 1.0)
+
+    found = await EdgeSearch(measure, least=0.1, most=1_000.0).find(50.0)
+    assert found.held is not None
+    assert early_steps[-1] == (found.held.load.value, False)
+    assert all(early for _, early in early_steps[:-1])
+
+
 async def test_a_service_that_changes_at_random_ends_the_search() -> None:
     found = await search(70.0, 10.0, noise=0.3)
     assert len(found.steps) <= MOST_STEPS + 1
@@ -78,7 +91,7 @@ async def test_a_service_that_changes_at_random_ends_the_search() -> None:
 async def test_a_step_that_breaks_close_to_the_bound_is_repeated() -> None:
     seen: list[float] = []
 
-    async def measure(value: float) -> Step:
+    async def measure(value: float, early: bool) -> Step:
         seen.append(value)
         return step(value, 0.0 if value < 60 else 0.12 if value < 80 else 1.0)
 

@@ -35,7 +35,7 @@ async def test_an_open_loop_has_the_rate_and_the_times_of_the_answers() -> None:
     async with streaming_server(token_s=0.01) as server:
         found = await step(server, Load("open", 60.0), seconds=1.0)
     assert found.sent == pytest.approx(60, abs=25)
-    assert (found.failed, found.holds) == (0, True)
+    assert (found.failed, found.misses, found.cut) == (0, (), False)
     assert 0.01 <= found.figure("ttft", 50) < found.figure("latency", 50)
     # Three tokens follow the first one.
     assert found.figure("tpot", 50) == pytest.approx(

@@ -21,7 +21,7 @@ class VirtualService:
         settings: Settings of the replicas.
         spent_s: Virtual seconds of all steps so far.
         steps: Steps so far.
-        cuts: Whether steps end before their time, once a goal is missed or held for certain.
+        cuts: Whether steps end before their time, once a goal is missed for certain.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class VirtualService:
         running = min(self.settings.max_running or profile.max_num_seqs, profile.max_num_seqs)
         return Facts("m", profile.max_model_len, self.replicas, profile.kv_tokens, running, 0, 0)
 
-    async def step(self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int) -> Step:
+    async def step(
+        self, load: Load, *, seconds: float, warm_up: float, drain: float, seed: int, early: bool = False
+    ) -> Step:
         end = warm_up + seconds
         answers = self._answers(load, end, seed)
         window = warm_up, end
@@ -65,7 +67,7 @@ class VirtualService:
             while now - low > 0.25:
                 middle = (low + now) / 2
                 low, now = (low, middle) if hopeless(middle) else (middle, now)
-        elif self.cuts:
+        elif early:
             looks = (warm_up + number * seconds / LOOKS for number in range(1, LOOKS))
             now = next((look for look in looks if clear(look)), now)
         self.spent_s += now
