@@ -6,11 +6,15 @@ from typing import Any
 
 from serve_app.tuning.config_hint import batcher_goals
 from serve_app.tuning.goals import Goal
-from serve_app.tuning.load_step import Step
+from serve_app.tuning.load_step import Step, allowed
 from serve_app.tuning.service import Facts
 
 MARGIN = 0.95
 """Rate to plan with, as a share of the highest one that held: other requests draw other random numbers."""
+
+CLOSE, CLOSE_MARGIN = 0.25, 0.92
+"""The same where it held closely: by this share of the requests that may be late. They come in groups, so
+other requests have several times as many."""
 
 UNEVEN = 1.25
 """Requests of the replica that has the most, as a multiple of the mean."""
@@ -70,7 +74,8 @@ def choose(
     replicas = facts.replicas
     uneven = UNEVEN if replicas > 1 else 1.0
     running = math.ceil(step.peak / replicas * uneven * SPARE)
-    chosen = MARGIN * step.load.value if rate is None else rate
+    closely = any(step.missing(goal) >= CLOSE * allowed(goal) for goal in goals)
+    chosen = (CLOSE_MARGIN if closely else MARGIN) * step.load.value if rate is None else rate
     wait = _wait_s(step, goals)
     queue = None
     if wait is not None:

@@ -13,9 +13,8 @@ Loop = Literal["open", "closed"]
 SHOWN = (50, 99)
 """Percentiles of every metric in a table."""
 
-CLOSE_BELOW, CLOSE_ABOVE = 1 / 3, 2.0
-"""Share of requests that miss a goal, as a multiple of the share that may, between which it is unclear: late
-requests come in groups, so a step that holds closely doesn't hold again."""
+CLOSE = 2.0
+"""Factor between the share of requests that miss a goal and the share that may, below which it is unclear."""
 
 GROWTH, GROWTH_DEVIATIONS = 1.3, 3.0
 """Requests in flight in the last third of a step, as a multiple of those in the first third, and in standard
@@ -216,7 +215,9 @@ class Step:
             return False
         if self.growing:
             return not self.misses
-        return any(CLOSE_BELOW <= self.missing(goal) / allowed(goal) <= CLOSE_ABOVE for goal in self.goals)
+        return any(
+            allowed(goal) / CLOSE <= self.missing(goal) <= allowed(goal) * CLOSE for goal in self.goals
+        )
 
     @property
     def goodput(self) -> float:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from serve_app.tuning.choice import BACKGROUND_PART, MARGIN, choose
+from serve_app.tuning.choice import BACKGROUND_PART, CLOSE_MARGIN, MARGIN, choose
 from serve_app.tuning.goals import Goal, parse_goals
 from serve_app.tuning.load_step import Answer, Load, Step
 from serve_app.tuning.service import Facts
@@ -11,10 +11,10 @@ FACTS = Facts("m", 4096, 1, 100_000, 256, 0, 0)
 GOALS = parse_goals("ttft_p99<0.5,tpot_p99<0.05")
 
 
-def step(goals: tuple[Goal, ...] = GOALS) -> Step:
-    """Return 20 requests per second of two seconds each."""
+def step(goals: tuple[Goal, ...] = GOALS, late: int = 0) -> Step:
+    """Return 20 requests per second of two seconds each, the last of which are late."""
     sent = [number / 20 for number in range(-100, 600)]
-    found = [Answer(at, 11, at + 0.2, at + 2.0) for at in sent]
+    found = [Answer(at, 101, at + (0.6 if n >= 700 - late else 0.2), at + 2.0) for n, at in enumerate(sent)]
     return Step.of(Load("open", 20.0), goals, found, (0.0, 30.0), began_at=-5.0, now=40.0)
 
 
@@ -26,6 +26,12 @@ def test_the_window_holds_what_ran_and_the_queue_what_can_start_in_time() -> Non
     assert choice.max_queue_size == 15
     assert choice.target_ongoing_requests == 38
     assert choice.goals == {"ttft_p99_s": 0.5, "tpot_p99_s": 0.05}
+
+
+def test_a_load_that_holds_closely_has_a_wider_margin() -> None:
+    # Six of the 600 requests may be late.
+    assert choose(step(late=1), FACTS, GOALS).rate == 20 * MARGIN
+    assert choose(step(late=2), FACTS, GOALS).rate == 20 * CLOSE_MARGIN
 
 
 def test_replicas_share_the_load_unevenly() -> None:

@@ -84,7 +84,7 @@ def test_two_steps_count_as_one() -> None:
     assert [goal.name for goal in both.misses] == ["ttft_p90"]
 
 
-@pytest.mark.parametrize(("late", "unclear"), [(0, False), (3, False), (4, True), (15, True), (25, False)])
+@pytest.mark.parametrize(("late", "unclear"), [(0, False), (4, False), (8, True), (15, True), (25, False)])
 def test_a_step_close_to_a_bound_is_unclear(late: int, unclear: bool) -> None:
     assert step([*answers(100 - late), *answers(late, ttft=3.0)]).unclear is unclear
 
