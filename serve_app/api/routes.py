@@ -51,13 +51,22 @@ def listed(paths: Collection[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
+def named(path: str) -> str:
+    """Return a route as messages name it.
+
+    Args:
+        path: The route, as a client or vLLM names it.
+    """
+    return next((name for name, moved in MOVED.items() if moved == path), path)
+
+
 def unserved(model: str, path: str, served: Collection[str]) -> RequestError:
     """Return the error for a request of a route that a model in vLLM doesn't serve.
 
     Args:
         model: Id of the model.
-        path: The route.
+        path: The route, as vLLM names it.
         served: Routes that the model serves, as vLLM names them.
     """
-    message = f"model: {model!r} serves {listed(served)}, not {path}"
+    message = f"model: {model!r} serves {listed(served)}, not {named(path)}"
     return RequestError(400, "invalid_request_error", message, param="model")

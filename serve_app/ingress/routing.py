@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import EMBEDDINGS, POOLING, TOKENIZING, listed
+from serve_app.api.routes import EMBEDDINGS, POOLING, TOKENIZING, listed, named
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import FunctionSettings, ModelSettings
 
@@ -95,7 +95,7 @@ class Routing(Collection[str]):
         if name is not None:
             model = self.find(name, allowed)
             if not _serves(model, path):
-                message = f"model: {name!r} {_describe(model)}, not {path}"
+                message = f"model: {name!r} {_describe(model)}, not {named(path)}"
                 raise RequestError(400, "invalid_request_error", message, param="model")
             return name
         # Without a name, an engine answers as its model, not as an adapter.
@@ -111,7 +111,7 @@ class Routing(Collection[str]):
             message = f"model: required, since several are served: {names}"
         else:
             there = "; ".join(f"{model.id!r} {_describe(model)}" for model in visible)
-            message = f"No model answers {path} here: {there or 'this API key has access to none'}"
+            message = f"No model answers {named(path)} here: {there or 'this API key has access to none'}"
         raise RequestError(400, "invalid_request_error", message, param="model")
 
     def find(self, name: str, allowed: Collection[str] | None = None) -> ModelSettings:

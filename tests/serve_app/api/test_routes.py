@@ -20,3 +20,4 @@ def test_a_route_that_is_not_served_is_a_400_with_those_that_are() -> None:
     error = unserved("bge", "/v1/rerank", {"/v1/embeddings"})
     assert (error.status, error.param) == (400, "model")
     assert error.message == "model: 'bge' serves /v1/embeddings, not /v1/rerank"
+    assert unserved("bge", "/classify", {"/v1/embeddings"}).message.endswith("not /v1/classify")
