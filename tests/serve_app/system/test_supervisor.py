@@ -16,6 +16,9 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 LIMIT_S = 20.0
 
+# A signal that comes right before a sleep is handled after it, so sleeps are short.
+SLEEP = "[time.sleep(0.1) for _ in range(600)]"
+
 COMMAND = """
 import os, signal, subprocess, sys, time
 {first}
@@ -59,7 +62,7 @@ class Supervised:
 
 @contextmanager
 def supervised(
-    then: str = "time.sleep(60)", *, first: str = "", interrupt_s: float = LIMIT_S
+    then: str = SLEEP, *, first: str = "", interrupt_s: float = LIMIT_S
 ) -> Iterator[Supervised]:
     """Run a command that starts an orphan which ignores signals.
 
