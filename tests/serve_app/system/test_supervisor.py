@@ -61,9 +61,7 @@ class Supervised:
 
 
 @contextmanager
-def supervised(
-    then: str = SLEEP, *, first: str = "", interrupt_s: float = LIMIT_S
-) -> Iterator[Supervised]:
+def supervised(then: str = SLEEP, *, first: str = "", interrupt_s: float = LIMIT_S) -> Iterator[Supervised]:
     """Run a command that starts an orphan which ignores signals.
 
     Args:
