@@ -38,10 +38,9 @@ async def test_an_open_loop_has_the_rate_and_the_times_of_the_answers() -> None:
     assert (found.failed, found.misses, found.cut) == (0, (), False)
     assert 0.01 <= found.figure("ttft", 50) < found.figure("latency", 50)
     # Three tokens follow the first one.
-    assert found.figure("tpot", 50) == pytest.approx(
-        (found.figure("latency", 50) - found.figure("ttft", 50)) / 3, rel=0.3
-    )
-    assert found.tokens_per_s == pytest.approx(4 * found.rate, rel=0.2)
+    assert 0.009 <= found.figure("tpot", 50) <= found.figure("latency", 50) / 3
+    # Those of the last answers may come after the step.
+    assert 0 < found.tokens <= 4 * found.sent
 
 
 async def test_an_open_loop_keeps_its_schedule_whatever_the_service_does() -> None:
