@@ -17,15 +17,16 @@ def prepare() -> Callable[[JSON], JSON]:
     engine = get_deployment_handle("Engine:demo", app_name="llm")
 
     async def send(lists: list[JSON], in_flight: int) -> list[JSON]:
-        answers: list[JSON] = []
-        left = iter(lists)
+        # In the order of the lists, whatever the order in which they are answered.
+        answers: list[JSON] = [{} for _ in lists]
+        left = iter(zip(lists, answers, strict=True))
 
         async def caller() -> None:
-            for one in left:
+            for one, answer in left:
                 started = time.monotonic()
-                answer = await engine.generate.remote(one)
-                tokens = answer["usage"]["completion_tokens"]
-                answers.append({"started": started, "ended": time.monotonic(), "tokens": tokens})
+                content = await engine.generate.remote(one)
+                tokens = content["usage"]["completion_tokens"]
+                answer.update(started=started, ended=time.monotonic(), tokens=tokens)
 
         await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
