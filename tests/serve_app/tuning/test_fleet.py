@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from batcher.stats import percentiles
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.tuning.fleet import Fleet, Run, closed_loop, open_loop
+from serve_app.tuning.fleet import Fleet, Run, closed_loop, open_loop, replay
 from serve_app.tuning.replica import Request, Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.workload import Arrival, Lengths, Workload
 from tests.serve_app.tuning.doubles import profile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -116,6 +116,50 @@ def test_cached_tokens_take_no_time() -> None:
     medians = [percentiles([each.ttft_s for each in found.requests], (0.5,))[0] for found in (cold, warm)]
     assert medians[0] == pytest.approx(0.070, abs=0.01)
     assert medians[1] < 0.025
+
+
+def drawn(load: Workload, count: int) -> list[Arrival]:
+    found, at = [], 0.0
+    for draw in islice(load.draws(1), count):
+        at += draw.gap / load.rate
+        found.append(Arrival(at, draw.prompt, draw.output))
+    return found
+
+
+def test_given_requests_run_as_random_ones_do() -> None:
+    """All answers are as long as `max_tokens`, so each reserves the same in both."""
+    device, load = profile(), work(4.0, "200:100", "60")
+    random_ones = run(device, load, 1, counted=200)
+    given = drawn(load, 400)
+    fleet = Fleet(device, Settings.of(device), 1, load)
+    found = replay(fleet, load, given, seconds=random_ones.requests[-1].sent_at + 1e-9)
+    assert times(found.requests[100:]) == times(random_ones.requests)
+
+
+def test_given_requests_reserve_what_their_answers_take() -> None:
+    """Two fit beside each other if each reserves 300 tokens, and none if they reserved the most of all."""
+    device = profile(kv_tokens=600, max_model_len=600)
+    load = work(1.0, "200", "100", max_tokens=400)
+    fleet = Fleet(device, Settings.of(device), 1, load)
+    found = replay(fleet, load, [Arrival(0.0, 200, 100)] * 2, seconds=1.0)
+    assert found.most_held == 600
+    assert found.most_running == 2
+
+
+def test_given_requests_are_shared_by_the_replicas() -> None:
+    load = work(8.0)
+    fleet = Fleet(profile(), Settings.of(profile()), 4, load, "least_loaded")
+    found = replay(fleet, load, drawn(load, 200), seconds=1e9)
+    assert found.sent == len(found.requests) == 200
+    # One replica would have all of them.
+    assert found.most_running < 50
+
+
+def test_given_requests_that_come_too_late_are_refused() -> None:
+    load = work()
+    fleet = Fleet(profile(), Settings.of(profile()), 1, load)
+    with pytest.raises(ValueError, match=r"no request is sent in the first 2 s; raise the rate"):
+        replay(fleet, load, [Arrival(3.0, 10, 10)], seconds=2.0)
 
 
 # Measured services
