@@ -225,6 +225,8 @@ def test_a_table_as_text(factor: float, word: str, tmp_path: Path, monkeypatch: 
     assert line.endswith(f"{factor:.2f}  {factor:.2f}–{factor:.2f}  {word}")  # noqa: RUF001
     assert f"0.90 to 1.10 x  {word}" in shown
     assert "CPU, share of all cores" in shown
+    # The description comes first, however many lines it has.
+    assert shown.index("default settings.") < shown.index("live / planned")
     (row,) = tables.page({"the load": table}).splitlines()[2:]
     assert row.startswith("| the load | 1")
     assert f"ms: {factor:.2f} ({factor:.2f}–{factor:.2f})" in row  # noqa: RUF001

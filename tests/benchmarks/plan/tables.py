@@ -103,8 +103,8 @@ def text(name: str, table: Table) -> str:
         ).rstrip()
         for line in lines
     ]
-    others = report.show(name, Table(table.setting, list(rows.values()))).split("\n", 1)
-    return "\n".join([others[0], "", *body, others[1]])
+    setting, others = report.show(name, Table(table.setting, list(rows.values()))).split("\n\n", 1)
+    return "\n".join([setting, "", *body, "", others])
 
 
 def page(found: Mapping[str, Table]) -> str:
