@@ -77,7 +77,7 @@ def test_more_replicas_are_never_slower(seed: int) -> None:
     ends = [max(request.ended_at for request in each.requests) for each in found.values()]
     # The same requests come; by chance two prompts may meet that didn't before.
     for fewer, more in pairwise(p99s):
-        assert more <= 1.15 * fewer
+        assert more <= 1.3 * fewer
     assert p99s[-1] < p99s[0]
     # So many requests end no later.
     for fewer, more in pairwise(ends):
@@ -109,7 +109,7 @@ def test_the_way_to_the_engine_delays_the_first_token_alone() -> None:
 
 
 def test_cached_tokens_take_no_time() -> None:
-    device = PROFILES["h100-8b"]
+    device = PROFILES["h100-8b"].model_copy(update={"request_ms": 0.0})
     cold, warm = (
         run(device, work(2, "2000", "20", prefix_share=share), 1, counted=200) for share in (0, 0.9)
     )
@@ -215,6 +215,16 @@ def test_streams_on_a_simulated_device_have_the_rate_of_the_model(
     tokens_per_s, _ = closed(device, work(), streams, requests)
     print(f"{streams} streams, tokens/s: measured {measured:,.0f}, model {tokens_per_s:,.0f}")
     assert tokens_per_s == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["l4-7b", "h100-8b"])
+def test_a_lone_stream_of_the_service_has_the_first_token_of_the_model(name: str) -> None:
+    """256 tokens in, 128 out: the benchmark of the service on a simulated device."""
+    table = json.loads((RESULTS / f"serve-{name}.json").read_text())["device-1"]
+    measured = {row["what"]: row["median"] for row in table["rows"]}["saturate: TTFT p50"]
+    _, median = closed(PROFILES[name], work(), 1, 12)
+    print(f"TTFT: measured {measured:.1f} ms, model {median * 1e3:.1f} ms")
+    assert median * 1e3 == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize(("device", "measured_ms"), [(L4_LIKE, 121.5), (H100_LIKE, 23.6)], ids=["l4", "h100"])
