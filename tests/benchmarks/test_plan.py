@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.simulation.profiles import PROFILES
+from serve_app.simulation.profiles import PROFILES, Profile
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.load_step import Answer, Load, Step
 from serve_app.tuning.requests import Requests
@@ -265,15 +265,26 @@ def test_the_command_prints_and_keeps_tables(
 
 
 @pytest.mark.usefixtures("plain")
-def test_a_service_that_does_not_start_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_device_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(*args: object, **named: object) -> None:
-        raise UnavailableError("saturate did not start:\nits log")
+    machine = Machine()
+    monkeypatch.setattr(live, "_step", machine.step)
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "plan.json")
+    measure = live.measure
 
-    monkeypatch.setattr(live, "measure", measure)
-    assert command.main(["--device", "h100-8b"]) == 1
-    assert "h100-8b can't be measured: saturate did not start" in capsys.readouterr().err
+    def some(profile: Profile, *args: Any, **named: Any) -> None:
+        if profile.name == "l4-7b":
+            raise UnavailableError("saturate did not start:\nits log")
+        measure(profile, *args, serve=machine.serve, **named)
+
+    monkeypatch.setattr(live, "measure", some)
+    words = ["--device", "l4-7b", "--device", "h100-8b", "--only", "short", "--load", "75", "--rounds", "1"]
+    assert command.main([*words, "--seconds", "20"]) == 1
+    said = capsys.readouterr()
+    assert "l4-7b can't be measured: saturate did not start" in said.err
+    assert "| h100-8b, 1024:512 in, 128:64 out, 75% | " in said.out
+    assert "targets missed: 0" in said.out
 
 
 @pytest.mark.parametrize(

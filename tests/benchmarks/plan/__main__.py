@@ -87,19 +87,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     go_first()
     adopt_orphans()
     found: dict[str, Table] = {}
+    failed = False
     for profile, loads in plans.values():
         try:
-            found |= _measure(profile, loads, options)
+            _measure(profile, loads, options, found)
         except (UnavailableError, ServiceError) as error:
+            failed = True
             progress("")
             print(f"{profile.name} can't be measured: {error}", file=sys.stderr)
-            return 1
     for name, table in found.items():
         print(tables.text(name, table))
-    print(tables.page(found))
+    if found:
+        print(tables.page(found))
     missed = sum(row.met is False for table in found.values() for row in table.rows)
     print(f"\nwritten to {RESULTS.name}; targets missed: {missed}")
-    return 1 if missed and options.check else 0
+    return 1 if failed or (missed and options.check) else 0
 
 
 def _levels(profile: Profile, own: Case | None, options: argparse.Namespace) -> list[Level]:
@@ -113,8 +115,10 @@ def _levels(profile: Profile, own: Case | None, options: argparse.Namespace) -> 
     ]
 
 
-def _measure(profile: Profile, loads: Sequence[Level], options: argparse.Namespace) -> dict[str, Table]:
-    """Measure the loads of a device; return the tables by name, which are kept after each run."""
+def _measure(
+    profile: Profile, loads: Sequence[Level], options: argparse.Namespace, found: dict[str, Table]
+) -> None:
+    """Measure the loads of a device; add their tables by name, and keep them after each run."""
     progress(f"{profile.name}: planning")
     # Before the runs, which need the CPU.
     plans = {level.name: trial(profile, level) for level in loads}
@@ -124,22 +128,20 @@ def _measure(profile: Profile, loads: Sequence[Level], options: argparse.Namespa
         "rounds": options.rounds,
         "request_ms": profile.request_ms,
     }
-    found: dict[str, Table] = {}
 
     def keep(pairs: Mapping[str, Sequence[Pair]]) -> None:
-        found.update(
-            (
-                f"{profile.name}, {level.case}, {level.load:.0%}",
-                tables.table(level, pairs[name], plans[name], options.seconds),
+        made = {
+            f"{profile.name}, {level.case}, {level.load:.0%}": tables.table(
+                level, pairs[name], plans[name], options.seconds
             )
             for name, level in named.items()
             if name in pairs
-        )
-        report.keep(RESULTS, found, about)
+        }
+        found.update(made)
+        report.keep(RESULTS, made, about)
 
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
         live.measure(profile, loads, Path(folder), rounds=options.rounds, seconds=options.seconds, after=keep)
-    return found
 
 
 def _percent(text: str) -> float:

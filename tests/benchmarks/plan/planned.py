@@ -5,6 +5,7 @@ from serve_app.tuning.fleet import Fleet, replay
 from serve_app.tuning.load_step import Answer, Step
 from serve_app.tuning.replica import Settings
 from serve_app.tuning.requests import Requests
+from serve_app.tuning.search import RUNS
 from serve_app.tuning.trials import Figures, Trials
 from tests.benchmarks.plan.loads import Level
 
@@ -30,4 +31,4 @@ def planned(profile: Profile, level: Level, requests: Requests, *, seconds: floa
 
 def trial(profile: Profile, level: Level) -> Figures:
     """Return the figures that `saturate plan` has for one replica, from random numbers of its own."""
-    return Trials(profile, level.workload, ()).trial(1, Settings.of(profile)).figures
+    return Trials(profile, level.workload, ()).trial(1, Settings.of(profile), RUNS).figures
