@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve configs test test-all pytest service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-turns bench-adapters bench-driver bench-gpu soak clean
+.PHONY: help install serve configs test test-all pytest service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -84,6 +84,9 @@ bench-batches-live: install ## Measure the batch API of a real service beside th
 
 bench-fleet: install ## Measure a fleet of simulated engines on this machine; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.fleet $(ARGS)
+
+bench-plan: install ## Compare the plans of `saturate plan` with runs on a simulated device; ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.plan $(ARGS)
 
 bench-turns: install .venv/bench ## Simulate models that take turns, in virtual time; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.turns $(ARGS)

@@ -1,16 +1,17 @@
 """A model of replicas behind an Ingress, in virtual time."""
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Literal
 
 from serve_app.ingress.replica_choice import AHEAD, SLACK_TOKENS
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.replica import IDLE, Replica, Request, Settings
-from serve_app.tuning.workload import Workload
+from serve_app.tuning.workload import Arrival, Workload
 
 Routing = Literal["prefix", "least_loaded"]
 
@@ -166,6 +167,38 @@ def open_loop(fleet: Fleet, workload: Workload, seed: int, *, rate: float, warm_
             yield _request(workload, number, at, draw.prompt, draw.output, draw.route)
 
     return fleet.run(requests(), range(warm_up, warm_up + counted))
+
+
+def replay(
+    fleet: Fleet, workload: Workload, arrivals: Iterable[Arrival], *, seconds: float, seed: int = 0
+) -> Run:
+    """Run requests that are given, such as those that a service got, in place of random ones.
+
+    Args:
+        fleet: The replicas.
+        workload: The requests, for the share of a prompt that is in the prefix cache.
+        arrivals: The requests, in the order in which they are sent; each reserves what its answer takes.
+        seconds: Those that are sent before this time count; the others follow until these are complete.
+        seed: Of the random numbers for the choice of a replica.
+
+    Raises:
+        ValueError: No request counts.
+    """
+    source = iter(arrivals)
+    first: list[Arrival] = []
+    for arrival in source:
+        first.append(arrival)
+        if arrival.at_s >= seconds:
+            break
+    counted = sum(each.at_s < seconds for each in first)
+    if not counted:
+        raise ValueError(f"no request is sent in the first {seconds:g} s; raise the rate or the seconds")
+    numbers = random.Random(seed)
+    requests = (
+        Request(number, at, prompt, workload.computed(prompt), output, prompt + output, numbers.random())
+        for number, (at, prompt, output) in enumerate(chain(first, source))
+    )
+    return fleet.run(requests, range(counted))
 
 
 def closed_loop(

@@ -92,7 +92,8 @@ class Step:
         failed: Those that were refused or failed.
         seconds: Length of the window.
         spent_s: Time that the step took, with its warm-up and its end.
-        tokens: Tokens of the answers that ended in the window.
+        ended: Answers that ended in the window.
+        tokens: Their tokens.
         in_flight: Requests in flight, on average.
         peak: Requests in flight that were exceeded in 1% of the time.
         growing: The requests in flight became more and more: the service can't keep up.
@@ -108,6 +109,7 @@ class Step:
     failed: int
     seconds: float
     spent_s: float
+    ended: int
     tokens: int
     in_flight: float
     peak: int
@@ -152,6 +154,11 @@ class Step:
                 found = answer.seconds(metric, now)
                 if found is not None and (found[1] or found[0] >= bound):
                     samples[metric].append(found[0])
+        ended = [
+            each
+            for each in answers
+            if not each.failed and each.ended_at is not None and begin <= each.ended_at < end
+        ]
         thirds, peak = _in_flight(answers, begin, end, now)
         first, last = thirds[0], thirds[-1]
         return cls(
@@ -163,11 +170,8 @@ class Step:
             failed=sum(each.failed for each in counted),
             seconds=end - begin,
             spent_s=now - began_at,
-            tokens=sum(
-                each.tokens
-                for each in answers
-                if not each.failed and each.ended_at is not None and begin <= each.ended_at < end
-            ),
+            ended=len(ended),
+            tokens=sum(each.tokens for each in ended),
             in_flight=sum(thirds) / len(thirds),
             peak=peak,
             # Clients of a closed loop are as many as they are.
@@ -188,6 +192,7 @@ class Step:
             failed=self.failed + other.failed,
             seconds=self.seconds + other.seconds,
             spent_s=self.spent_s + other.spent_s,
+            ended=self.ended + other.ended,
             tokens=self.tokens + other.tokens,
             in_flight=(self.in_flight * self.seconds + other.in_flight * other.seconds)
             / max(self.seconds + other.seconds, 1e-9),
@@ -228,6 +233,11 @@ class Step:
     def rate(self) -> float:
         """Requests per second."""
         return self.sent / self.seconds if self.seconds else 0.0
+
+    @property
+    def ended_per_s(self) -> float:
+        """Requests per second that were answered."""
+        return self.ended / self.seconds if self.seconds else 0.0
 
     @property
     def tokens_per_s(self) -> float:

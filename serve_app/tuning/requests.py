@@ -1,13 +1,13 @@
 """Requests of a load: their bodies, with random prompts or those of a dataset."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serve_app.api.protocol import JSON
 from serve_app.tuning.service import TOKENS
-from serve_app.tuning.workload import Lengths
+from serve_app.tuning.workload import Arrival, Lengths
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""
@@ -56,6 +56,26 @@ class Requests:
     def gap(self) -> float:
         """Return the time to the next request, as a multiple of the mean."""
         return self._numbers.expovariate(1.0)
+
+    def arrivals(self, rate: float, seed: int) -> Iterator[Arrival]:
+        """Yield the requests that an open loop sends with a seed, without end; none of these changes.
+
+        Args:
+            rate: Requests per second.
+            seed: The seed.
+
+        Raises:
+            ValueError: The prompts are those of a dataset, whose lengths in tokens only the service knows.
+        """
+        if self.prompts:
+            raise ValueError("the lengths of a dataset's prompts aren't known; take random prompts (input)")
+        twin = Requests(self.model, self.input, self.output)
+        twin.begin(seed)
+        at = 0.0
+        while True:
+            at += twin.gap() / rate
+            ask = twin.next()
+            yield Arrival(at, len(ask.body["prompt"]), ask.tokens)
 
     def next(self) -> Ask:
         """Return the next request."""

@@ -23,6 +23,8 @@ def number(value: float, unit: str) -> str:
 
 
 def _target(row: Row) -> str:
+    if row.at_least is not None and row.at_most is not None:
+        return f"{number(row.at_least, '')} to {number(row.at_most, row.unit)}"
     if row.at_most is not None:
         return f"≤ {number(row.at_most, row.unit)}"
     return "" if row.at_least is None else f"≥ {number(row.at_least, row.unit)}"

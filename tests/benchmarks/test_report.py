@@ -42,7 +42,7 @@ def test_a_file_keeps_the_tables_of_other_benchmarks(tmp_path: Path) -> None:
     assert json.loads(as_json(found)) == found
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("[bds]*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("[bdps]*.json")), ids=lambda path: path.stem)
 def test_the_results_in_the_repository_hold_no_samples(path: Path) -> None:
     text = path.read_text()
     assert as_json(json.loads(text)) == text

