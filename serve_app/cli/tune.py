@@ -24,6 +24,7 @@ from serve_app.driver.sources import open_source
 from serve_app.system.command_line import USAGE
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
+from serve_app.tuning.guidellm import GuideLLM, check_guidellm
 from serve_app.tuning.load_plot import PlotError, check_plot, draw
 from serve_app.tuning.load_report import body, text
 from serve_app.tuning.requests import Prompt
@@ -35,6 +36,8 @@ from serve_app.usage.reading import LedgerError, open_ledger, read
 
 MOST_PROMPTS = 10_000
 """Rows of a dataset that are used."""
+
+GENERATORS = {"own": Generator, "guidellm": GuideLLM}
 
 
 class ServiceFailure(click.ClickException):
@@ -94,6 +97,14 @@ class ServiceFailure(click.ClickException):
     metavar="TIME",
     help="With --ledger: calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. Your busiest "
     "hours say more than all.  [default: 7d]",
+)
+@click.option(
+    "--generator",
+    type=click.Choice(["own", "guidellm"]),
+    default="own",
+    show_default=True,
+    help="own: one process, which sends some 100 requests per second, and says so when it is late. guidellm: "
+    "the command of that name, GuideLLM 0.8, which has several processes; each step takes 10 to 20 s more.",
 )
 @click.option(
     "--seconds",
@@ -175,6 +186,7 @@ def tune(
     dataset: str | None,
     ledger: str | None,
     since: datetime | None,
+    generator: Literal["own", "guidellm"],
     seconds: float,
     loop: Literal["both", "open", "closed"],
     rate: float | None,
@@ -220,6 +232,11 @@ def tune(
         raise click.UsageError(f"--ledger: it has the lengths; leave out --{others[0]}")
     if since is not None and ledger is None:
         raise click.UsageError("--since: it belongs to --ledger")
+    if generator == "guidellm":
+        try:
+            check_guidellm()
+        except ServiceError as error:
+            raise click.UsageError(f"--generator: {error}") from None
     if beside_batch and rate is None:
         raise click.UsageError("--beside-batch: give the rate of the live traffic with --rate")
     if loop != "both" and (rate is not None or concurrency is not None):
@@ -235,6 +252,8 @@ def tune(
         raise click.UsageError(
             f"{'--plot' if isinstance(error, PlotError) else '--dataset'}: {error}"
         ) from None
+    if generator == "guidellm" and any(not isinstance(prompt, str) for prompt in prompts):
+        raise click.UsageError("--generator: guidellm takes prompts that are texts; with chats, take own")
     if write is not None:
         read_config(write)
     question = Question(
@@ -255,7 +274,7 @@ def tune(
     )
     config = RunningConfig(url) if apply_ else None
     progress = Progress()
-    run = TuneRun(question, config, progress, service=Service, generator=Generator)
+    run = TuneRun(question, config, progress, service=Service, generator=GENERATORS[generator])
     try:
         asyncio.run(run.run())
     except ServiceError as error:
