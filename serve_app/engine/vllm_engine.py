@@ -41,11 +41,12 @@ from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
-from serve_app.engine.vllm_gated import GatedLLM, RefusedError
+from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_media import refuse_media, use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
 from serve_app.engine.vllm_pooling import bound_rendering, served_routes
+from serve_app.engine.vllm_refusal import RefusedError, hide_refusals
 from serve_app.engine.vllm_sleep import VLLMSleeper
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_part
@@ -281,7 +282,7 @@ class VLLMEngine:
         app.state.openai_serving_models.lora_requests = self.adapters.requests
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
-        _hide_refusals()
+        hide_refusals()
         return cast(ASGIApp, app), served_routes(app, tasks)
 
     async def _warm_up(self) -> None:
@@ -432,16 +433,6 @@ class VLLMEngine:
             await self._texts.stop()
             self.llm.shutdown()
             await self.adapters.close()
-
-
-def _hide_refusals() -> None:
-    """Keep vLLM from logging a stack trace for each stream that the batcher refuses."""
-
-    def shown(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], RefusedError))
-
-    for handler in logging.getLogger("vllm").handlers:
-        handler.addFilter(shown)
 
 
 def _drop_unused(app: FastAPI) -> None:

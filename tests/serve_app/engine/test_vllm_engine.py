@@ -1,7 +1,6 @@
 """Prompts and completions of `/generate` on a vLLM client that the test scripts."""
 
 import itertools
-import logging
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import SamplingFields
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_adapters import AdapterFiles, Adapters
-from serve_app.engine.vllm_engine import Completion, VLLMEngine, _hide_refusals
-from serve_app.engine.vllm_gated import RefusedError
+from serve_app.engine.vllm_engine import Completion, VLLMEngine
 from serve_app.engine.vllm_options import Limits
 from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.schema import SettingsError
@@ -167,28 +165,6 @@ def test_an_engine_is_busy_while_it_has_unfinished_requests(engine: VLLMEngine, 
     llm: Any = engine.llm
     llm.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished)
     assert engine.busy is unfinished
-
-
-def test_vllm_logs_no_stack_trace_of_a_stream_that_is_refused() -> None:
-    logged: list[logging.LogRecord] = []
-
-    class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            logged.append(record)
-
-    handler = Kept()
-    logger = logging.getLogger("vllm")
-    logger.addHandler(handler)
-    try:
-        _hide_refusals()
-        for error in (RefusedError(RequestError(429, "rate_limit_error", "full")), ValueError("broken")):
-            try:
-                raise error
-            except Exception:
-                logging.getLogger("vllm.entrypoints").exception("Error in a stream.")
-    finally:
-        logger.removeHandler(handler)
-    assert [record.exc_info[0] for record in logged if record.exc_info] == [ValueError]
 
 
 def test_the_vocabulary_for_grammars_is_that_of_the_tokenizer(engine: VLLMEngine) -> None:
