@@ -38,9 +38,11 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from batcher import ContinuousBatcher, Goals
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, SamplingFields
+from serve_app.engine.adapter_copies import AdapterFiles
+from serve_app.engine.lora_options import lora_options
 from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
+from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_media import refuse_media, use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics

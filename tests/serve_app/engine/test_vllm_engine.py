@@ -14,8 +14,9 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from batcher import ContinuousBatcher, Goals
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import SamplingFields
+from serve_app.engine.adapter_copies import AdapterFiles
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_adapters import AdapterFiles, Adapters
+from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_engine import Completion, VLLMEngine
 from serve_app.engine.vllm_options import Limits
 from serve_app.settings.models import GoalSettings, LLMSettings
