@@ -82,11 +82,16 @@ async def test_an_engine_that_was_ended_on_purpose_is_left_alone(ending: Ending)
 
 async def test_a_watch_that_is_stopped_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.engine.engine_watch.WATCH_S", 0.0)
-    engine: Any = FakeEngine()
+    monkeypatch.setattr("serve_app.engine.engine_watch.LAST_ANSWERS_S", 0.0)
     last: list[int] = []
-    watch = EngineWatch(engine, 100.0, excused=lambda: False, last=lambda: last.append(1))
+
+    def flush() -> None:
+        last.append(1)
+        raise EndedError
+
+    engine: Any = FakeEngine(died=True)
+    watch = EngineWatch(engine, 100.0, excused=lambda: False, last=flush)
     watch.stop()
-    engine.died = True
     with pytest.raises(asyncio.CancelledError):
         await ended(watch)
     assert last == []
