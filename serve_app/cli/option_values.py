@@ -1,12 +1,16 @@
 """Values of options that are more than words and numbers."""
 
 import math
+import re
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import TypeVar
 
 import click
 
 ValueT = TypeVar("ValueT")
+
+UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def parsed(parse: Callable[[str], ValueT]) -> Callable[..., ValueT | None]:
@@ -34,3 +38,19 @@ def between(least: float, most: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def moment(text: str) -> datetime:
+    """Return the time that a text states, in UTC: so long ago, or a date.
+
+    Raises:
+        ValueError: It states none.
+    """
+    try:
+        if match := re.fullmatch(r"(\d{1,6})([mhdw])", text):
+            return datetime.now(UTC) - timedelta(**{UNITS[match[2]]: int(match[1])})
+        found = datetime.fromisoformat(text)
+        return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        message = f"{text!r} is no time; write 90m, 24h, 7d, 4w, or 2026-11-01, or 2026-11-01T12:00"
+        raise ValueError(message) from None

@@ -3,14 +3,16 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 import click
+from click.core import ParameterSource
 
 from serve_app.cli.api_key import read_api_key
-from serve_app.cli.option_values import parsed
+from serve_app.cli.option_values import moment, parsed
 from serve_app.cli.plan import NO_PLAN
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig, read_config, write_config
@@ -22,15 +24,20 @@ from serve_app.driver.sources import open_source
 from serve_app.system.command_line import USAGE
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
+from serve_app.tuning.guidellm import GuideLLM, check_guidellm
 from serve_app.tuning.load_plot import PlotError, check_plot, draw
 from serve_app.tuning.load_report import body, text
 from serve_app.tuning.requests import Prompt
 from serve_app.tuning.service import Service, ServiceError
 from serve_app.tuning.tuner import LoneMissError
 from serve_app.tuning.workload import Lengths
+from serve_app.usage.call_lengths import CallLengths
+from serve_app.usage.reading import LedgerError, open_ledger, read
 
 MOST_PROMPTS = 10_000
 """Rows of a dataset that are used."""
+
+GENERATORS = {"own": Generator, "guidellm": GuideLLM}
 
 
 class ServiceFailure(click.ClickException):
@@ -59,8 +66,8 @@ class ServiceFailure(click.ClickException):
     show_default=True,
     metavar="TOKENS",
     help="Tokens of a prompt: a number, or MEAN:SPREAD for lognormal lengths with this mean and standard "
-    "deviation. The ledger has both (`saturate usage`). Prompts are random, so none is in the prefix cache: "
-    "where yours share beginnings, take a --dataset.",
+    "deviation. Prompts are random, so none is in the prefix cache: where yours share beginnings, take "
+    "--ledger or --dataset.",
 )
 @click.option(
     "--output",
@@ -76,6 +83,28 @@ class ServiceFailure(click.ClickException):
     help="Prompts of your own, in place of --input: JSONL (CSV, Parquet) with a column `prompt` or "
     "`messages`, as `saturate batch` reads it. Answers end by themselves, at --output at the latest. Take "
     "more rows than a step has requests: a prompt that comes again is in the prefix cache.",
+)
+@click.option(
+    "--ledger",
+    metavar="FOLDER",
+    help="Lengths of real calls, in place of --input and --output: the folder or URL of the usage ledger "
+    "(args.usage.ledger). Prompts are random, with as many tokens of one common beginning as a call had in "
+    "the prefix cache. Calls of /generate, which are lists, are left out.",
+)
+@click.option(
+    "--since",
+    callback=parsed(moment),
+    metavar="TIME",
+    help="With --ledger: calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. Your busiest "
+    "hours say more than all.  [default: 7d]",
+)
+@click.option(
+    "--generator",
+    type=click.Choice(["own", "guidellm"]),
+    default="own",
+    show_default=True,
+    help="own: one process, which sends some 100 requests per second, and says so when it is late. guidellm: "
+    "the command of that name, GuideLLM 0.8, which has several processes; each step takes 10 to 20 s more.",
 )
 @click.option(
     "--seconds",
@@ -155,6 +184,9 @@ def tune(
     input: Lengths,
     output: Lengths,
     dataset: str | None,
+    ledger: str | None,
+    since: datetime | None,
+    generator: Literal["own", "guidellm"],
     seconds: float,
     loop: Literal["both", "open", "closed"],
     rate: float | None,
@@ -176,8 +208,8 @@ def tune(
     \b
     How to choose:
       --goal       what your users notice: the first word (ttft), the pace (tpot)
-      --input, --output
-                   means and spreads of your traffic, from `saturate usage`; or --dataset
+      --ledger     the lengths of your own traffic, if the service keeps a ledger; else --dataset, or
+                   --input and --output with means and spreads that you know
       --seconds    long enough for 300 requests per step, longer for a p99 that is sure
       --rate       with --apply: settings for the rate that you have, not for the most
 
@@ -194,12 +226,24 @@ def tune(
       saturate tune http://127.0.0.1:8000 --goal "ttft_p99<1" --dataset chats.jsonl --output 300 --apply
       saturate tune --goal "ttft_p99<0.5" --rate 8 --beside-batch --json beside.json
     """
+    given = click.get_current_context().get_parameter_source
+    others = [name for name in ("dataset", "input", "output") if given(name) is ParameterSource.COMMANDLINE]
+    if ledger is not None and others:
+        raise click.UsageError(f"--ledger: it has the lengths; leave out --{others[0]}")
+    if since is not None and ledger is None:
+        raise click.UsageError("--since: it belongs to --ledger")
+    if generator == "guidellm":
+        try:
+            check_guidellm()
+        except ServiceError as error:
+            raise click.UsageError(f"--generator: {error}") from None
     if beside_batch and rate is None:
         raise click.UsageError("--beside-batch: give the rate of the live traffic with --rate")
     if loop != "both" and (rate is not None or concurrency is not None):
         raise click.UsageError("--loop: --rate and --concurrency measure one load; leave it out")
     if apply_ and (beside_batch or loop == "closed" or (concurrency is not None and rate is None)):
         raise click.UsageError("--apply: settings follow from a rate; leave out what measures none")
+    calls = None if ledger is None else read_calls(ledger, since or moment("7d"))
     try:
         if plot is not None:
             check_plot()
@@ -208,6 +252,8 @@ def tune(
         raise click.UsageError(
             f"{'--plot' if isinstance(error, PlotError) else '--dataset'}: {error}"
         ) from None
+    if generator == "guidellm" and any(not isinstance(prompt, str) for prompt in prompts):
+        raise click.UsageError("--generator: guidellm takes prompts that are texts; with chats, take own")
     if write is not None:
         read_config(write)
     question = Question(
@@ -217,6 +263,7 @@ def tune(
         input=input,
         output=output,
         prompts=prompts,
+        ledger=calls,
         goals=goals,
         seconds=seconds,
         loop=loop,
@@ -227,7 +274,7 @@ def tune(
     )
     config = RunningConfig(url) if apply_ else None
     progress = Progress()
-    run = TuneRun(question, config, progress, service=Service, generator=Generator)
+    run = TuneRun(question, config, progress, service=Service, generator=GENERATORS[generator])
     try:
         asyncio.run(run.run())
     except ServiceError as error:
@@ -251,6 +298,20 @@ def tune(
         click.echo(f"written to {write}; the one before is {write.name}.before{restart}")
     _write_files(run, json_file, plot)
     return 0 if _holds(run) else NO_PLAN
+
+
+def read_calls(place: str, since: datetime) -> CallLengths:
+    """Return lengths of the calls in a ledger.
+
+    Raises:
+        click.UsageError: It can't be read.
+    """
+    try:
+        return read(*open_ledger(place), CallLengths(since))
+    except (LedgerError, ImportError) as error:
+        raise click.UsageError(f"--ledger: {error}") from None
+    except OSError as error:
+        raise click.UsageError(f"--ledger: {place}: {error.strerror or error}") from None
 
 
 def read_prompts(dataset: str) -> Sequence[Prompt]:

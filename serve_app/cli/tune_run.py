@@ -16,6 +16,8 @@ from serve_app.tuning.requests import Prompt, Requests
 from serve_app.tuning.service import Facts, Service, ServiceError
 from serve_app.tuning.tuner import Tuner, is_small
 from serve_app.tuning.workload import Lengths
+from serve_app.usage.call_lengths import CallLengths
+from serve_app.usage.rows import Tokens
 
 STEPS_DOWN = 4
 """Times that the rate is lowered where the goals don't hold with the settings."""
@@ -47,6 +49,7 @@ class Question:
         input: Tokens of a prompt.
         output: Tokens of an answer.
         prompts: Prompts of a dataset; empty: random ones.
+        ledger: Lengths of calls, in place of `input` and `output`; None: those.
         goals: The goals.
         seconds: Length of a step.
         loop: Which edges are looked for.
@@ -62,6 +65,7 @@ class Question:
     input: Lengths
     output: Lengths
     prompts: Sequence[Prompt]
+    ledger: CallLengths | None
     goals: tuple[Goal, ...]
     seconds: float
     loop: Literal["both", "open", "closed"]
@@ -70,7 +74,29 @@ class Question:
     seed: int
     beside_batch: bool
 
+    def requests(self, model: str, tier: str = "default") -> Requests:
+        """Return the requests to a model.
+
+        Raises:
+            ServiceError: The ledger has no calls of it.
+        """
+        if self.ledger is None:
+            return Requests(model, self.input, self.output, self.prompts, tier=tier)
+        calls = self.ledger.of(model)
+        if not calls:
+            others = ", ".join(self.ledger.models) or "none"
+            raise ServiceError(
+                f"the ledger has no answered call of {model} in this time (models with calls: {others}); "
+                "take an earlier --since, or --input and --output"
+            )
+        input, output = (
+            Lengths(sum(getattr(call, part) for call in calls) / len(calls)) for part in ("prompt", "output")
+        )
+        return Requests(model, input, output, calls=calls, tier=tier)
+
     def __str__(self) -> str:
+        if self.ledger is not None:
+            return "lengths of calls in the ledger"
         if self.prompts:
             return f"{len(self.prompts):,} prompts of a dataset, answers of at most {self.output} tokens"
         return f"{self.input} tokens in, {self.output} out"
@@ -106,6 +132,7 @@ class TuneRun:
         self._progress = progress
         self._service = service
         self._generator = generator
+        self._requests: Requests | None = None
         self._warnings: list[str] = []
         self._late_s = 0.0
         self._small = False
@@ -121,7 +148,9 @@ class TuneRun:
         question = self._question
         async with self._service(question.url, api_key=question.key) as service:
             model = self.found.model = await service.find(question.model)
-            requests = Requests(model, question.input, question.output, question.prompts)
+            requests = self._requests = question.requests(model)
+            if requests.calls:
+                self.found.question = _lengths(requests.calls)
             async with self._generator(service, requests, question.goals) as generator:
                 # A model without replicas starts one for the first request.
                 self._progress.show(f"the first answer of {model}")
@@ -187,7 +216,7 @@ class TuneRun:
         """Measure live traffic at the given rate beside batch work."""
         question = self._question
         assert question.rate is not None
-        requests = Requests(self.found.model, question.input, question.output, question.prompts, tier="flex")
+        requests = question.requests(self.found.model, tier="flex")
         clock = service.clock
         async with self._generator(service, requests, question.goals) as batch:
             batch.start(BATCH_CLIENTS * facts.replicas * facts.max_num_seqs, question.seed + 1_000_000)
@@ -209,10 +238,11 @@ class TuneRun:
         return 0.0 if self.found.lone is None else self.found.lone.figure("latency", 50)
 
     def _tuner(self, generator: Generator) -> Tuner:
-        question = self._question
+        question, requests = self._question, self._requests
+        assert requests is not None
         return Tuner(
             generator,
-            question.input.expected + question.output.expected,
+            requests.input.expected + requests.output.expected,
             question.goals,
             seconds=question.seconds,
             seed=question.seed,
@@ -266,3 +296,12 @@ class TuneRun:
                 "sure"
             )
         self.found.warnings = tuple(self._warnings)
+
+
+def _lengths(calls: Sequence[Tokens]) -> str:
+    """Return the lengths of calls in words."""
+    prompt, cached, output = (sum(part) for part in zip(*calls, strict=True))
+    return (
+        f"lengths of {len(calls):,} calls in the ledger, on average {prompt / len(calls):.0f} tokens in "
+        f"({cached / prompt:.0%} of them from the prefix cache), {output / len(calls):.0f} out"
+    )

@@ -3,25 +3,22 @@
 import csv
 import io
 import json
-import re
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import click
 import yaml
 
+from serve_app.cli.option_values import moment, parsed
 from serve_app.settings.completion import IMPORT_PATH
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
-from serve_app.usage.disk import LocalDisk
 from serve_app.usage.files import PRICES
 from serve_app.usage.prices import Prices, prices_of, unpack
-from serve_app.usage.remote import Remote
-from serve_app.usage.report import BY, Files, Line, Report, ReportError, Total, read
-
-UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+from serve_app.usage.reading import Files, LedgerError, open_ledger, read
+from serve_app.usage.report import BY, Line, Report, Total
 
 NUMBERS = ("calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "engine_s")
 
@@ -33,20 +30,6 @@ def _columns(context: click.Context, parameter: click.Parameter, value: str) -> 
         if name not in BY:
             raise click.BadParameter(f"{name!r} is no column; take some of {', '.join(BY)}")
     return names
-
-
-def _moment(context: click.Context, parameter: click.Parameter, value: str | None) -> datetime | None:
-    """Return the time that an option states, in UTC: so long ago, or a date."""
-    if value is None:
-        return None
-    try:
-        if match := re.fullmatch(r"(\d{1,6})([mhdw])", value):
-            return datetime.now(UTC) - timedelta(**{UNITS[match[2]]: int(match[1])})
-        moment = datetime.fromisoformat(value)
-        return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        message = f"{value!r} is no time; write 90m, 24h, 7d, 4w, or 2026-11-01, or 2026-11-01T12:00"
-        raise click.BadParameter(message) from None
 
 
 @click.command()
@@ -66,13 +49,15 @@ def _moment(context: click.Context, parameter: click.Parameter, value: str | Non
 )
 @click.option(
     "--since",
-    callback=_moment,
+    callback=parsed(moment),
     default="30d",
     show_default=True,
     metavar="TIME",
     help="Calls that ended from then on: 90m, 24h, 7d or 4w ago, or a date. All times are UTC.",
 )
-@click.option("--until", callback=_moment, metavar="TIME", help="Calls that ended before.  [default: now]")
+@click.option(
+    "--until", callback=parsed(moment), metavar="TIME", help="Calls that ended before.  [default: now]"
+)
 @click.option(
     "--format",
     "form",
@@ -122,10 +107,10 @@ def usage(
         raise click.UsageError("--until must be later than --since")
     report = Report(by, since=since, until=until)
     try:
-        files, folder = _open(place)
+        files, folder = open_ledger(place)
         read(files, folder, report)
         prices = prices_of(settings) or _kept_prices(files, folder)
-    except (ReportError, ImportError) as error:
+    except (LedgerError, ImportError) as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{place}: {error.strerror or error}") from None
@@ -151,19 +136,6 @@ def _settings(path: Path) -> UsageSettings:
     if len({each.ledger.folder for each in with_ledger if each.ledger}) > 1:
         raise click.ClickException(f"{path}: its applications have several ledgers; name one of them")
     return next(iter([*with_ledger, *found]), UsageSettings())
-
-
-def _open(place: str) -> tuple[Files, Path]:
-    if "://" in place:
-        try:
-            remote = Remote(place)
-        except ValueError as error:
-            raise ReportError(f"{place}: {error}") from None
-        return remote, remote.root
-    folder = Path(place).expanduser()
-    if not folder.is_dir():
-        raise ReportError(f"{place}: there is no such folder")
-    return LocalDisk(), folder
 
 
 def _kept_prices(files: Files, folder: Path) -> Prices | None:

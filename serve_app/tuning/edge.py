@@ -10,7 +10,7 @@ RESOLUTION = 0.05
 """Distance of the load that holds from the one that breaks, at which the search ends."""
 
 STEP_BACK = 0.975
-"""Factor of the load where the load that held doesn't hold again."""
+"""Factor of the load where the load that held doesn't hold again; its square the next time, and so on."""
 
 MOST_STEPS = 24
 """Steps of a search, at most: a service whose answers change at random ends it, too."""
@@ -104,6 +104,7 @@ class EdgeSearch:
 
     async def _confirmed(self, low: float, high: float) -> tuple[float, float]:
         """Return the bracket with a value that has held in two steps, lowered until there is one."""
+        back = 1.0
         while low:
             if await self._holds(low) and low not in self._repeated:
                 # Its figures are those of the answer.
@@ -111,7 +112,8 @@ class EdgeSearch:
             if self._known[low].holds and not self._known[low].unclear:
                 break
             high = low
-            stepped = self._value(min(low * STEP_BACK, low - self._whole))
+            back *= STEP_BACK
+            stepped = self._value(min(low * back, low - self._whole))
             tried = [value for value, step in self._known.items() if step.holds]
             if len(self._steps) < MOST_STEPS:
                 tried.append(stepped)

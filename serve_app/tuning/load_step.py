@@ -16,6 +16,9 @@ SHOWN = (50, 99)
 CLOSE = 2.0
 """Factor between the share of requests that miss a goal and the share that may, below which it is unclear."""
 
+CLOSE_DEVIATIONS = 4.0
+"""The same in standard deviations of independent requests; those that come in groups have more than one."""
+
 GROWTH, GROWTH_DEVIATIONS = 1.3, 3.0
 """Requests in flight in the last third of a step, as a multiple of those in the first third, and in standard
 deviations of a Poisson number beyond: more of them means that the service falls behind."""
@@ -220,9 +223,12 @@ class Step:
             return False
         if self.growing:
             return not self.misses
-        return any(
-            allowed(goal) / CLOSE <= self.missing(goal) <= allowed(goal) * CLOSE for goal in self.goals
-        )
+        return any(self._is_close(goal) for goal in self.goals)
+
+    def _is_close(self, goal: Goal) -> bool:
+        share, most = self.missing(goal), allowed(goal)
+        chance = CLOSE_DEVIATIONS * math.sqrt(most * (1 - most) / self.sent)
+        return most / CLOSE <= share <= most * CLOSE and abs(share - most) <= chance
 
     @property
     def goodput(self) -> float:

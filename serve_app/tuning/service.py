@@ -135,6 +135,15 @@ class Service:
             raise ServiceError(f"{self.url}: it has no model {model!r}; there is {', '.join(names)}")
         return model or names[0]
 
+    async def count_tokens(self, model: str, text: str) -> int:
+        """Return the tokens of a text, by the model's own tokenizer.
+
+        Raises:
+            ServiceError: The service doesn't answer, or not as saturate does.
+        """
+        answer = await self._ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        return int(answer["count"])
+
     async def facts(self, model: str) -> Facts:
         """Return the facts about a model.
 
@@ -142,7 +151,7 @@ class Service:
             ServiceError: The service doesn't answer, or not as saturate does.
         """
         card = next((card for card in await self._cards() if card["id"] == model), {})
-        report = (await self._get("/stats")).get("models", {}).get(model, {})
+        report = (await self._ask("/stats")).get("models", {}).get(model, {})
         replicas = report.get("replicas", [])
         if report.get("error") or not replicas:
             reason = report.get("error") or "it has no replica"
@@ -212,16 +221,20 @@ class Service:
                 stream.tokens.append((now, count))
 
     async def _cards(self) -> list[JSON]:
-        cards: Any = (await self._get("/v1/models")).get("data")
+        cards: Any = (await self._ask("/v1/models")).get("data")
         if not isinstance(cards, list) or not all(
             isinstance(card, dict) and card.get("owned_by") == "saturate" for card in cards
         ):
             raise ServiceError(f"{self.url}: a server answers, but it isn't saturate")
         return cards
 
-    async def _get(self, path: str) -> JSON:
+    async def _ask(self, path: str, body: JSON | None = None) -> JSON:
+        """Return the answer to a GET, or to a POST with a body."""
+        method = "GET" if body is None else "POST"
         try:
-            response = await self._http.get(path, headers={"accept": "application/json"})
+            response = await self._http.request(
+                method, path, json=body, headers={"accept": "application/json"}
+            )
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if response.status_code == 404:
@@ -229,12 +242,12 @@ class Service:
         if response.status_code != 200:
             raise self._refusal(response)
         try:
-            body = response.json()
+            answer = response.json()
         except ValueError:
-            body = None
-        if not isinstance(body, dict):
+            answer = None
+        if not isinstance(answer, dict):
             raise ServiceError(f"{self.url}: a server answers, but it isn't saturate: {path} is no JSON")
-        return body
+        return answer
 
     def _unreachable(self, error: httpx.HTTPError) -> ServiceError:
         reason = str(error) or type(error).__name__

@@ -1,15 +1,11 @@
-"""Sums over the ledger's files: tokens, seconds and cost, by tenant, key, model and so on."""
+"""Sums over the ledger's rows: tokens, seconds and cost, by tenant, key, model and so on."""
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from serve_app.usage.files import JSONL, OPEN, PARQUET, day_of, lock_path, writer_of
-from serve_app.usage.parquet import NEEDS
 from serve_app.usage.prices import Prices
-from serve_app.usage.rows import Row, as_lost, decode
+from serve_app.usage.rows import Row
 
 BY = ("tenant", "key", "model", "adapter", "tier", "endpoint", "source", "outcome", "day", "replica")
 """Columns by which rows are summed."""
@@ -18,23 +14,6 @@ SUMMED = ("prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "
 
 PRICED = ("model", "adapter", "source", "outcome")
 """Columns on which the price depends."""
-
-
-class ReportError(Exception):
-    """The ledger can't be read; the message says why."""
-
-
-class Files(Protocol):
-    """The part of a `Disk` that reads."""
-
-    def read(self, path: Path) -> bytes:
-        """Return the content of a file."""
-
-    def files(self, folder: Path, pattern: str) -> list[Path]:
-        """Return the files below a folder that match a pattern, in order."""
-
-    def locked(self, path: Path) -> bool:
-        """Return whether a process has the lock of a file."""
 
 
 class Total(NamedTuple):
@@ -82,8 +61,11 @@ class Report:
         until: Only rows before this time; None: all.
 
     Attributes:
+        columns: Columns of tables that it takes.
         wrong: Lines that could not be read.
     """
+
+    columns = {"time", *BY, *SUMMED} - {"day"}
 
     def __init__(
         self, by: Sequence[str], *, since: datetime | None = None, until: datetime | None = None
@@ -156,87 +138,6 @@ class Report:
         total[0] += calls
         for place, value in enumerate(sums, 1):
             total[place] += value
-
-
-def read(files: Files, folder: Path, report: Report) -> Report:
-    """Add the rows of a ledger to a report, each call once.
-
-    Args:
-        files: The file system.
-        folder: Folder of the ledger.
-        report: The report.
-
-    Raises:
-        ReportError: A package is missing, or a file isn't the ledger's.
-        OSError: A file can't be read.
-    """
-    # Before the segments: a call that ends meanwhile is then found in both, and not in neither.
-    states = _states(files, folder)
-    paths = files.files(folder, "day=*/*")
-    packed = {path for path in paths if path.suffix == PARQUET}
-    for path in paths:
-        if path.suffix not in (JSONL, PARQUET) or path.with_suffix(PARQUET) in packed - {path}:
-            continue
-        # The rows of a process that has left states tell which of these are settled.
-        own = states.get(writer_of(path), {})
-        if not own and not report.wants(day_of(path)):
-            continue
-        _add_segment(files, path, own, report)
-    for own in states.values():
-        report.add(own.values())
-    return report
-
-
-def _states(files: Files, folder: Path) -> dict[str, dict[str, Row]]:
-    """Return the last states of running calls, by process and call."""
-    found = {}
-    for path in files.files(folder / OPEN, f"*{JSONL}"):
-        name = writer_of(path)
-        try:
-            rows, _ = decode(files.read(path))
-        except FileNotFoundError:
-            continue
-        if not files.locked(lock_path(folder, name)):
-            rows = list(map(as_lost, rows))
-        found[name] = {row.call: row for row in rows}
-    return found
-
-
-def _add_segment(files: Files, path: Path, states: dict[str, Row], report: Report) -> None:
-    try:
-        content = files.read(path)
-    except FileNotFoundError:
-        # It has been compacted meanwhile, or is too old.
-        path = path.with_suffix(PARQUET)
-        try:
-            content = files.read(path)
-        except FileNotFoundError:
-            return
-    if path.suffix == JSONL:
-        rows, wrong = decode(content)
-        report.wrong += wrong
-        for row in rows:
-            states.pop(row.call, None)
-        report.add(rows)
-        return
-    table = _table(content, path)
-    if states:
-        for call in table["call"].to_pylist():
-            states.pop(call, None)
-    report.add_table(table, day_of(path))
-
-
-def _table(content: bytes, path: Path) -> Any:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise ReportError(f"{path}: {NEEDS}") from None
-    names = {"call", "time", *BY, *SUMMED} - {"day"}
-    try:
-        return pq.read_table(io.BytesIO(content), columns=sorted(names))
-    except pa.ArrowException as error:
-        raise ReportError(f"{path}: it is no Parquet file of the ledger: {error}") from None
 
 
 def _price(prices: Prices, named: Mapping[str, str], sums: Sequence[float]) -> float:

@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from serve_app.cli import tune_config
 from serve_app.cli.tune import tune
+from serve_app.usage.rows import Row, encode
 from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server
 
 SHORT = ("--input", "5", "--output", "4", "--seconds", "1")
@@ -86,6 +88,42 @@ def test_a_dataset_is_sent(tmp_path: Path) -> None:
         assert {len(body["messages"]) for body in server.bodies[1:]} == {1}
 
 
+def ledger(folder: Path, *rows: Row) -> Path:
+    path = folder / "usage" / f"day={rows[0].day}" / "a.00000.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"".join(map(encode, rows)))
+    return folder / "usage"
+
+
+def call(number: int, **fields: Any) -> Row:
+    given: dict[str, Any] = {"time": datetime.now(UTC), "model": "m", "prompt_tokens": 8, "output_tokens": 3}
+    return Row(call=f"a-{number}", **(given | fields))
+
+
+def test_the_lengths_are_those_of_the_ledger(tmp_path: Path) -> None:
+    place = ledger(tmp_path, call(1), call(2, prompt_tokens=12, cached_tokens=5, output_tokens=6))
+    with served() as server:
+        result = ask(server.url, *GOAL, "--seconds", 1, "--concurrency", 2, "--ledger", place)
+        assert code(result) == 0, message(result)
+        sent = {(len(body["prompt"]), body["max_tokens"]) for body in server.bodies[1:]}
+    assert sent == {(8, 3), (12, 6)}
+    told = (
+        "lengths of 2 calls in the ledger, on average 10 tokens in (25% of them from the prefix cache), 4 out"
+    )
+    assert told in result.stdout
+
+
+def test_a_ledger_without_calls_of_the_model_is_told(tmp_path: Path) -> None:
+    place = ledger(tmp_path, call(1, model="other"))
+    with served() as server:
+        result = ask(server.url, *GOAL, "--ledger", place)
+    assert code(result) == 2
+    assert (
+        "no answered call of m in this time (models with calls: other); take an earlier --since"
+        in message(result)
+    )
+
+
 def test_other_traffic_is_told() -> None:
     with served(others_running=3) as server:
         result = ask(server.url, *GOAL, *SHORT, "--concurrency", 1)
@@ -114,6 +152,10 @@ def test_batch_work_beside_live_traffic(tmp_path: Path) -> None:
         ((*GOAL, "--apply", "--loop", "closed"), "settings follow from a rate"),
         ((*GOAL, "--api-key-env", "NO_SUCH_VARIABLE"), "no such variable"),
         ((*GOAL, "--dataset", "/nowhere.jsonl"), "/nowhere.jsonl"),
+        ((*GOAL, "--ledger", "/nowhere"), "--ledger: /nowhere: there is no such folder"),
+        ((*GOAL, "--ledger", "/nowhere", "--input", "5"), "it has the lengths; leave out --input"),
+        ((*GOAL, "--since", "7d"), "it belongs to --ledger"),
+        ((*GOAL, "--ledger", "/nowhere", "--since", "soon"), "'soon' is no time; write 90m"),
         ((*GOAL, "--write", "/nowhere.yaml"), "--write /nowhere.yaml: No such file"),
         (("http://other.example:8000", *GOAL, "--apply"), "--apply: other.example isn't this machine"),
     ],

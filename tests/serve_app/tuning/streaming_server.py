@@ -78,6 +78,12 @@ class StreamingServer:
         card = {"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}
         return web.json_response({"data": [card]})
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ready"})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        return web.json_response({"count": len((await request.json())["prompt"].split())})
+
     async def stats(self, request: web.Request) -> web.Response:
         batcher = {
             "capacity": 100_000,
@@ -98,6 +104,8 @@ async def streaming_server(**fields: Any) -> AsyncIterator[StreamingServer]:
     app.router.add_post("/v1/chat/completions", server.complete)
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/stats", server.stats)
+    app.router.add_get("/health", server.health)
+    app.router.add_post("/tokenize", server.tokenize)
     # A client that leaves ends its answer at once.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()

@@ -91,6 +91,12 @@ def test_a_step_close_to_a_bound_is_unclear(late: int, unclear: bool) -> None:
     assert step([*answers(100 - late), *answers(late, ttft=3.0)]).unclear is unclear
 
 
+@pytest.mark.parametrize(("late", "unclear"), [(140, False), (150, True), (250, True), (260, False)])
+def test_a_step_of_many_requests_is_unclear_only_where_chance_may_decide(late: int, unclear: bool) -> None:
+    """A tenth of 2,000 may be late, and four standard deviations are 54."""
+    assert step([*answers(2_000 - late), *answers(late, ttft=3.0)]).unclear is unclear
+
+
 def test_a_step_is_hopeless_once_too_many_are_late() -> None:
     silent = [Answer(each.sent_at, 11) for each in answers(100)]
     assert not is_hopeless(silent, GOALS, WINDOW, expected=100, now=12.0)

@@ -6,6 +6,7 @@ import pytest
 
 from serve_app.tuning.requests import Ask, Requests
 from serve_app.tuning.workload import Lengths
+from serve_app.usage.rows import Tokens
 
 
 def some(requests: Requests, seed: int, count: int = 50) -> list[Ask]:
@@ -62,3 +63,25 @@ def test_the_requests_of_a_dataset_have_no_known_lengths() -> None:
     requests = Requests("m", Lengths(5), Lengths(4), ["a prompt"])
     with pytest.raises(ValueError, match="the lengths of a dataset's prompts aren't known"):
         next(requests.arrivals(1.0, 1))
+
+
+def test_requests_have_the_lengths_of_calls_together() -> None:
+    calls = [Tokens(100, 0, 7), Tokens(40, 32, 90), Tokens(20, 20, 1)]
+    requests = Requests("m", Lengths(50), Lengths(30), calls=calls)
+    found = some(requests, 1)
+    assert {(len(ask.body["prompt"]), ask.tokens) for ask in found} == {(100, 7), (40, 90), (20, 1)}
+    assert all(ask.body["max_tokens"] == ask.tokens and ask.body["ignore_eos"] for ask in found)
+    assert found == some(requests, 1)
+
+
+def test_as_much_of_a_prompt_is_shared_as_was_in_the_cache() -> None:
+    calls = [Tokens(40, 32, 1), Tokens(20, 20, 1)]
+    requests = Requests("m", Lengths(30), Lengths(1), calls=calls)
+    first, second = (
+        {len(prompt): prompt for prompt in (ask.body["prompt"] for ask in some(requests, seed))}
+        for seed in (1, 2)
+    )
+    assert first[40][:32] == second[40][:32]
+    assert first[40][32:] != second[40][32:]
+    # All of it was in the cache; the last token is computed anyway.
+    assert first[20][:19] == second[20][:19] == first[40][:19]

@@ -11,7 +11,8 @@ from serve_app.usage.closing import Closer
 from serve_app.usage.files import JSONL, OPEN, open_path
 from serve_app.usage.ledger import MAX_PENDING, Ledger
 from serve_app.usage.parquet import to_parquet
-from serve_app.usage.report import Report, read
+from serve_app.usage.reading import read
+from serve_app.usage.report import Report
 from serve_app.usage.rows import Tokens, decode
 from tests.serve_app.usage.crashing import (
     FOLDER,

@@ -15,7 +15,8 @@ from serve_app.usage.files import open_path
 from serve_app.usage.ledger import Ledger
 from serve_app.usage.parquet import to_parquet
 from serve_app.usage.prices import Prices
-from serve_app.usage.report import BY, Line, Report, ReportError, read
+from serve_app.usage.reading import LedgerError, read
+from serve_app.usage.report import BY, Line, Report
 from serve_app.usage.rows import Row, Tokens, encode, utc
 from tests.serve_app.usage.crashing import (
     FOLDER,
@@ -102,7 +103,7 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     path = tmp_path / "day=2027-01-15" / "a.00000.parquet"
     path.parent.mkdir()
     path.write_bytes(b"no")
-    with pytest.raises(ReportError, match=r"a\.00000\.parquet: it is no Parquet file"):
+    with pytest.raises(LedgerError, match=r"a\.00000\.parquet: it is no Parquet file"):
         lines(tmp_path, "tenant")
 
 

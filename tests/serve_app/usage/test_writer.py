@@ -12,8 +12,9 @@ from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
 from serve_app.usage.calls import CallBook
 from serve_app.usage.disk import LocalDisk
+from serve_app.usage.reading import read
 from serve_app.usage.remote import Remote
-from serve_app.usage.report import Report, read
+from serve_app.usage.report import Report
 from serve_app.usage.rows import Tokens
 from serve_app.usage.writer import Writer, new_book, start_writer
 from tests.serve_app.usage.crashing import FakeSequence, call_of, ran
