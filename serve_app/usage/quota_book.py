@@ -14,6 +14,7 @@ from serve_app.usage.book_entry import BookEntry
 from serve_app.usage.messages import (
     NO_PERIOD,
     SLOTS,
+    SPAN_OF,
     Account,
     Answer,
     Grant,
@@ -25,7 +26,7 @@ from serve_app.usage.messages import (
     tenant_subject,
 )
 from serve_app.usage.window_totals import SPANS, WindowTotals
-from serve_app.usage.windows import Span, window_at
+from serve_app.usage.windows import window_at
 
 SILENT_S = 30.0
 """Seconds without a report after which a holder counts as gone, and its slots are free again."""
@@ -37,13 +38,6 @@ SHORT_S = 1.0
 """Seconds for which holders give back what is free after a need that could not be met."""
 
 SWEEP_S = 10.0
-
-_SPAN_OF: dict[str, Span] = {
-    "tokens_per_minute": "minute",
-    "tokens_per_day": "day",
-    "tokens_per_month": "month",
-    "requests_per_minute": "minute",
-}
 
 
 @dataclass(slots=True)
@@ -246,7 +240,7 @@ class QuotaBook:
         entry = opened.entries.get(holder)
         free = entry.free if entry else 0
         room = min(
-            limit - self._totals.at(lease, _SPAN_OF.get(name), now).charged for name, limit in limits.items()
+            limit - self._totals.at(lease, SPAN_OF.get(name), now).charged for name, limit in limits.items()
         )
         room = max(0, room)
         lacking = max(0, account.need - free)
@@ -288,7 +282,7 @@ class QuotaBook:
 
     def _limit_states(self, lease: LeaseID, quota: Quota, now: float) -> Iterator[LimitState]:
         for name, limit in limits_of(quota, lease.kind).items():
-            total = self._totals.at(lease, _SPAN_OF.get(name), now)
+            total = self._totals.at(lease, SPAN_OF.get(name), now)
             remaining = max(0, limit - total.charged + total.free)
             yield LimitState(name, limit, remaining, total.reserved, total.left_s(now))
 
