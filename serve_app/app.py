@@ -43,8 +43,14 @@ DRAIN_EVERY_S = 0.5
 BATCHES_GRACE_S = 15.0
 """Seconds in which the Batches deployment stops. The next one sends again the rows that take longer."""
 
+BATCHES_ANSWERS_IN_S = 30.0
+"""Seconds in which the Batches deployment answers a health check."""
+
 KEEPER_GRACE_S = 5.0
 """Seconds in which the deployments Quotas and Turns stop; what they decide waits for the next one."""
+
+KEEPER_ANSWERS_IN_S = 10.0
+"""Seconds in which they answer a health check."""
 
 INGRESS_RESOURCE = "SATURATE_INGRESS_RESOURCE"
 """Environment variable: the custom resource of Ray that nodes offer which may hold an Ingress."""
@@ -77,10 +83,15 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": 1, "resources": _ingress_resources()},
         logging_config=QUIET,
     )(serve.ingress()(Ingress))
-    quotas = _quotas(settings) if settings.usage.quotas else None
-    turns = _turns(settings) if settings.sharing() else None
+    keeper = {"grace_s": KEEPER_GRACE_S, "answers_in_s": KEEPER_ANSWERS_IN_S}
+    # Two of one kind would grant the same tokens, give a device to two models, or write the same files.
+    quotas = _single(Quotas, QUOTAS, settings, **keeper) if settings.usage.quotas else None
+    turns = _single(Turns, TURNS, settings, **keeper) if settings.sharing() else None
     engines = {model.id: _engine(model, settings, quotas, turns) for model in settings.models}
-    more: list[Application] = [] if settings.batches is None else [_batches(settings, engines, quotas)]
+    more: list[Application] = []
+    if settings.batches is not None:
+        batches = {"grace_s": BATCHES_GRACE_S, "answers_in_s": BATCHES_ANSWERS_IN_S}
+        more = [_single(Batches, BATCHES, settings, engines, quotas, **batches)]
     return ingress.bind(settings, engines, *more, **({} if quotas is None else {"quotas": quotas}))
 
 
@@ -90,46 +101,28 @@ def _ingress_resources() -> dict[str, float]:
     return {name: 0.001} if name else {}
 
 
-def _batches(settings: Settings, engines: dict[str, Application], quotas: Application | None) -> Application:
-    deployment = serve.deployment(
-        # One: two would write the same files.
-        num_replicas=1,
-        max_ongoing_requests=UNBOUNDED,
-        health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=BATCHES_GRACE_S,
-        graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
-        # It mostly waits, and takes no core from a model.
-        ray_actor_options={"num_cpus": 0, "resources": _ingress_resources()},
-        logging_config=QUIET,
-    )(Batches)
-    return deployment.options(name=BATCHES).bind(settings, engines, quotas)
+def _single(kind: type[Any], name: str, *args: Any, grace_s: float, answers_in_s: float) -> Application:
+    """Return a deployment of one replica, which keeps what all others have to agree on.
 
-
-def _quotas(settings: Settings) -> Application:
-    # One: two would grant the same tokens.
-    return _keeper(Quotas, QUOTAS, settings)
-
-
-def _turns(settings: Settings) -> Application:
-    # One: two would give the same device to two models.
-    return _keeper(Turns, TURNS, settings)
-
-
-def _keeper(kind: type[Any], name: str, settings: Settings) -> Application:
-    """Return a deployment of one small process, which keeps what all replicas have to agree on."""
+    Args:
+        kind: Its class.
+        name: Its name.
+        args: Arguments of the class.
+        grace_s: Seconds in which it stops.
+        answers_in_s: Seconds in which it answers a health check.
+    """
     deployment = serve.deployment(
         num_replicas=1,
         max_ongoing_requests=UNBOUNDED,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        health_check_timeout_s=10,
-        graceful_shutdown_timeout_s=KEEPER_GRACE_S,
+        health_check_timeout_s=answers_in_s,
+        graceful_shutdown_timeout_s=grace_s,
         graceful_shutdown_wait_loop_s=DRAIN_EVERY_S,
         # It mostly waits, and takes no core from a model.
         ray_actor_options={"num_cpus": 0, "resources": _ingress_resources()},
         logging_config=QUIET,
     )(kind)
-    return deployment.options(name=name).bind(settings)
+    return deployment.options(name=name).bind(*args)
 
 
 def _engine(

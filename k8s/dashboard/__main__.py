@@ -6,8 +6,12 @@ python -m k8s.dashboard > k8s/components/observability/dashboard.json
 import json
 from typing import Any
 
-from k8s.dashboard.panels import ROWS, Panel
+from k8s.dashboard.panel import Panel
+from k8s.dashboard.rows import batches, device, engine, failures, queue, tenants, users
 from serve_app.telemetry.catalogue import RUNNING_RECORDS
+
+ROWS = (users.ROW, device.ROW, queue.ROW, tenants.ROW, batches.ROW, failures.ROW, engine.ROW)
+"""The rows, from what users see to what the engine reports."""
 
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, HEIGHT = 8, 8
@@ -18,12 +22,12 @@ def dashboard() -> dict[str, Any]:
     """Return the dashboard as Grafana imports it."""
     panels: list[dict[str, Any]] = []
     top = 0
-    for title, row in ROWS:
+    for row in ROWS:
         place = {"x": 0, "y": top, "w": 24, "h": 1}
         panels.append(
             {
                 "type": "row",
-                "title": title,
+                "title": row.title,
                 "collapsed": False,
                 "gridPos": place,
                 "id": len(panels) + 1,
@@ -31,7 +35,7 @@ def dashboard() -> dict[str, Any]:
             }
         )
         top += 1
-        for index, panel in enumerate(row):
+        for index, panel in enumerate(row.panels):
             place = {
                 "x": index * WIDTH % 24,
                 "y": top + index * WIDTH // 24 * HEIGHT,
@@ -39,7 +43,7 @@ def dashboard() -> dict[str, Any]:
                 "h": HEIGHT,
             }
             panels.append(_panel(panel, place, len(panels) + 1))
-        top += -(-len(row) * WIDTH // 24) * HEIGHT
+        top += -(-len(row.panels) * WIDTH // 24) * HEIGHT
     return {
         "uid": "saturate",
         "title": "saturate",

@@ -1,6 +1,5 @@
 """Training of the demo model, from random weights: ``python -m serve_app.demo.train``."""
 
-import argparse
 import math
 import random
 import time
@@ -12,6 +11,7 @@ from torch.nn import functional
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from .corpus import IGNORED, packed_rows, plain_document, plain_rows
+from .options import training_parser
 from .questions import Question, split_questions
 from .tokenizer import END, TOKEN_ID, VOCABULARY_SIZE, build_tokenizer
 
@@ -156,18 +156,9 @@ def train(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and write the model."""
-    parser = argparse.ArgumentParser(
-        prog="python -m serve_app.demo.train",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = training_parser(
+        "serve_app.demo.train", DESCRIPTION, out=MODEL_FOLDER, steps=3600, examples=EXAMPLES
     )
-    parser.add_argument(
-        "--out", type=Path, default=MODEL_FOLDER, help="folder to write (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=3600, help="how long to train (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses first weights, order, and the unseen")
-    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: %(default)s)")
     options = parser.parse_args(arguments)
 
     started = time.monotonic()

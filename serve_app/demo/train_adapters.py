@@ -1,6 +1,5 @@
 """Training of the demo model's LoRA adapters: ``python -m serve_app.demo.train_adapters``."""
 
-import argparse
 import json
 import random
 import time
@@ -15,6 +14,7 @@ from torch.nn import functional
 from transformers import Qwen2ForCausalLM
 
 from .corpus import plain_document, plain_rows
+from .options import training_parser
 from .questions import Question, split_questions
 from .train import HELD_OUT, MODEL_FOLDER, accuracy, learning_rate, predict
 
@@ -127,17 +127,7 @@ def save(layers: dict[str, LowRankLinear], folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, measure and write the adapters."""
-    parser = argparse.ArgumentParser(
-        prog="python -m serve_app.demo.train_adapters",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--out", type=Path, default=ADAPTERS_FOLDER, help="folder to write (default: %(default)s)"
-    )
-    parser.add_argument("--steps", type=int, default=600, help="how long to train (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses first weights, order, and the unseen")
-    parser.add_argument("--threads", type=int, default=2, help="CPU cores to use (default: %(default)s)")
+    parser = training_parser("serve_app.demo.train_adapters", DESCRIPTION, out=ADAPTERS_FOLDER, steps=600)
     parser.add_argument("styles", nargs="*", help=f"which of them (default: {' '.join(STYLES)})")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.styles) - set(STYLES)):

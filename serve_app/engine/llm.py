@@ -2,33 +2,23 @@
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
-from serve_app.api.protocol import (
-    JSON,
-    Detail,
-    GenerateRequest,
-    GenerateResponse,
-    Usage,
-    parse_generate,
-)
+from serve_app.api.protocol import JSON, GenerateRequest, parse_generate
 from serve_app.api.routes import GENERATE, unserved
-from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import NOTHING
 from serve_app.api.token_estimate import estimate_call
 from serve_app.engine.adapter_files import AdapterError
-from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import autoscaling_stats
-from serve_app.engine.batch_call import BatchCall
-from serve_app.engine.error_mapping import application_error, blame_request
+from serve_app.engine.engine_watch import EngineWatch
+from serve_app.engine.generation import Generation
 from serve_app.engine.grammar_check import GrammarCheck
-from serve_app.engine.grammars import grammars_of
 from serve_app.engine.loop_watch import LoopWatch
+from serve_app.engine.openai_answers import OpenAIAnswers
 from serve_app.engine.quotas import CallQuotas, generate_demand
 from serve_app.engine.replica import (
     DRAIN_S,
@@ -43,12 +33,9 @@ from serve_app.engine.replica import (
 )
 from serve_app.engine.turns import EngineTurns, Place, asking
 from serve_app.engine.usage_metrics import UsageMetrics
-from serve_app.engine.watchdog import Watchdog
-from serve_app.relay.asgi import run_app
-from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error, split
+from serve_app.relay.frame import LOST, pack_error, split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.models import LLMSettings
@@ -67,20 +54,6 @@ from serve_app.usage.quota_handle import Handle
 from serve_app.usage.writer import ledger_of, new_book, start_writer
 
 logger = logging.getLogger("ray.serve")
-
-WATCH_S = 0.25
-"""Seconds between two checks of the engine's progress."""
-
-LAST_ANSWERS_S = 0.25
-"""Seconds in which the requests of a dead engine are answered, before its process ends."""
-
-DETOKENIZE = "/detokenize"
-
-OTHER_COMMAS = 100
-"""Commas that a request of `/detokenize` may have outside its list."""
-
-RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
-"""Routes whose streams may go on in another replica when this one dies."""
 
 
 class Engine:
@@ -148,13 +121,18 @@ class Engine:
                 metrics=telemetry.metrics and telemetry.engine_metrics,
                 exact=usage.ledger is not None,
             )
-            self._app, self._routes = await self._engine.start()
+            app, self._routes = await self._engine.start()
             if share is not None and self._turns is not None:
                 self._turns.run(await self._engine.sleeper(share), self._engine.batcher)
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
         self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
         self._starting = asyncio.create_task(self._grammars.start())
-        self._watching = asyncio.create_task(self._watch(settings.engine_hang_timeout_s))
+        # Bound methods: one step less for each request.
+        self._generate = Generation(self._engine.prompts, self._engine.completions).run
+        self._answer_openai = OpenAIAnswers(app, self._engine, self._grammars).answer
+        self._watch = EngineWatch(
+            self._engine, settings.engine_hang_timeout_s, excused=self._ended, last=self._flush
+        )
         self._loop_watch = LoopWatch().start()
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._engine_metrics)
         # The engine's own processes are started by now, and keep the scheduling that they have.
@@ -314,6 +292,15 @@ class Engine:
         """Return why a route is not served by this model; None: it is."""
         return None if path in self._routes else unserved(self._id, path, self._routes)
 
+    def _ended(self) -> bool:
+        """Return whether the engine was ended on purpose."""
+        return self._turns is not None and self._turns.refusal is not None
+
+    def _flush(self) -> None:
+        """Write what the ledger has not got yet."""
+        if self._writer is not None:
+            self._writer.flush()
+
     @contextmanager
     def _holding(self, tokens: int) -> Iterator[None]:
         self._held += tokens
@@ -333,46 +320,16 @@ class Engine:
 
     async def check_health(self) -> None:
         """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""
-        if self._watching.done():
-            self._watching.result()
+        self._watch.check()
         if self._turns is not None:
             self._turns.check_health()
             if self._turns.refusal:
                 return
         await self._engine.check_health()
 
-    async def _watch(self, timeout_s: float) -> None:
-        """End this process when its engine has died or hangs.
-
-        Serve would replace the replica after three failed health checks only, and send requests here until
-        then. It notices at once when the process is gone, and so does every caller. The processes that the
-        engine started end with this one, even if they are stopped.
-        """
-        watchdog = Watchdog(timeout_s, WATCH_S)
-        while True:
-            await asyncio.sleep(WATCH_S)
-            engine = self._engine
-            if self._turns is not None and self._turns.refusal:
-                # It was ended on purpose; requests are told why.
-                continue
-            if engine.died:
-                logger.error("vLLM's engine has died; this replica ends, and Serve starts another")
-                await asyncio.sleep(LAST_ANSWERS_S)
-            elif watchdog.look(busy=engine.busy, steps=engine.steps):
-                logger.error(
-                    "vLLM's engine has work and made no step for %.0f s (engine_hang_timeout_s); this "
-                    "replica ends, and Serve starts another",
-                    timeout_s,
-                )
-            else:
-                continue
-            if self._writer is not None:
-                self._writer.flush()
-            os._exit(1)
-
     async def __del__(self) -> None:
-        if watching := getattr(self, "_watching", None):
-            watching.cancel()
+        if engine_watch := getattr(self, "_watch", None):
+            engine_watch.stop()
             self._starting.cancel()
             await self._grammars.stop()
         if watch := getattr(self, "_loop_watch", None):
@@ -402,84 +359,6 @@ class Engine:
 
         return report
 
-    async def _answer_openai(
-        self, request: RelayRequest, began: float, usage: RequestUsage, call: Call
-    ) -> AsyncGenerator[bytes, None]:
-        """Answer a request through vLLM's own application."""
-        try:
-            self._check_tokens(request)
-            grammars = grammars_of(request.body)
-            await self._grammars.check(grammars)
-        except RequestError as error:
-            yield pack_error(error, request.path)
-            return
-        scheduling = request.scheduling_now()
-        result = AdmissionResult(usage=usage, call=call)
-        if request.path in RESUMABLE:
-            result.stream = StreamTokens()
-        set_current(
-            AdmissionRequest(
-                scheduling,
-                scheduling.deadline(began),
-                wait=request.resumes,
-                token_ids=tuple(to_ids(request.token_ids)),
-                max_tokens=request.max_tokens,
-                size=len(request.body),
-                adapter=request.adapter,
-            ),
-            result,
-        )
-
-        def refusal() -> RequestError | None:
-            return result.refusal or (engine_failed() if self._engine.died else None)
-
-        def lost() -> bool:
-            return self._engine.died
-
-        def started() -> bool:
-            return result.admitted or refusal() is not None
-
-        messages = run_app(
-            self._app,
-            request,
-            usage=usage,
-            refusal=refusal,
-            stream=result.stream,
-            lost=lost,
-            started=started,
-        )
-
-        # A grammar may have no way on after some tokens.
-        def may_blame() -> bool:
-            return not result.refusal and bool(grammars or not usage.output_tokens)
-
-        answered = False
-        try:
-            async with aclosing(messages):
-                async for message in messages:
-                    if not answered and message != KEEP_ALIVE:
-                        answered = True
-                        if self._engine.died and not result.refusal:
-                            yield LOST
-                            return
-                        if may_blame():
-                            message = blame_request(message)
-                    yield message
-        except Exception as error:
-            if answered or self._engine.died or not may_blame():
-                raise
-            yield blame_request(pack_error(application_error(error), usage=usage))
-
-    def _check_tokens(self, request: RelayRequest) -> None:
-        """Refuse a list of token ids that is too long before it is parsed, which holds all others up."""
-        if request.path != DETOKENIZE:
-            return
-        most = self._engine.max_tokenize_tokens
-        # Other fields have a few commas too.
-        if request.body.count(b",") > most + OTHER_COMMAS:
-            message = f"tokens: at most {most} token ids are taken here (max_tokenize_tokens)"
-            raise RequestError(400, "invalid_request_error", message, param="tokens")
-
     async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage, call: Call) -> bytes:
         message = await answer(self._generate_json(relayed, usage, call), usage)
         return LOST if self._engine.died else message
@@ -496,62 +375,3 @@ class Engine:
             len(relayed.body),
         )
         return response.model_dump_json(exclude_unset=True).encode()
-
-    async def _generate(
-        self,
-        request: GenerateRequest,
-        scheduling: Scheduling,
-        usage: RequestUsage,
-        account: Call,
-        adapter: str = "",
-        max_tokens: int | None = None,
-        size: int = 0,
-    ) -> GenerateResponse:
-        deadline = scheduling.deadline(time.monotonic())
-        asked = AdmissionRequest(scheduling, deadline, max_tokens=max_tokens, size=size, adapter=adapter)
-        set_current(asked, AdmissionResult(usage=usage))
-        sampling = self._engine.sampling(request)
-        prompts: Sequence[list[int] | RequestError]
-        if request.messages is None:
-            prompts = await self._engine.tokenize(request.prompts or [])
-        else:
-            prompts = await self._engine.render(request.messages)
-        call = BatchCall("prompts" if request.messages is None else "messages", partial=request.partial)
-        results: list[str | None] = [None] * len(prompts)
-        details: list[Detail | None] = [None] * len(prompts)
-
-        async def complete(index: int, token_ids: list[int] | RequestError) -> None:
-            try:
-                if isinstance(token_ids, RequestError):
-                    raise token_ids
-                own = asked._replace(wait=call.wait(index))
-                set_current(own, AdmissionResult(usage=usage, call=account))
-                done = await self._engine.complete(token_ids, sampling, adapter)
-            except RequestError as error:
-                call.fail(index, error)
-                return
-            results[index] = done.text
-            details[index] = Detail(
-                finish_reason=done.finish_reason,
-                prompt_tokens=len(token_ids),
-                completion_tokens=done.tokens,
-            )
-
-        tasks = [asyncio.ensure_future(complete(i, ids)) for i, ids in enumerate(prompts)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        response = GenerateResponse(results=results, task_id=request.task_id, usage=_usage(details))
-        if request.details:
-            response.details = details
-        if call.errors is not None:
-            response.errors = call.errors
-        return response
-
-
-def _usage(details: list[Detail | None]) -> Usage:
-    prompt = sum(detail.prompt_tokens for detail in details if detail)
-    completion = sum(detail.completion_tokens for detail in details if detail)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

@@ -1,38 +1,29 @@
-"""The LoRA adapters of an engine: those that are wanted, and those that vLLM has.
+"""The LoRA adapters that an engine serves: those of its config and those of its folder.
 
 Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """
 
 import asyncio
-import itertools
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm.lora.request import LoRARequest
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.engine.adapter_files import Adapter, AdapterError, Shapes, check, fetch, layer_shapes
+from serve_app.engine.adapter_copies import AdapterFiles
+from serve_app.engine.adapter_files import Adapter, AdapterError
 from serve_app.engine.adapter_folder import AdapterFolder, FolderError
 from serve_app.engine.adapter_slots import AdapterSlots
+from serve_app.engine.vllm_adapter_loader import AdapterLoader, LoadedAdapter
 from serve_app.settings.adapters import AdapterSettings, adapters_by_id, check_pinned
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 
 logger = logging.getLogger("ray.serve")
-
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM takes for `max_lora_rank`."""
-
-USUAL_RANK = 16
-"""The least of it, unless the config has one."""
 
 RETRY_S = 30.0
 """Seconds after which an adapter of the folder that couldn't be loaded is tried again."""
@@ -44,82 +35,6 @@ NO_FOLDER = "can't be kept: the model has no adapters_folder"
 
 LEAVE_S = 60.0
 """Seconds in which the requests of an adapter that was removed may end before another gets its id."""
-
-
-COPIES = "saturate-adapters-"
-"""Prefix of the name of a directory of copies; the id of its process follows."""
-
-
-class _Loaded(NamedTuple):
-    """An adapter in vLLM, with the settings that it was loaded for."""
-
-    settings: AdapterSettings
-    request: LoRARequest
-
-
-class AdapterFiles:
-    """Adapters that were fetched into a directory of this process."""
-
-    def __init__(self) -> None:
-        _remove_left_behind()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{COPIES}{os.getpid()}-"))
-        self._numbers = itertools.count()
-
-    def fetch(self, settings: AdapterSettings) -> Adapter:
-        """Fetch an adapter into a directory that no other has had.
-
-        Raises:
-            AdapterError: It can't be read.
-        """
-        path = self._folder / str(next(self._numbers))
-        try:
-            return fetch(settings.location, path)
-        except BaseException:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-
-    def close(self) -> None:
-        """Delete the directory."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _remove_left_behind() -> None:
-    """Delete the directories of processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{COPIES}*-*"):
-        pid = folder.name.removeprefix(COPIES).partition("-")[0]
-        if pid.isdecimal() and not Path("/proc", pid).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def lora_options(settings: LLMSettings, files: AdapterFiles) -> tuple[dict[str, Any], dict[str, Adapter]]:
-    """Return vLLM's options for the adapters of a model, as far as the config leaves them out.
-
-    Args:
-        settings: The model.
-        files: Gets the files of the adapters.
-
-    Returns:
-        The options, and the adapters of the config by id.
-
-    Raises:
-        SettingsError: An adapter of the config can't be read.
-    """
-    if not settings.has_adapters:
-        return {}, {}
-    fetched = {}
-    for id, adapter in adapters_by_id(settings.id, settings.adapters).items():
-        try:
-            fetched[id] = files.fetch(adapter)
-        except AdapterError as error:
-            raise SettingsError(f"models[{settings.id}].adapters: {id} ({adapter.source}) {error}") from None
-    most = max([USUAL_RANK, *(adapter.rank for adapter in fetched.values())])
-    options: dict[str, Any] = {
-        "enable_lora": True,
-        "max_loras": settings.slots,
-        "max_cpu_loras": settings.cpu_slots,
-        "max_lora_rank": settings.engine.max_lora_rank or next((r for r in RANKS if r >= most), RANKS[-1]),
-    }
-    return options, fetched
 
 
 class Adapters:
@@ -144,18 +59,13 @@ class Adapters:
         fetched: Mapping[str, Adapter],
     ) -> None:
         self._settings = settings
-        self._llm = llm
-        self._files = files
-        self._fetched = dict(fetched)
+        self._loader = AdapterLoader(llm, files, fetched, simulated=settings.simulate is not None)
         self._declared = adapters_by_id(settings.id, settings.adapters)
         place = settings.adapters_folder
         self._folder = AdapterFolder(place, settings.id) if place else None
-        self._shapes: Shapes | None = None
-        self._known_shapes = settings.simulate is not None
-        self._numbers = itertools.count(1)
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[str, LoadedAdapter] = {}
         # Loaded, and not served yet.
-        self._prepared: dict[str, _Loaded] = {}
+        self._prepared: dict[str, LoadedAdapter] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         # When an adapter of the folder was refused.
         self._refused: dict[tuple[str, AdapterSettings], float] = {}
@@ -231,8 +141,8 @@ class Adapters:
             except ValueError as error:
                 raise AdapterError(str(error)) from None
             if before := self._prepared.pop(id, None):
-                await self._unload(id, before)
-            self._prepared[id] = await self._load(id, settings)
+                await self._loader.unload(before)
+            self._prepared[id] = await self._loader.load(id, settings)
 
     async def keep(self, id: str, settings: AdapterSettings | None) -> str:
         """Write an adapter to the folder, or remove it from there (None).
@@ -303,7 +213,7 @@ class Adapters:
         for task in (self._following, *self._leaving.values()):
             if task is not None:
                 task.cancel()
-        await asyncio.to_thread(self._files.close)
+        await self._loader.close()
 
     async def _follow(self) -> None:
         """Take over what the folder has, again and again: this replica may have missed a call to do so."""
@@ -350,8 +260,8 @@ class Adapters:
                     continue
                 try:
                     if ready:
-                        await self._unload(id, self._prepared.pop(id))
-                    self._prepared[id] = await self._load(id, settings)
+                        await self._loader.unload(self._prepared.pop(id))
+                    self._prepared[id] = await self._loader.load(id, settings)
                 except AdapterError as error:
                     if strict and id in declared:
                         raise SettingsError(f"adapters: {id} ({settings.source}) {error}") from None
@@ -376,41 +286,12 @@ class Adapters:
                     continue
             await self._serve(id, self._prepared.pop(id))
 
-    async def _load(self, id: str, settings: AdapterSettings) -> _Loaded:
-        """Load an adapter into vLLM.
-
-        Raises:
-            AdapterError: It can't be.
-        """
-        adapter = self._fetched.pop(id, None)
-        if adapter is None:
-            adapter = await asyncio.to_thread(self._files.fetch, settings)
-        try:
-            config = self._llm.vllm_config.lora_config
-            if not self._known_shapes:
-                model = self._llm.model_config
-                self._shapes = await asyncio.to_thread(layer_shapes, model.hf_config.get_text_config())
-                self._known_shapes = True
-            await asyncio.to_thread(check, adapter, config.max_lora_rank, self._shapes)
-            request = LoRARequest(id, next(self._numbers), str(adapter.path))
-            try:
-                await self._llm.add_lora(request)
-            except Exception as error:
-                # The engine's own words, without its stack.
-                reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-                raise AdapterError(f"is refused by vLLM: {reason[0]}") from None
-        except BaseException:
-            shutil.rmtree(adapter.path, ignore_errors=True)
-            raise
-        return _Loaded(settings, request)
-
-    async def _serve(self, id: str, one: _Loaded) -> None:
+    async def _serve(self, id: str, one: LoadedAdapter) -> None:
         self._loaded[id] = one
         self.requests[id] = one.request
         if one.settings.pinned:
             async with self.slots.using(id):
-                await self._llm.add_lora(one.request)
-                await self._llm.pin_lora(one.request.lora_int_id)
+                await self._loader.pin(one)
                 self.slots.pin(id)
         logger.info("the adapter %s (%s) is served", id, one.settings.source)
 
@@ -422,16 +303,12 @@ class Adapters:
         task.add_done_callback(lambda _: self._leaving.pop(id, None))
         logger.info("the adapter %s is not served any more", id)
 
-    async def _leave(self, id: str, one: _Loaded) -> None:
+    async def _leave(self, id: str, one: LoadedAdapter) -> None:
         await self.slots.left(id)
         self.slots.remove(id)
-        await self._unload(id, one)
-
-    async def _unload(self, id: str, one: _Loaded) -> None:
-        with suppress(Exception):
-            await self._llm.remove_lora(one.request.lora_int_id)
-        await asyncio.to_thread(shutil.rmtree, one.request.lora_path, ignore_errors=True)
+        await self._loader.unload(one)
 
     async def _drop_prepared(self) -> None:
         while self._prepared:
-            await self._unload(*self._prepared.popitem())
+            _, one = self._prepared.popitem()
+            await self._loader.unload(one)

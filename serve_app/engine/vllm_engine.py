@@ -4,52 +4,35 @@ Only files named vllm_* import vllm. The imports are those of vLLM 0.32; they mo
 """
 
 import asyncio
-import itertools
 import logging
 import os
-import time
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
-from fastapi import FastAPI
-from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
-from pydantic import ValidationError
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
-from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 from vllm.envs import enable_envs_cache
-from vllm.exceptions import VLLMClientError, VLLMValidationError
-from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-from batcher import ContinuousBatcher, Goals
-from serve_app.api.errors import RequestError
-from serve_app.api.protocol import JSON, SamplingFields
+from batcher import Goals
+from serve_app.api.protocol import JSON
+from serve_app.engine.adapter_copies import AdapterFiles
+from serve_app.engine.lora_options import lora_options
 from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
-from serve_app.engine.vllm_gated import GatedLLM, RefusedError
+from serve_app.engine.vllm_adapters import Adapters
+from serve_app.engine.vllm_application import build_application
+from serve_app.engine.vllm_completions import Completions
+from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_media import refuse_media, use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
 from serve_app.engine.vllm_options import batcher_of, limits_of, vllm_args
-from serve_app.engine.vllm_pooling import bound_rendering, served_routes
+from serve_app.engine.vllm_prompts import Prompts
+from serve_app.engine.vllm_refusal import hide_refusals
 from serve_app.engine.vllm_sleep import VLLMSleeper
+from serve_app.engine.vllm_steps import StepTimer
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_part
-from serve_app.engine.vllm_validation import end_at_first_error
 from serve_app.engine.vllm_warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
@@ -57,61 +40,10 @@ from serve_app.settings.turns import ShareSettings
 from serve_app.settings.user_config import BatcherUserConfig
 from serve_app.usage.calls import CallBook, Origin
 
-HOT = {"/v1/chat/completions", "/v1/completions"}
-"""The most frequent routes."""
-
-UNUSED: tuple[object, ...] = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
-"""Middleware of vLLM's application whose work the Ingress does, once for all models."""
-
 logger = logging.getLogger("ray.serve")
 
 DEFAULT_MAX_TOKENS = 512
 """Output tokens of a `/generate` prompt where neither the request nor the config states them."""
-
-
-class _Steps(StatLoggerBase):  # type: ignore[misc]
-    """Measures the engine's steps for the batcher."""
-
-    batcher: ContinuousBatcher | None = None
-
-    def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
-        self._last = 0.0
-        self._busy = False
-
-    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-        if scheduler_stats is None or self.batcher is None:
-            return
-        now = time.monotonic()
-        if self._busy:
-            # Later: an error in a logger would end vLLM's client for good.
-            asyncio.get_running_loop().call_soon(self.batcher.step, now - self._last)
-        self._last = now
-        self._busy = scheduler_stats.num_running_reqs > 0
-
-    def log_engine_initialized(self) -> None:
-        """Do nothing: vLLM calls it."""
-
-
-@dataclass(slots=True, frozen=True)
-class Sampling:
-    """Sampling parameters of a request.
-
-    Attributes:
-        params: vLLM's parameters.
-        may_shorten: `max_tokens` is a default, which a long prompt may reduce.
-    """
-
-    params: SamplingParams
-    may_shorten: bool
-
-
-@dataclass(slots=True, frozen=True)
-class Completion:
-    """The completion of one prompt."""
-
-    text: str
-    finish_reason: str | None
-    tokens: int
 
 
 class VLLMEngine:
@@ -127,6 +59,8 @@ class VLLMEngine:
     Attributes:
         counters: vLLM's own counters; None: its statistics may be off.
         adapters: The LoRA adapters.
+        completions: The completions of `/generate`.
+        prompts: Its prompts, once the engine has started.
 
     Raises:
         SettingsError: vLLM has no such option.
@@ -151,7 +85,7 @@ class VLLMEngine:
         self._args = vllm_args(settings, options)
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
-        steps = _Steps()
+        steps = StepTimer()
         counters = EngineCounters()
         self.counters = counters if metrics or exact else None
         self.llm: GatedLLM = GatedLLM.from_engine_args(
@@ -173,11 +107,12 @@ class VLLMEngine:
         self._limits = limits_of(settings.batcher, self.llm)
         self.batcher = self.llm.batcher = steps.batcher = batcher_of(settings.batcher, self._limits)
         self.max_model_len: int = self.llm.model_config.max_model_len
-        self._sampling: JSON = (
+        defaults: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
             | self.llm.model_config.get_diff_sampling_param()
             | settings.sampling.sampling()
         )
+        self.completions = Completions(self.llm, self.adapters, defaults, self.max_model_len)
         self._tokenizer = self.llm.get_tokenizer()
         # vLLM asks for it with every request, and its tokenizer looks it up each time: cached.
         eos_token_id = self.llm.renderer.get_eos_token_id()
@@ -189,7 +124,6 @@ class VLLMEngine:
             settings.batcher.tenant_weights,
         )
         bound_tokenizing(self.llm.renderer, self._texts, self.max_tokenize_tokens)
-        self._ids = itertools.count()
         self.steps = 0
         self._count_steps()
 
@@ -264,25 +198,12 @@ class VLLMEngine:
         await asyncio.create_task(self._warm_up())
         await self.batcher.start()
         await self._texts.start()
-        tasks = await self.llm.get_supported_tasks()
-        app = build_app(self._args, tasks, self.llm.model_config)
-        # vLLM gives its own errors OpenAI's shape, but not those of the router: no such path or method.
-        app.exception_handler(HTTPException)(http_exception_handler)
-        end_at_first_error(app)
-        _drop_unused(app)
-        app.middleware_stack = app.build_middleware_stack()
-        await init_app_state(self.llm, app.state, self._args, tasks)
-        for part in vars(app.state)["_state"].values():
-            if isinstance(part, BeamSearchOnlineMixin):
-                part.beam_search = partial(self.llm.beam_search, part.beam_search)
-        bound_rendering(app.state, self._texts, self.max_model_len)
-        self._renderer = app.state.online_renderer
-        # vLLM looks up there what a request names.
-        app.state.openai_serving_models.lora_requests = self.adapters.requests
+        app, routes = await build_application(self.llm, self._args, self._texts)
+        self.prompts = Prompts(self._tokenizer, app.state.online_renderer, self._texts, self.max_model_len)
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
-        _hide_refusals()
-        return cast(ASGIApp, app), served_routes(app, tasks)
+        hide_refusals()
+        return cast(ASGIApp, app), routes
 
     async def _warm_up(self) -> None:
         call = self._book.open(Origin(source="warm_up"))
@@ -293,126 +214,6 @@ class VLLMEngine:
         finally:
             part.end()
             call.close()
-
-    async def tokenize(self, prompts: list[str]) -> list[list[int] | RequestError]:
-        """Return the token ids of each prompt, with the model's special tokens, or its error.
-
-        Raises:
-            RequestError: Too many texts wait, or the request's time is over.
-        """
-        return await self._texts.run(partial(self._encode, prompts), sum(map(len, prompts)))
-
-    def _encode(self, prompts: list[str]) -> list[list[int] | RequestError]:
-        # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
-        most = self.max_model_len * self._tokenizer.max_chars_per_token
-        short = [prompt for prompt in prompts if len(prompt) <= most]
-        ids = iter(self._tokenizer(short).input_ids if short else ())
-        return [next(ids) if len(prompt) <= most else self._too_long(prompt) for prompt in prompts]
-
-    def _too_long(self, prompt: str) -> RequestError:
-        message = f"the prompt has {len(prompt)} characters; this model takes {self.max_model_len - 1} tokens"
-        return RequestError(400, "invalid_request_error", message)
-
-    async def render(self, chats: list[list[JSON]]) -> list[list[int] | RequestError]:
-        """Return the token ids of each chat, through the model's chat template, or its error.
-
-        Raises:
-            RequestError: Too many texts wait, or the request's time is over.
-        """
-        tasks = [asyncio.ensure_future(self._render(chat)) for chat in chats]
-        try:
-            return await asyncio.gather(*tasks)
-        except RefusedError as error:
-            raise error.error from None
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _render(self, messages: list[JSON]) -> list[int] | RequestError:
-        try:
-            # The same call as in vLLM's own chat route.
-            rendered = await self._renderer.render_chat(ChatCompletionRequest(messages=messages))
-        except ValidationError as error:
-            item = error.errors(include_url=False)[0]
-            return RequestError(400, "invalid_request_error", str(item["msg"]))
-        except (VLLMClientError, ValueError, TypeError) as error:
-            return RequestError(400, "invalid_request_error", str(error))
-        if isinstance(rendered, ErrorResponse):
-            return RequestError(400, "invalid_request_error", rendered.error.message)
-        _, (prompt,) = rendered
-        if prompt["type"] != "token":
-            return RequestError(
-                400, "invalid_request_error", "only text can be sent here, not images or sound"
-            )
-        ids: list[int] = prompt["prompt_token_ids"]
-        return ids
-
-    def sampling(self, fields: SamplingFields) -> Sampling:
-        """Return sampling parameters: `fields`, then the config's, then the model's own defaults.
-
-        Raises:
-            RequestError: 400, in vLLM's words.
-        """
-        given = fields.sampling()
-        try:
-            params = SamplingParams(**(self._sampling | given), output_kind=RequestOutputKind.FINAL_ONLY)
-        except (VLLMValidationError, ValueError, TypeError) as error:
-            raise RequestError(400, "invalid_request_error", str(error)) from None
-        return Sampling(params, may_shorten="max_tokens" not in given)
-
-    async def complete(self, token_ids: list[int], sampling: Sampling, adapter: str = "") -> Completion:
-        """Generate one completion.
-
-        Args:
-            token_ids: The prompt.
-            sampling: Its sampling.
-            adapter: Id of the adapter; empty: none.
-
-        Raises:
-            RequestError: The prompt doesn't fit, the batcher refused it, or the engine failed.
-        """
-        params = self._fit(len(token_ids), sampling)
-        request_id = f"generate-{next(self._ids)}"
-        options: dict[str, Any] = {}
-        if adapter:
-            if adapter not in self.adapters:
-                # It was removed while the prompt was tokenized.
-                raise self.adapters.missing(adapter)
-            options["lora_request"] = self.adapters.requests[adapter]
-        try:
-            # There is one result, the last; reading on ends the generator and frees its slot.
-            output = None
-            async for result in self.llm.generate(tokens_input(token_ids), params, request_id, **options):
-                output = result.outputs[0]
-        except RefusedError as error:
-            raise error.error from None
-        except VLLMClientError as error:
-            raise RequestError(400, "invalid_request_error", str(error)) from None
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error
-        if output is None:
-            raise RequestError(500, "internal_error", "The engine ended the request without a result.")
-        return Completion(output.text, output.finish_reason, len(output.token_ids))
-
-    def _fit(self, length: int, sampling: Sampling) -> SamplingParams:
-        limit = self.max_model_len
-        if length >= limit:
-            message = f"the prompt has {length} tokens; this model takes {limit - 1} at most"
-            raise RequestError(400, "invalid_request_error", message)
-        if length == 0:
-            raise RequestError(400, "invalid_request_error", "the prompt is empty")
-        params = sampling.params
-        if length + params.max_tokens <= limit:
-            return params
-        if sampling.may_shorten:
-            shorter: SamplingParams = params.clone()
-            shorter.max_tokens = limit - length
-            return shorter
-        message = (
-            f"the prompt's {length} tokens and max_tokens={params.max_tokens} exceed this model's "
-            f"context of {limit} tokens; lower max_tokens to {limit - length} or less"
-        )
-        raise RequestError(400, "invalid_request_error", message)
 
     def report_metrics(self) -> None:
         """Report vLLM's counters since the last call."""
@@ -432,22 +233,3 @@ class VLLMEngine:
             await self._texts.stop()
             self.llm.shutdown()
             await self.adapters.close()
-
-
-def _hide_refusals() -> None:
-    """Keep vLLM from logging a stack trace for each stream that the batcher refuses."""
-
-    def shown(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], RefusedError))
-
-    for handler in logging.getLogger("vllm").handlers:
-        handler.addFilter(shown)
-
-
-def _drop_unused(app: FastAPI) -> None:
-    """Drop the middleware that has no use behind the relay, and put the most frequent routes first.
-
-    The router tries one route after the other.
-    """
-    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in HOT)
-    app.user_middleware = [each for each in app.user_middleware if each.cls not in UNUSED]

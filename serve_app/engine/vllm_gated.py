@@ -1,48 +1,29 @@
-"""vLLM's engine client with admission in front of every request, and streams that go on from their tokens.
+"""vLLM's engine client with admission in front of every request.
 
-Only files whose names begin with vllm_ import vllm. The imports are those of vLLM 0.32.
+Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """
 
-import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
-from http import HTTPStatus
-from types import SimpleNamespace
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-from vllm.v1.engine.exceptions import EngineDeadError
 
-from batcher import BatcherError, ContinuousBatcher, Slot
+from batcher import ContinuousBatcher, Slot
 from serve_app.api.errors import RequestError
-from serve_app.engine.admission import current, refusal_of
+from serve_app.engine.admission import current
 from serve_app.engine.stream_interval import PieceRate, StreamInterval
 from serve_app.engine.vllm_adapters import Adapters
-from serve_app.engine.vllm_usage import set_part
-from serve_app.relay.resume import ResumeMode, StreamTokens
-from serve_app.relay.usage import PromptUsage
-from serve_app.usage.calls import Part
-from serve_app.usage.rows import Outcome
-
-GREEDY = 1e-5
-"""Below this temperature vLLM draws nothing and takes the likeliest token."""
+from serve_app.engine.vllm_admitted_slot import AdmittedSlot
+from serve_app.engine.vllm_refusal import RefusedError
+from serve_app.engine.vllm_resume import go_on, resume_mode
+from serve_app.relay.resume import StreamTokens
 
 NO_ADAPTER = nullcontext()
-
-
-class RefusedError(GracefulHTTPError):  # type: ignore[misc]
-    """The batcher refused a request; vLLM's application ends it without a stack trace."""
-
-    def __init__(self, error: RequestError) -> None:
-        super().__init__(error.message, HTTPStatus(error.status))
-        self.error = error
 
 
 class GatedLLM(AsyncLLM):  # type: ignore[misc]
@@ -88,7 +69,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         sampling_params.skip_clone = True
         if request.token_ids:
             token_ids = list(request.token_ids)
-            results = self._go_on(prompt, sampling_params, request_id, token_ids, **options)
+            results = go_on(self, super().generate, prompt, sampling_params, request_id, token_ids, **options)
         else:
             results = super().generate(prompt, sampling_params, request_id, **options)
         async with (
@@ -99,7 +80,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             self.prompt_tokens += length
             if sampling_params.output_kind is RequestOutputKind.DELTA:
                 if (stream := result.stream) is not None:
-                    stream.resume = _resume_mode(prompt, sampling_params)
+                    stream.resume = resume_mode(prompt, sampling_params)
                 async for output in self._stream(results, sampling_params, slot, request_id, stream):
                     admitted.last = output
                     yield output
@@ -192,7 +173,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         result.refusal = RequestError(400, "invalid_request_error", message, param="prompt_logprobs")
         raise RefusedError(result.refusal)
 
-    def _slot(self, length: int, max_tokens: int | None, n: int) -> "_AdmittedSlot":
+    def _slot(self, length: int, max_tokens: int | None, n: int) -> AdmittedSlot:
         """Return the slot of `n` sequences with one prompt.
 
         Raises:
@@ -211,7 +192,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             result = current().result
             result.refusal = RequestError(400, "invalid_request_error", message, param="n")
             raise RefusedError(result.refusal)
-        return _AdmittedSlot(self.batcher, reserved, whole - reserved, length, n)
+        return AdmittedSlot(self.batcher, reserved, whole - reserved, length, n)
 
     async def _stream(
         self,
@@ -252,57 +233,6 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 state.sent_tokens_offset = state.detokenizer.num_output_tokens()
                 state.stream_interval = StreamInterval(self.piece_rate)
 
-    async def _go_on(
-        self, prompt: Any, params: SamplingParams, request_id: str, token_ids: list[int], **options: Any
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate what follows `token_ids`, and yield it as though these came with the first token."""
-        tokenizer = self.get_tokenizer()
-        rest = params.clone()
-        processor = self.input_processor
-        rest.update_from_generation_config(
-            processor.generation_config_fields, processor.renderer.get_eos_token_id()
-        )
-        if (
-            params.stop
-            or len(token_ids) >= (params.max_tokens or self.model_config.max_model_len)
-            or (token_ids[-1] in rest.all_stop_token_ids and not params.ignore_eos)
-        ):
-            # It may have been the last: then it ends again where it ended.
-            token_ids = token_ids[:-1]
-        prompt_ids = prompt["prompt_token_ids"]
-        detokenizer = IncrementalDetokenizer.from_new_request(
-            tokenizer,
-            SimpleNamespace(
-                request_id=request_id,
-                prompt_token_ids=prompt_ids,
-                prompt_embeds=None,
-                sampling_params=params,
-            ),
-        )
-        detokenizer.update(token_ids, False)
-        if rest.max_tokens is not None:
-            rest.max_tokens -= len(token_ids)
-        rest.min_tokens = max(0, params.min_tokens - len(token_ids))
-        # The text is that of all tokens, and so is what stops it.
-        rest.detokenize = False
-        rest.stop = []
-        rest.output_text_buffer_length = 0
-        longer = {**prompt, "prompt_token_ids": prompt_ids + token_ids}
-        results = super().generate(longer, rest, request_id, **options)
-        async with aclosing(results):
-            async for result in results:
-                (output,) = result.outputs
-                stop = detokenizer.update(output.token_ids, output.finish_reason == "stop")
-                if stop is not None:
-                    output.finish_reason, output.stop_reason, result.finished = "stop", stop, True
-                output.text = detokenizer.get_next_output_text(output.finish_reason is not None, True)
-                output.token_ids = [*token_ids, *output.token_ids]
-                token_ids = []
-                result.prompt_token_ids = prompt_ids
-                yield result
-                if stop is not None:
-                    return
-
     async def encode(
         self, prompt: Any, pooling_params: PoolingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
@@ -310,7 +240,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         if self.by_priority:
             options["priority"] = current().request.scheduling.priority
         results = super().encode(prompt, pooling_params, request_id, **options)
-        admitted = _AdmittedSlot(self.batcher, self._blocks(length), 0, length)
+        admitted = AdmittedSlot(self.batcher, self._blocks(length), 0, length)
         async with admitted as slot, self._adapter(options), aclosing(results):
             self.prompt_tokens += length
             async for result in results:
@@ -324,107 +254,6 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         cache = self.vllm_config.cache_config
         block: int = cache.block_size if cache.num_gpu_blocks > 1 else 1
         return -(-tokens // block) * block
-
-
-class _AdmittedSlot:
-    """A slot of the batcher for a request of vLLM; it fills in the request's `AdmissionResult`.
-
-    Attributes:
-        last: The last output of vLLM.
-    """
-
-    __slots__ = ("_length", "_part", "_result", "_slot", "last")
-
-    def __init__(
-        self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int, n: int = 1
-    ) -> None:
-        self._length = length
-        self._part: Part | None = None
-        self.last: Any = None
-        request, self._result = current()
-        # The first slot of a request is refused when the queue is full; once it has one, the others wait, and
-        # its deadline is met: a list may be longer than the queue.
-        wait = request.wait or self._result.asked > 0
-        deadline = None if self._result.admitted else request.deadline
-        self._result.asked += 1
-        share = request.share
-        batcher.weigh(share, request.scheduling.weight)
-        self._slot = batcher.slot(
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-            priority=request.scheduling.priority,
-            tenant=share,
-            deadline=deadline,
-            wait=wait,
-            records=n,
-        )
-
-    async def __aenter__(self) -> Slot:
-        try:
-            slot = await self._slot.__aenter__()
-        except BatcherError as error:
-            self._result.refusal = refusal_of(error)
-            raise RefusedError(self._result.refusal) from None
-        self._result.admitted = True
-        if (call := self._result.call) is not None:
-            self._part = call.part(slot.started_at - slot.submitted_at)
-            # vLLM adds its sequences in this task, before it does anything else.
-            set_part(self._part)
-        return slot
-
-    async def __aexit__(self, *exc: Any) -> None:
-        slot = self._slot
-        if self._part is not None:
-            # Its sequences have ended before: their generator is closed first.
-            self._part.end(self._outcome(exc[0]))
-        await slot.__aexit__(*exc)
-        cached = getattr(self.last, "num_cached_tokens", None) or 0
-        self._result.usage.add(
-            PromptUsage(
-                slot.submitted_at,
-                slot.started_at,
-                time.monotonic(),
-                self._length,
-                slot.output_tokens,
-                # A stream that goes on has more in the cache than its prompt.
-                min(cached, self._length),
-            )
-        )
-
-    def _outcome(self, error: type[BaseException] | None) -> Outcome:
-        # A reader may leave the last output without waiting for the end.
-        if error is None or (self.last is not None and self.last.finished):
-            return "ok"
-        if issubclass(error, (asyncio.CancelledError, GeneratorExit)):
-            return "cancelled"
-        return "lost" if issubclass(error, EngineDeadError) else "failed"
-
-
-def _resume_mode(prompt: Any, params: SamplingParams) -> ResumeMode:
-    """Return how a stream could go on in another engine.
-
-    A text drawn without a seed goes on with other draws, as likely as its own would have been. One drawn with
-    a seed can only be drawn again from its start: the state of its generator isn't known.
-    """
-    if params.n != 1:
-        return ""
-    greedy = params.temperature < GREEDY
-    stateless = (
-        isinstance(prompt, dict)
-        and prompt.get("type") == "token"
-        and params.logprobs is None
-        and params.prompt_logprobs is None
-        and params.structured_outputs is None
-        and params.thinking_token_budget is None
-        and params.repetition_detection is None
-        # These depend on what was generated, which becomes part of the prompt.
-        and not params.presence_penalty
-        and not params.frequency_penalty
-        and not params.bad_words
-    )
-    if stateless and (greedy or params.seed is None):
-        return "tokens"
-    return "again" if greedy or params.seed is not None else ""
 
 
 def _prompt_length(prompt: Any, limit: int) -> int:

@@ -17,7 +17,7 @@ from vllm.renderers import chat_utils
 from serve_app.api.errors import RequestError
 from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, SCORE
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_gated import RefusedError
+from serve_app.engine.vllm_refusal import RefusedError
 from serve_app.engine.vllm_tokenizing import PIECE_CHARS, exceeds
 
 SERVED_BY = {

@@ -14,7 +14,7 @@ from vllm.renderers import BaseRenderer, TokenizeParams
 
 from serve_app.api.errors import RequestError
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_gated import RefusedError
+from serve_app.engine.vllm_refusal import RefusedError
 
 PIECE_CHARS = 65_536
 """A longer text is counted in pieces of this size first.

@@ -7,8 +7,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
 from serve_app.settings.usage import Quota
-from serve_app.usage.lease_holder import Lease, Reservation
+from serve_app.usage.lease import Lease
 from serve_app.usage.quota_client import KeyQuota, QuotaClient
+from serve_app.usage.reservation import Reservation
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{value}-{kind}"

@@ -7,6 +7,7 @@ numbers of an account only grow, so a message that is lost, repeated or late cha
 from typing import Literal, NamedTuple
 
 from serve_app.settings.usage import Quota
+from serve_app.usage.windows import Span
 
 Kind = Literal["tokens", "requests", "slots"]
 """The thing that an account counts; a slot is one request in flight."""
@@ -161,6 +162,14 @@ LIMITS: dict[Kind, tuple[str, ...]] = {
     "slots": ("max_concurrency",),
 }
 """The limits of each kind, by their names in `Quota`."""
+
+SPAN_OF: dict[str, Span] = {
+    "tokens_per_minute": "minute",
+    "tokens_per_day": "day",
+    "tokens_per_month": "month",
+    "requests_per_minute": "minute",
+}
+"""The windows of the limits that have one."""
 
 
 def limits_of(quota: Quota, kind: Kind) -> dict[str, int]:

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from serve_app.settings.usage import Quota
+from serve_app.usage.book_entry import BookEntry
 from serve_app.usage.messages import (
     NO_PERIOD,
     SLOTS,
+    SPAN_OF,
     Account,
     Answer,
     Grant,
-    Kind,
     LeaseID,
     LimitState,
     Report,
@@ -24,7 +25,8 @@ from serve_app.usage.messages import (
     period_of,
     tenant_subject,
 )
-from serve_app.usage.windows import Span, Window, window_at
+from serve_app.usage.window_totals import SPANS, WindowTotals
+from serve_app.usage.windows import window_at
 
 SILENT_S = 30.0
 """Seconds without a report after which a holder counts as gone, and its slots are free again."""
@@ -37,78 +39,13 @@ SHORT_S = 1.0
 
 SWEEP_S = 10.0
 
-SPANS: dict[Kind, tuple[Span, ...]] = {
-    "tokens": ("minute", "day", "month"),
-    "requests": ("minute",),
-    "slots": (),
-}
-"""The windows in which each kind counts, limited or not: a limit that is set later finds them right."""
-
-_SPAN_OF: dict[str, Span] = {
-    "tokens_per_minute": "minute",
-    "tokens_per_day": "day",
-    "tokens_per_month": "month",
-    "requests_per_minute": "minute",
-}
-
-_ALWAYS = Window("minute", 0, 1 << 62)
-"""The window of slots."""
-
-
-@dataclass(slots=True, eq=False)
-class _Sum:
-    """Sums of all accounts in one window of a lease."""
-
-    window: Window
-    charged: int = 0
-    reserved: int = 0
-    free: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """An account as the book has it."""
-
-    lease: LeaseID
-    period: str
-    holder: str
-    sums: tuple[_Sum, ...]
-    granted: int = 0
-    used: int = 0
-    returned: int = 0
-    reserved: int = 0
-    closed: bool = False
-    gone: bool = False
-
-    @property
-    def numbers(self) -> tuple[int, int, int, int]:
-        """The amounts granted, used, returned and reserved."""
-        return self.granted, self.used, self.returned, self.reserved
-
-    @property
-    def counted(self) -> tuple[int, int, int]:
-        """The amounts that it adds to its sums: charged, reserved and free.
-
-        What a holder that is gone has, no one reserves or takes any more.
-        """
-        return (self.charged, 0, 0) if self.gone else (self.charged, self.reserved, self.free)
-
-    @property
-    def charged(self) -> int:
-        """The amount that counts as used; an answer may take more than was reserved for it."""
-        return max(self.granted - self.returned, self.used + self.reserved)
-
-    @property
-    def free(self) -> int:
-        return max(0, self.granted - self.returned - self.used - self.reserved)
-
 
 @dataclass(slots=True)
 class _Holder:
     seen_at: float
     number: int = 0
     keys: dict[str, Quota] = field(default_factory=dict)
-    entries: dict[tuple[LeaseID, str], _Entry] = field(default_factory=dict)
+    entries: dict[tuple[LeaseID, str], BookEntry] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -116,7 +53,7 @@ class _Open:
     """The accounts of the current period of a lease, by holder."""
 
     period: str
-    entries: dict[str, _Entry] = field(default_factory=dict)
+    entries: dict[str, BookEntry] = field(default_factory=dict)
     short_since: float = float("-inf")
 
 
@@ -134,12 +71,11 @@ class QuotaBook:
         self._quotas: dict[str, Quota] = {}
         self._tenants: dict[str, Quota] = {}
         self._table = ""
-        self._sums: dict[tuple[LeaseID, Span | None], _Sum] = {}
+        self._totals = WindowTotals()
         self._open: dict[LeaseID, _Open] = {}
         self._holders: dict[str, _Holder] = {}
         self._changed: dict[str, str | None] = {}
-        self._touched: set[_Entry] = set()
-        self._touched_sums: set[tuple[LeaseID, Span | None]] = set()
+        self._touched: set[BookEntry] = set()
         self._swept_at = at
         self.last_seen = 0.0
         self.urgent = False
@@ -188,20 +124,12 @@ class QuotaBook:
     def take_changes(self) -> dict[str, str | None]:
         """Return the state that has changed since the last call, by key; None: the key is deleted."""
         changed = self._changed
-        for entry in self._touched:
-            windows = [
-                (None if total.window is _ALWAYS else total.window.span, total.window.starts_at)
-                for total in entry.sums
-            ]
-            changed[_account_key(entry)] = json.dumps([*entry.numbers, entry.closed, windows])
-        for lease, span in self._touched_sums:
-            if (total := self._sums.get((lease, span))) is not None:
-                changed[_sum_key(lease, span)] = json.dumps([total.window.starts_at, total.charged])
+        changed.update((entry.key, entry.text) for entry in self._touched)
+        changed.update(self._totals.take_changes())
         if changed:
             changed["clock"] = json.dumps(self.last_seen)
         self._changed = {}
         self._touched.clear()
-        self._touched_sums.clear()
         self.urgent = False
         return changed
 
@@ -263,20 +191,20 @@ class QuotaBook:
             if entry.closed or not entry.granted:
                 self._remove(entry)
 
-    def _enter(self, holder: str, lease: LeaseID, period: str, now: float) -> _Entry:
+    def _enter(self, holder: str, lease: LeaseID, period: str, now: float) -> BookEntry:
         """Add an account: to the windows of its period, as far as they last, or to the current ones."""
-        sums = [self._sum(lease, span, now) for span in SPANS[lease.kind]] or [self._sum(lease, None, now)]
+        totals = self._totals.of(lease, now)
         if period.isdecimal():
             since = int(period)
-            sums = [total for total in sums if window_at(total.window.span, since) == total.window]
-        entry = _Entry(lease, period, holder, tuple(sums))
+            totals = [total for total in totals if window_at(total.window.span, since) == total.window]
+        entry = BookEntry(lease, period, holder, tuple(totals))
         self._holders[holder].entries[lease, period] = entry
         if period == self._period(lease, now):
             self._open_of(lease, now).entries[holder] = entry
         return entry
 
     def _change(
-        self, entry: _Entry, granted: int, used: int, returned: int, reserved: int, gone: bool = False
+        self, entry: BookEntry, granted: int, used: int, returned: int, reserved: int, gone: bool = False
     ) -> None:
         if (entry.numbers, entry.gone) == ((granted, used, returned, reserved), gone):
             return
@@ -284,27 +212,21 @@ class QuotaBook:
         entry.granted, entry.used, entry.returned, entry.reserved = granted, used, returned, reserved
         entry.gone = gone
         self._touched.add(entry)
-        self._add(entry, *(new - old for new, old in zip(entry.counted, counted, strict=True)))
+        added = (new - old for new, old in zip(entry.counted, counted, strict=True))
+        self._totals.add(entry.lease, entry.totals, *added)
 
-    def _add(self, entry: _Entry, charged: int, reserved: int, free: int) -> None:
-        for total in entry.sums:
-            total.charged += charged
-            total.reserved += reserved
-            total.free += free
-        spans: tuple[Span | None, ...] = SPANS[entry.lease.kind] or (None,)
-        self._touched_sums.update((entry.lease, span) for span in spans)
-
-    def _remove(self, entry: _Entry) -> None:
-        """Forget an account. What it has used stays in the sums; nothing of it is reserved or free."""
+    def _remove(self, entry: BookEntry) -> None:
+        """Forget an account. What it has used stays in the totals; nothing of it is reserved or free."""
         del self._holders[entry.holder].entries[entry.lease, entry.period]
         opened = self._open.get(entry.lease)
         if opened and opened.entries.get(entry.holder) is entry:
             del opened.entries[entry.holder]
         self._touched.discard(entry)
-        self._changed[_account_key(entry)] = None
+        self._changed[entry.key] = None
         # Slots are free again; other amounts were used, as far as anyone knows.
         charged, reserved, free = entry.counted
-        self._add(entry, -charged if entry.period == SLOTS else 0, -reserved, -free)
+        charged = charged if entry.period == SLOTS else 0
+        self._totals.add(entry.lease, entry.totals, -charged, -reserved, -free)
 
     # Grants
 
@@ -318,7 +240,7 @@ class QuotaBook:
         entry = opened.entries.get(holder)
         free = entry.free if entry else 0
         room = min(
-            limit - self._sum(lease, _SPAN_OF.get(name), now).charged for name, limit in limits.items()
+            limit - self._totals.at(lease, SPAN_OF.get(name), now).charged for name, limit in limits.items()
         )
         room = max(0, room)
         lacking = max(0, account.need - free)
@@ -360,10 +282,9 @@ class QuotaBook:
 
     def _limit_states(self, lease: LeaseID, quota: Quota, now: float) -> Iterator[LimitState]:
         for name, limit in limits_of(quota, lease.kind).items():
-            total = self._sum(lease, _SPAN_OF.get(name), now)
+            total = self._totals.at(lease, SPAN_OF.get(name), now)
             remaining = max(0, limit - total.charged + total.free)
-            ends_in_s = 0.0 if total.window is _ALWAYS else total.window.ends_at - now
-            yield LimitState(name, limit, remaining, total.reserved, ends_in_s)
+            yield LimitState(name, limit, remaining, total.reserved, total.left_s(now))
 
     # Windows
 
@@ -377,13 +298,6 @@ class QuotaBook:
             opened = self._open[lease] = _Open(period)
         return opened
 
-    def _sum(self, lease: LeaseID, span: Span | None, now: float) -> _Sum:
-        total = self._sums.get((lease, span))
-        if total is None or now >= total.window.ends_at:
-            window = _ALWAYS if span is None else window_at(span, now)
-            total = self._sums[lease, span] = _Sum(window)
-        return total
-
     def _sweep(self, now: float, at: float) -> None:
         """Free the slots of holders that are gone, and forget what belongs to windows that are over."""
         if at - self._swept_at < SWEEP_S:
@@ -393,17 +307,14 @@ class QuotaBook:
             if at - holder.seen_at <= SILENT_S:
                 continue
             for entry in list(holder.entries.values()):
-                over = all(total.window.ends_at <= now for total in entry.sums)
+                over = all(total.window.ends_at <= now for total in entry.totals)
                 if entry.period == SLOTS or over:
                     self._remove(entry)
                 else:
                     self._change(entry, *entry.numbers, gone=True)
             if not holder.entries:
                 del self._holders[name]
-        for key, total in list(self._sums.items()):
-            if total.window.ends_at <= now:
-                del self._sums[key]
-                self._changed[_sum_key(*key)] = None
+        self._totals.sweep(now)
         for lease, opened in list(self._open.items()):
             if not opened.entries or opened.period != self._period(lease, now):
                 del self._open[lease]
@@ -421,32 +332,16 @@ class QuotaBook:
                 accounts.append((parts, json.loads(value)))
                 continue
             subject, thing, span = parts
-            starts_at, charged = json.loads(value)
-            window = _ALWAYS if span is None else window_at(span, starts_at)
-            self._sums[LeaseID(subject, thing), span] = _Sum(window, charged)
+            self._totals.restore(LeaseID(subject, thing), span, value)
         now = self.last_seen
         for (subject, thing, period, name), (*values, windows) in accounts:
             lease = LeaseID(subject, thing)
-            sums = [self._sums.get((lease, span)) for span, _ in windows]
-            starts = [since for _, since in windows]
-            # Its use is in the stored sums already.
-            kept = [
-                total
-                for total, since in zip(sums, starts, strict=True)
-                if total is not None and total.window.starts_at == since
-            ]
-            entry = _Entry(lease, period, name, tuple(kept), *values)
+            found = [self._totals.since(lease, span, starts_at) for span, starts_at in windows]
+            entry = BookEntry(lease, period, name, tuple(total for total in found if total), *values)
             self._holders.setdefault(name, _Holder(at)).entries[lease, period] = entry
-            for total in kept:
+            # Its use is in the stored totals already.
+            for total in entry.totals:
                 total.reserved += entry.reserved
                 total.free += entry.free
             if period == self._period(lease, now):
                 self._open_of(lease, now).entries[name] = entry
-
-
-def _account_key(entry: _Entry) -> str:
-    return json.dumps(["account", *entry.lease, entry.period, entry.holder])
-
-
-def _sum_key(lease: LeaseID, span: Span | None) -> str:
-    return json.dumps(["sum", *lease, span])

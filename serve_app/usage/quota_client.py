@@ -12,7 +12,8 @@ from typing import NamedTuple
 from serve_app.api.errors import RequestError
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system import cancellation
-from serve_app.usage.lease_holder import Lease, LeaseHolder, Reservation, tightest
+from serve_app.usage.lease import Lease, tightest
+from serve_app.usage.lease_holder import LeaseHolder
 from serve_app.usage.messages import (
     LIMITS,
     Answer,
@@ -23,6 +24,7 @@ from serve_app.usage.messages import (
     limits_of,
     tenant_subject,
 )
+from serve_app.usage.reservation import Reservation
 
 logger = logging.getLogger("ray.serve")
 

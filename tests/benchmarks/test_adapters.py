@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from serve_app.engine.adapter_copies import AdapterFiles
 from serve_app.engine.adapter_files import WEIGHTS, check, fetch
-from serve_app.engine.vllm_adapters import AdapterFiles, lora_options
+from serve_app.engine.lora_options import lora_options
 from serve_app.engine.vllm_options import vllm_args
 from serve_app.settings.models import LLMSettings
 from tests.benchmarks.adapters import flood, throughput

@@ -1,21 +1,19 @@
-"""The answers of vLLM's application as an Engine relays them; the application and its engine are doubles."""
+"""Calls of an Engine, its rows in the ledger and its reports; vLLM's engine is a double."""
 
 import asyncio
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from pydantic import BaseModel, ValidationError
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.scheduling import Scheduling
-from serve_app.engine.adapter_slots import AdapterSlots
 from serve_app.engine.admission import current
-from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
+from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.llm import Engine
-from serve_app.engine.vllm_engine import Completion
+from serve_app.engine.openai_answers import OpenAIAnswers
 from serve_app.relay import frame
 from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
@@ -23,30 +21,8 @@ from serve_app.settings.telemetry import SILENT
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.usage.calls import CallBook
 from serve_app.usage.rows import Row, Tokens
+from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
 from tests.serve_app.usage.crashing import FakeSequence
-
-REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
-
-
-class FakeAdapters:
-    """Stands for the adapters of a VLLMEngine."""
-
-    def __init__(self) -> None:
-        self.slots = AdapterSlots(2)
-
-    async def check(self, id: str) -> None:
-        if id != "demo:words":
-            raise RequestError(404, "not_found_error", f"no {id!r}; served here: demo, demo:words")
-
-
-@dataclass
-class FakeEngine:
-    """Stands for a VLLMEngine."""
-
-    died: bool = False
-    max_tokenize_tokens: int = 1_000
-    max_model_len: int = 2_048
-    adapters: FakeAdapters = field(default_factory=FakeAdapters)
 
 
 def made(app: Any, *, died: bool = False) -> Any:
@@ -59,24 +35,9 @@ def made(app: Any, *, died: bool = False) -> Any:
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1, 1.0)
-    parts._app = app
+    parts._answer_openai = OpenAIAnswers(app, parts._engine, parts._grammars).answer
     parts._routes = {REQUEST.path, "/detokenize", "/generate"}
     return parts
-
-
-def failing(
-    status: int = 500, *, admitted: bool = False, refused: bool = False, output_tokens: int = 0
-) -> Any:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        result = current().result
-        result.admitted = admitted
-        result.usage.output_tokens = output_tokens
-        if refused:
-            result.refusal = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
-        await send({"type": "http.response.start", "status": status, "headers": []})
-        await send({"type": "http.response.body", "body": b'{"error": {"message": "oh"}}'})
-
-    return app
 
 
 async def answer(engine: Engine, request: RelayRequest = REQUEST) -> tuple[int, Any]:
@@ -87,69 +48,13 @@ async def answer(engine: Engine, request: RelayRequest = REQUEST) -> tuple[int, 
 
 
 @pytest.mark.parametrize("admitted", [False, True])
-async def test_a_failure_before_the_first_token_is_a_400(admitted: bool) -> None:
-    status, body = await answer(made(failing(admitted=admitted)))
-    assert status == 400
-    assert body["error"]["message"] == "vLLM can't process this request: oh"
-
-
-async def test_a_failure_after_the_first_token_is_a_500() -> None:
-    status, _ = await answer(made(failing(admitted=True, output_tokens=1)))
-    assert status == 500
-
-
-class Field(BaseModel):
-    """A field that an application of vLLM checks too late."""
-
-    background: bool
-
-
-def breaking(*, output_tokens: int = 0) -> Any:
-    """Return an application that fails behind the head of a stream, as vLLM's does on some values."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        current().result.usage.output_tokens = output_tokens
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        try:
-            Field(background=None)  # type: ignore[arg-type]
-        except ValidationError as error:
-            raise RuntimeError("response already started") from error
-
-    return app
-
-
-async def test_an_application_that_fails_behind_its_head_is_a_400_with_the_field() -> None:
-    status, body = await answer(made(breaking()))
-    assert status == 400
-    message = body["error"]["message"]
-    assert message == "vLLM can't process this request: background: Input should be a valid boolean"
-
-
-async def test_one_that_fails_with_tokens_fails_the_call() -> None:
-    with pytest.raises(RuntimeError, match="already started"):
-        await answer(made(breaking(output_tokens=1)))
-
-
-async def test_a_grammar_that_the_engine_can_not_follow_is_a_400() -> None:
-    engine = made(failing(admitted=True, output_tokens=1))
-    body = b'{"structured_outputs": {"grammar": "root ::= root"}}'
-    try:
-        status, _ = await answer(engine, RelayRequest("POST", REQUEST.path, b"", [], body))
-    finally:
-        await engine._grammars.stop()
-    assert status == 400
-
-
-@pytest.mark.parametrize("admitted", [False, True])
 async def test_a_failure_of_a_dead_engine_is_a_503_that_can_be_tried_elsewhere(admitted: bool) -> None:
     status, body = await answer(made(failing(admitted=admitted), died=True))
     assert (status, body["error"]["type"]) == (503, "service_unavailable")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/generate"])
-async def test_the_requests_of_an_engine_that_dies_are_lost(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_requests_of_an_engine_that_dies_are_lost(path: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         engine._engine.died = True
         await failing(admitted=True)(scope, receive, send)
@@ -161,7 +66,7 @@ async def test_the_requests_of_an_engine_that_dies_are_lost(
     engine = made(app)
     engine._routes |= {path}
     engine._max_prompts = 1
-    monkeypatch.setattr(engine, "_generate", generate)
+    engine._generate = generate
     body = b'{"prompts": ["a"]}'
     messages = [message async for message in engine.relay(replace(REQUEST, path=path, body=body))]
     assert messages == [LOST]
@@ -203,11 +108,6 @@ async def test_a_stream_of_an_engine_that_dies_is_lost_on_every_route(path: str)
     assert [(piece.body, piece.lost) for piece in pieces] == [(b"data: a\n\n", False), (b"", True)]
 
 
-async def test_a_refusal_of_the_batcher_goes_before() -> None:
-    status, body = await answer(made(failing(refused=True)))
-    assert (status, body["error"]["message"]) == (429, "full")
-
-
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/audio/transcriptions"])
 async def test_a_route_that_vllm_has_not_for_this_model_is_a_400(path: str) -> None:
     engine = made(failing())
@@ -229,42 +129,6 @@ async def test_a_model_that_generates_nothing_says_what_it_serves() -> None:
     with pytest.raises(RequestError) as caught:
         await engine.generate({"prompts": ["a"]})
     assert (caught.value.status, caught.value.message) == (400, served)
-
-
-async def test_a_hostile_grammar_never_reaches_vllm() -> None:
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise AssertionError
-
-    body = json.dumps({"structured_outputs": {"regex": "a" * (MAX_CHARS + 1)}}).encode()
-    (message,) = [each async for each in made(app).relay(replace(REQUEST, body=body))]
-    piece = unpack(message)
-    assert piece.head is not None
-    assert piece.head.status == 400
-    assert json.loads(piece.body)["error"]["param"] == "structured_outputs.regex"
-
-
-@pytest.mark.parametrize(("tokens", "status"), [(1_000, 200), (2_000, 400)])
-async def test_a_list_of_token_ids_that_is_too_long_is_not_parsed(tokens: int, status: int) -> None:
-    body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
-    engine = made(failing(200, admitted=True))
-    (message,) = [each async for each in engine.relay(replace(REQUEST, path="/detokenize", body=body))]
-    piece = unpack(message)
-    assert piece.head is not None
-    assert piece.head.status == status
-    if status == 400:
-        error = json.loads(piece.body)["error"]
-        assert (error["param"], "max_tokenize_tokens" in error["message"]) == ("tokens", True)
-
-
-async def test_the_size_of_a_body_goes_with_its_request() -> None:
-    sizes = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        sizes.append(current().request.size)
-        await failing(200, admitted=True)(scope, receive, send)
-
-    await answer(made(app))
-    assert sizes == [len(REQUEST.body)]
 
 
 async def test_the_tokens_of_a_call_are_reported_until_it_ends() -> None:
@@ -393,42 +257,6 @@ async def test_a_call_of_an_engine_that_died_is_lost() -> None:
     async for _ in engine.relay(REQUEST):
         pass
     assert [row.outcome for row in rows(engine)] == ["lost"]
-
-
-async def test_the_queues_know_the_adapter_of_a_request() -> None:
-    shares = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        shares.append(current().request.share)
-        await failing()(scope, receive, send)
-
-    engine = made(app)
-    for adapter in ("", "demo:words"):
-        await answer(engine, replace(REQUEST, adapter=adapter))
-    assert shares == ["default", "default/demo:words"]
-
-
-async def test_the_queues_know_the_adapter_of_a_generate_call() -> None:
-    shares = []
-
-    class Generating(FakeEngine):
-        def sampling(self, request: Any) -> None:
-            pass
-
-        async def tokenize(self, prompts: list[str]) -> list[list[int]]:
-            shares.append(current().request.share)
-            return [[1] for _ in prompts]
-
-        async def complete(self, token_ids: list[int], sampling: None, adapter: str) -> Completion:
-            shares.append(current().request.share)
-            return Completion("", "stop", 1)
-
-    engine = made(failing())
-    engine._engine = Generating()
-    engine._max_prompts = 2
-    response = await engine.generate({"prompts": ["a", "b"], "model": "demo:words"})
-    assert response["results"] == ["", ""]
-    assert shares == ["default/demo:words"] * 3
 
 
 async def test_a_refused_call_has_no_row() -> None:

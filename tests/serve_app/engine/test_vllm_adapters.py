@@ -2,55 +2,20 @@
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.lora.request import LoRARequest
 
 from serve_app.api.errors import RequestError
+from serve_app.engine.adapter_copies import AdapterFiles
 from serve_app.engine.adapter_files import AdapterError
 from serve_app.engine.adapter_folder import AdapterFolder
-from serve_app.engine.vllm_adapters import AdapterFiles, Adapters, lora_options
+from serve_app.engine.vllm_adapters import Adapters
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from tests.serve_app.engine.adapters import write_adapter
-
-
-class FakeLLM:
-    """vLLM's engine; it refuses adapters whose path has a file `refused`."""
-
-    def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=8))
-        self.loaded: dict[int, LoRARequest] = {}
-        self.pinned: list[int] = []
-        self.refuse = False
-        self.removed = asyncio.Event()
-
-    async def add_lora(self, request: LoRARequest) -> bool:
-        assert has_files(request)
-        if self.refuse:
-            raise RuntimeError("Call to add_lora method failed:\nno such module")
-        self.loaded[request.lora_int_id] = request
-        return True
-
-    async def remove_lora(self, number: int) -> bool:
-        del self.loaded[number]
-        self.removed.set()
-        return True
-
-    async def pin_lora(self, number: int) -> bool:
-        self.pinned.append(number)
-        return True
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(request.lora_name for request in self.loaded.values())
-
-
-def has_files(request: LoRARequest) -> bool:
-    return (Path(request.lora_path) / "adapter_model.safetensors").is_file()
+from tests.serve_app.engine.lora_doubles import FakeLLM, has_files, source
 
 
 def made(tmp_path: Path, *names: str, folder: bool = True, **more: Any) -> tuple[Adapters, FakeLLM]:
@@ -68,11 +33,6 @@ def made(tmp_path: Path, *names: str, folder: bool = True, **more: Any) -> tuple
     )
     llm = FakeLLM()
     return Adapters(settings, llm, AdapterFiles(), {}), llm
-
-
-def source(tmp_path: Path, name: str, **fields: Any) -> AdapterSettings:
-    path = write_adapter(tmp_path / "sources" / name, **fields)
-    return AdapterSettings(source=str(path), id=name)
 
 
 async def test_the_adapters_of_the_config_and_of_the_folder_are_served_from_the_start(tmp_path: Path) -> None:
@@ -178,18 +138,6 @@ async def test_one_that_could_not_be_read_is_tried_again(
     await adapters.close()
 
 
-def test_the_copies_of_a_killed_process_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (left := tmp_path / "saturate-adapters-99999999-x").mkdir()
-    files = AdapterFiles()
-    assert not left.exists()
-    again = AdapterFiles()
-    assert len(list(tmp_path.iterdir())) == 2
-    files.close()
-    again.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 async def test_the_user_config_takes_the_place_of_the_config(tmp_path: Path) -> None:
     adapters, llm = made(tmp_path, "words")
     await adapters.start()
@@ -228,15 +176,3 @@ async def test_a_pinned_adapter_is_pinned_in_vllm(tmp_path: Path) -> None:
     assert llm.pinned == list(llm.loaded)
     assert adapters.report()[0]["resident"]
     await adapters.close()
-
-
-def test_options_follow_from_the_adapters_unless_the_config_has_them(tmp_path: Path) -> None:
-    paths = [str(write_adapter(tmp_path / f"{rank}", rank=rank)) for rank in (4, 20)]
-    model = {"id": "demo", "source": "x", "adapters": [{"source": path} for path in paths]}
-    options, fetched = lora_options(LLMSettings.model_validate(model), AdapterFiles())
-    assert options == {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 8, "max_lora_rank": 32}
-    assert {id: adapter.rank for id, adapter in fetched.items()} == {"demo:4": 4, "demo:20": 20}
-    engine = {"max_loras": 1, "max_lora_rank": 64, "max_cpu_loras": 3}
-    options, _ = lora_options(LLMSettings.model_validate(model | {"engine": engine}), AdapterFiles())
-    assert options == {"enable_lora": True, **engine}
-    assert lora_options(LLMSettings(id="demo", source="x"), AdapterFiles()) == ({}, {})

@@ -10,7 +10,7 @@ from vllm.renderers import TokenizeParams
 from vllm.tokenizers import get_tokenizer
 
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_gated import RefusedError
+from serve_app.engine.vllm_refusal import RefusedError
 from serve_app.engine.vllm_tokenizing import PIECE_CHARS, bound_tokenizing, exceeds
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL

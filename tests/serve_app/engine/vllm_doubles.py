@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -22,6 +23,9 @@ from serve_app.usage.calls import CallBook
 
 BLOCK = 16
 CONTEXT = 128
+LIMIT_S = 20.0
+TEN = tokens_input(list(range(10)))
+"""A prompt of ten tokens."""
 
 
 def output(*token_ids: int, text: str = "", finish: str | None = None) -> Any:
@@ -86,6 +90,12 @@ def gated(
     llm.shutdown = lambda *_: None
     result: GatedLLM = llm
     return result
+
+
+async def run(llm: Any, prompt: Any = TEN, params: SamplingParams | None = None) -> list[Any]:
+    """Return the results of a request."""
+    async with asyncio.timeout(LIMIT_S):
+        return [each async for each in llm.generate(prompt, params or SamplingParams(max_tokens=4), "r")]
 
 
 class SteppedEngine:

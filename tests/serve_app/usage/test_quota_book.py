@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.settings.usage import Quota
-from serve_app.usage.lease_holder import Lease, LeaseHolder, Reservation
+from serve_app.usage.lease import Lease
+from serve_app.usage.lease_holder import LeaseHolder
 from serve_app.usage.messages import Account, Answer, Kind, LeaseID, Report, limits_of
 from serve_app.usage.quota_book import SILENT_S, QuotaBook
+from serve_app.usage.reservation import Reservation
 from serve_app.usage.windows import Span, window_at
 
 QUOTA = Quota(

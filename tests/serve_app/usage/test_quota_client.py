@@ -9,8 +9,8 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.settings.usage import Quota
-from serve_app.usage.lease_holder import Reservation
 from serve_app.usage.quota_client import KeyQuota, QuotaClient
+from serve_app.usage.reservation import Reservation
 from tests.batcher.virtual import virtual
 from tests.serve_app.usage.fleet import START, TENANT, Fleet
 

@@ -1,0 +1,131 @@
+"""Answers of vLLM's own OpenAI application as relay messages."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
+
+from serve_app.api.errors import RequestError, engine_failed
+from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.error_mapping import application_error, blame_request
+from serve_app.engine.grammar_check import GrammarCheck
+from serve_app.engine.grammars import grammars_of
+from serve_app.relay.asgi import run_app
+from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.resume import StreamTokens, to_ids
+from serve_app.relay.usage import RequestUsage
+from serve_app.usage.calls import Call
+
+if TYPE_CHECKING:
+    # vLLM takes seconds and a gigabyte.
+    from serve_app.engine.vllm_engine import VLLMEngine
+
+DETOKENIZE = "/detokenize"
+
+OTHER_COMMAS = 100
+"""Commas that a request of `/detokenize` may have outside its list."""
+
+RESUMABLE = {"/v1/chat/completions", "/v1/completions"}
+"""Routes whose streams may go on in another replica when this one dies."""
+
+
+class OpenAIAnswers:
+    """Answers requests through vLLM's application.
+
+    Args:
+        app: The application.
+        engine: Its engine.
+        grammars: Checks the grammars of requests.
+    """
+
+    def __init__(self, app: ASGIApp, engine: "VLLMEngine", grammars: GrammarCheck) -> None:
+        self._app = app
+        self._engine = engine
+        self._grammars = grammars
+
+    async def answer(
+        self, request: RelayRequest, began: float, usage: RequestUsage, call: Call
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the relay messages of an answer.
+
+        Args:
+            request: The request.
+            began: When it came, on the monotonic clock.
+            usage: Gets the tokens.
+            call: Gets the work.
+        """
+        try:
+            self._check_tokens(request)
+            grammars = grammars_of(request.body)
+            await self._grammars.check(grammars)
+        except RequestError as error:
+            yield pack_error(error, request.path)
+            return
+        scheduling = request.scheduling_now()
+        result = AdmissionResult(usage=usage, call=call)
+        if request.path in RESUMABLE:
+            result.stream = StreamTokens()
+        set_current(
+            AdmissionRequest(
+                scheduling,
+                scheduling.deadline(began),
+                wait=request.resumes,
+                token_ids=tuple(to_ids(request.token_ids)),
+                max_tokens=request.max_tokens,
+                size=len(request.body),
+                adapter=request.adapter,
+            ),
+            result,
+        )
+
+        def refusal() -> RequestError | None:
+            return result.refusal or (engine_failed() if self._engine.died else None)
+
+        def lost() -> bool:
+            return self._engine.died
+
+        def started() -> bool:
+            return result.admitted or refusal() is not None
+
+        messages = run_app(
+            self._app,
+            request,
+            usage=usage,
+            refusal=refusal,
+            stream=result.stream,
+            lost=lost,
+            started=started,
+        )
+
+        # A grammar may have no way on after some tokens.
+        def may_blame() -> bool:
+            return not result.refusal and bool(grammars or not usage.output_tokens)
+
+        answered = False
+        try:
+            async with aclosing(messages):
+                async for message in messages:
+                    if not answered and message != KEEP_ALIVE:
+                        answered = True
+                        if self._engine.died and not result.refusal:
+                            yield LOST
+                            return
+                        if may_blame():
+                            message = blame_request(message)
+                    yield message
+        except Exception as error:
+            if answered or self._engine.died or not may_blame():
+                raise
+            yield blame_request(pack_error(application_error(error), usage=usage))
+
+    def _check_tokens(self, request: RelayRequest) -> None:
+        """Refuse a list of token ids that is too long before it is parsed, which holds all others up."""
+        if request.path != DETOKENIZE:
+            return
+        most = self._engine.max_tokenize_tokens
+        # Other fields have a few commas too.
+        if request.body.count(b",") > most + OTHER_COMMAS:
+            message = f"tokens: at most {most} token ids are taken here (max_tokenize_tokens)"
+            raise RequestError(400, "invalid_request_error", message, param="tokens")

@@ -1,0 +1,61 @@
+"""vLLM's own OpenAI application, as it runs behind the relay.
+
+Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
+"""
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+
+from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.vllm_gated import GatedLLM
+from serve_app.engine.vllm_pooling import bound_rendering, served_routes
+from serve_app.engine.vllm_validation import end_at_first_error
+
+HOT = {"/v1/chat/completions", "/v1/completions"}
+"""The most frequent routes."""
+
+UNUSED: tuple[object, ...] = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
+"""Middleware of vLLM's application whose work the Ingress does, once for all models."""
+
+
+async def build_application(llm: GatedLLM, args: Any, texts: TokenizingQueue) -> tuple[FastAPI, set[str]]:
+    """Return vLLM's application of an engine, and the routes that it serves.
+
+    Args:
+        llm: The engine, which has started.
+        args: The options of `vllm serve`.
+        texts: Admits texts.
+    """
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    # vLLM gives its own errors OpenAI's shape, but not those of the router: no such path or method.
+    app.exception_handler(HTTPException)(http_exception_handler)
+    end_at_first_error(app)
+    _drop_unused(app)
+    app.middleware_stack = app.build_middleware_stack()
+    await init_app_state(llm, app.state, args, tasks)
+    for part in vars(app.state)["_state"].values():
+        if isinstance(part, BeamSearchOnlineMixin):
+            part.beam_search = partial(llm.beam_search, part.beam_search)
+    bound_rendering(app.state, texts, llm.model_config.max_model_len)
+    # vLLM looks up there what a request names.
+    app.state.openai_serving_models.lora_requests = llm.adapters.requests
+    return app, served_routes(app, tasks)
+
+
+def _drop_unused(app: FastAPI) -> None:
+    """Drop the middleware that has no use behind the relay, and put the most frequent routes first.
+
+    The router tries one route after the other.
+    """
+    app.router.routes.sort(key=lambda route: getattr(route, "path", "") not in HOT)
+    app.user_middleware = [each for each in app.user_middleware if each.cls not in UNUSED]

@@ -1,0 +1,90 @@
+"""The prompts of `/generate` as token ids.
+
+Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
+"""
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import VLLMClientError
+
+from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
+from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.vllm_refusal import RefusedError
+
+
+class Prompts:
+    """Turns texts and chats into prompts.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        renderer: What renders the chats of vLLM's application.
+        texts: Admits texts.
+        max_model_len: Tokens of the context.
+    """
+
+    def __init__(self, tokenizer: Any, renderer: Any, texts: TokenizingQueue, max_model_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._texts = texts
+        self._max_model_len = max_model_len
+
+    async def tokenize(self, prompts: list[str]) -> list[list[int] | RequestError]:
+        """Return the token ids of each prompt, with the model's special tokens, or its error.
+
+        Raises:
+            RequestError: Too many texts wait, or the request's time is over.
+        """
+        return await self._texts.run(partial(self._encode, prompts), sum(map(len, prompts)))
+
+    def _encode(self, prompts: list[str]) -> list[list[int] | RequestError]:
+        # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
+        most = self._max_model_len * self._tokenizer.max_chars_per_token
+        short = [prompt for prompt in prompts if len(prompt) <= most]
+        ids = iter(self._tokenizer(short).input_ids if short else ())
+        return [next(ids) if len(prompt) <= most else self._too_long(prompt) for prompt in prompts]
+
+    def _too_long(self, prompt: str) -> RequestError:
+        message = (
+            f"the prompt has {len(prompt)} characters; this model takes {self._max_model_len - 1} tokens"
+        )
+        return RequestError(400, "invalid_request_error", message)
+
+    async def render(self, chats: list[list[JSON]]) -> list[list[int] | RequestError]:
+        """Return the token ids of each chat, through the model's chat template, or its error.
+
+        Raises:
+            RequestError: Too many texts wait, or the request's time is over.
+        """
+        tasks = [asyncio.ensure_future(self._render(chat)) for chat in chats]
+        try:
+            return await asyncio.gather(*tasks)
+        except RefusedError as error:
+            raise error.error from None
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _render(self, messages: list[JSON]) -> list[int] | RequestError:
+        try:
+            # The same call as in vLLM's own chat route.
+            rendered = await self._renderer.render_chat(ChatCompletionRequest(messages=messages))
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            return RequestError(400, "invalid_request_error", str(item["msg"]))
+        except (VLLMClientError, ValueError, TypeError) as error:
+            return RequestError(400, "invalid_request_error", str(error))
+        if isinstance(rendered, ErrorResponse):
+            return RequestError(400, "invalid_request_error", rendered.error.message)
+        _, (prompt,) = rendered
+        if prompt["type"] != "token":
+            return RequestError(
+                400, "invalid_request_error", "only text can be sent here, not images or sound"
+            )
+        ids: list[int] = prompt["prompt_token_ids"]
+        return ids

@@ -1,0 +1,138 @@
+"""Answers of vLLM's application, as relay messages; the application and its engine are doubles."""
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from serve_app.engine.admission import current
+from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
+from serve_app.engine.openai_answers import OpenAIAnswers
+from serve_app.engine.replica import origin_of
+from serve_app.relay.frame import unpack
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import RequestUsage
+from serve_app.usage.calls import CallBook
+from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
+
+
+def made(app: Any) -> OpenAIAnswers:
+    engine: Any = FakeEngine()
+    return OpenAIAnswers(app, engine, GrammarCheck(0.1, 1.0))
+
+
+async def answer(answers: OpenAIAnswers, request: RelayRequest = REQUEST) -> tuple[int, Any]:
+    call = CallBook("demo").open(origin_of(request))
+    messages = answers.answer(request, time.monotonic(), RequestUsage(), call)
+    (message,) = [message async for message in messages]
+    piece = unpack(message)
+    assert piece.head is not None
+    return piece.head.status, json.loads(piece.body)
+
+
+@pytest.mark.parametrize("admitted", [False, True])
+async def test_a_failure_before_the_first_token_is_a_400(admitted: bool) -> None:
+    status, body = await answer(made(failing(admitted=admitted)))
+    assert status == 400
+    assert body["error"]["message"] == "vLLM can't process this request: oh"
+
+
+async def test_a_failure_after_the_first_token_is_a_500() -> None:
+    status, _ = await answer(made(failing(admitted=True, output_tokens=1)))
+    assert status == 500
+
+
+class Field(BaseModel):
+    """A field that an application of vLLM checks too late."""
+
+    background: bool
+
+
+def breaking(*, output_tokens: int = 0) -> Any:
+    """Return an application that fails behind the head of a stream, as vLLM's does on some values."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current().result.usage.output_tokens = output_tokens
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            Field(background=None)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise RuntimeError("response already started") from error
+
+    return app
+
+
+async def test_an_application_that_fails_behind_its_head_is_a_400_with_the_field() -> None:
+    status, body = await answer(made(breaking()))
+    assert status == 400
+    message = body["error"]["message"]
+    assert message == "vLLM can't process this request: background: Input should be a valid boolean"
+
+
+async def test_one_that_fails_with_tokens_fails_the_call() -> None:
+    with pytest.raises(RuntimeError, match="already started"):
+        await answer(made(breaking(output_tokens=1)))
+
+
+async def test_a_grammar_that_the_engine_can_not_follow_is_a_400() -> None:
+    grammars = GrammarCheck(0.1, 1.0)
+    engine: Any = FakeEngine()
+    answers = OpenAIAnswers(failing(admitted=True, output_tokens=1), engine, grammars)
+    body = b'{"structured_outputs": {"grammar": "root ::= root"}}'
+    try:
+        status, _ = await answer(answers, replace(REQUEST, body=body))
+    finally:
+        await grammars.stop()
+    assert status == 400
+
+
+async def test_a_refusal_of_the_batcher_goes_before() -> None:
+    status, body = await answer(made(failing(refused=True)))
+    assert (status, body["error"]["message"]) == (429, "full")
+
+
+async def test_a_hostile_grammar_never_reaches_vllm() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError
+
+    body = json.dumps({"structured_outputs": {"regex": "a" * (MAX_CHARS + 1)}}).encode()
+    status, found = await answer(made(app), replace(REQUEST, body=body))
+    assert (status, found["error"]["param"]) == (400, "structured_outputs.regex")
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(1_000, 200), (2_000, 400)])
+async def test_a_list_of_token_ids_that_is_too_long_is_not_parsed(tokens: int, status: int) -> None:
+    body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
+    answers = made(failing(200, admitted=True))
+    found, answered = await answer(answers, replace(REQUEST, path="/detokenize", body=body))
+    assert found == status
+    if status == 400:
+        error = answered["error"]
+        assert (error["param"], "max_tokenize_tokens" in error["message"]) == ("tokens", True)
+
+
+async def test_the_size_of_a_body_goes_with_its_request() -> None:
+    sizes = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        sizes.append(current().request.size)
+        await failing(200, admitted=True)(scope, receive, send)
+
+    await answer(made(app))
+    assert sizes == [len(REQUEST.body)]
+
+
+async def test_the_queues_know_the_adapter_of_a_request() -> None:
+    shares = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        shares.append(current().request.share)
+        await failing()(scope, receive, send)
+
+    answers = made(app)
+    for adapter in ("", "demo:words"):
+        await answer(answers, replace(REQUEST, adapter=adapter))
+    assert shares == ["default", "default/demo:words"]
