@@ -18,12 +18,12 @@ from serve_app.usage.messages import (
     LIMITS,
     Answer,
     LeaseID,
-    LimitState,
     Report,
     key_subject,
     limits_of,
     tenant_subject,
 )
+from serve_app.usage.quota_refusal import LEAST_RETRY_S, away_error, check_fits, limit_error, refusal
 from serve_app.usage.reservation import Reservation
 
 logger = logging.getLogger("ray.serve")
@@ -42,8 +42,6 @@ MOST_S = 1.0
 
 RETRY_S = 0.25
 """Seconds between two tries while the service doesn't answer."""
-
-LEAST_RETRY_S = 0.1
 
 _HEADERS = [
     (kind, [f"x-ratelimit-{value}-{kind}".encode() for value in ("limit", "remaining", "reset")])
@@ -284,8 +282,8 @@ class QuotaClient:
                 continue
             try:
                 waiting.future.set_result(self._reserve_away(waiting.leases, waiting.tokens))
-            except RequestError as refusal:
-                waiting.future.set_exception(refusal)
+            except RequestError as error:
+                waiting.future.set_exception(error)
 
     def _set_tenants(self, tenants: dict[str, Quota]) -> None:
         changed = {
@@ -320,23 +318,11 @@ class QuotaClient:
             if waiting.asked and (over or any(not lease.pending for lease in short)):
                 lease = next((lease for lease in short if not lease.pending), None)
                 lease = lease or (short or [*waiting.leases])[0]
-                waiting.future.set_exception(self._refusal(lease, waiting.tokens, now))
+                error = refusal(lease, waiting.tokens, now) or away_error(self._settings.away_s)
+                waiting.future.set_exception(error)
             else:
                 left.append(waiting)
         self._waiting = left
-
-    def _refusal(self, lease: Lease, tokens: int, now: float) -> RequestError:
-        amount = tokens if lease.is_tokens else 1
-        states = lease.remaining(now)
-        if not states:
-            return _away_error(self._settings.away_s)
-        # Tokens of requests in flight may come back; of the limits that leave too little, the last counts.
-        short = [state for state in states if state.remaining < amount] or [
-            min(states, key=lambda state: state.remaining)
-        ]
-        waits = [(_wait_s(lease, state, amount), state) for state in short]
-        seconds, state = max(waits, key=lambda pair: pair[0])
-        return _refusal_of(lease, state, amount, seconds)
 
     # Without the service
 
@@ -348,65 +334,17 @@ class QuotaClient:
             await asyncio.sleep(RECALL_S)
         if not self._known:
             if self._settings.when_away == "fail_closed":
-                raise _away_error(self._settings.away_s)
+                raise away_error(self._settings.away_s)
             self._tenants = dict(self._settings.tenants)
 
     def _reserve_away(self, leases: Sequence[Lease], tokens: int) -> Reservation:
         if self._settings.when_away == "fail_closed":
-            raise _away_error(self._settings.away_s)
+            raise away_error(self._settings.away_s)
         found = self._holder.take_share(leases, tokens, self._wall())
         if isinstance(found, Reservation):
             return found
         lease = next(lease for lease in leases if found.name in lease.limits)
-        raise _refusal_of(lease, found, tokens if lease.is_tokens else 1, max(LEAST_RETRY_S, found.ends_in_s))
-
-
-def check_fits(leases: Sequence[Lease], tokens: int) -> None:
-    """Raise if a request can never have its tokens.
-
-    Raises:
-        RequestError: 400, with the name of the limit.
-    """
-    for lease in leases:
-        if not lease.is_tokens:
-            continue
-        name, limit = lease.smallest
-        if tokens > limit:
-            message = (
-                f"{lease.id.subject}: {name} {limit}: this request may take {tokens} tokens, which never fit "
-                "in; lower max_tokens, or send a shorter prompt"
-            )
-            raise RequestError(400, "invalid_request_error", message, param="max_tokens")
-
-
-def _wait_s(lease: Lease, state: LimitState, amount: int) -> float:
-    """Return the seconds after which a request is likely to fit.
-
-    Requests in flight give back the unused part of what they hold, evenly over their usual time; at its end
-    a window has everything.
-    """
-    window_s = state.ends_in_s if lease.id.kind != "slots" else math.inf
-    back = state.reserved * (1 - lease.used_share) if lease.is_tokens else 0.0
-    if lease.id.kind == "slots":
-        back = float(state.reserved)
-    lacking = max(1, amount - state.remaining)
-    given_back_s = lease.hold_s * lacking / back if back >= lacking else math.inf
-    seconds = min(window_s, given_back_s)
-    return max(LEAST_RETRY_S, seconds if math.isfinite(seconds) else lease.hold_s)
-
-
-def _refusal_of(lease: Lease, state: LimitState, amount: int, seconds: float) -> RequestError:
-    asked = f"may take {amount} tokens" if lease.is_tokens else "needs one"
-    message = (
-        f"{lease.id.subject}: {state.name} {state.limit}: this request {asked}, and {state.remaining} are "
-        f"left. Try again in {seconds:.1f} s."
-    )
-    return RequestError(429, "rate_limit_error", message, retry_after_s=seconds)
-
-
-def _away_error(seconds: float) -> RequestError:
-    message = f"The quotas of this service have not answered for {seconds:g} s. Try again."
-    return RequestError(503, "service_unavailable", message, retry_after_s=max(1.0, seconds))
+        raise limit_error(lease, found, tokens if lease.is_tokens else 1, max(LEAST_RETRY_S, found.ends_in_s))
 
 
 def _duration(seconds: float) -> bytes:
