@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from serve_app.system.hub_errors import explain
+
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
@@ -98,8 +100,20 @@ def _download(url: str, target: Path) -> None:
 def _from_hub(repository: str, target: Path) -> None:
     from huggingface_hub import hf_hub_download
 
+    # Both files are of one commit.
+    commit: str | None = None
     for name in (CONFIG, WEIGHTS):
-        shutil.copyfile(hf_hub_download(repository, name), target / name)
+        try:
+            found = hf_hub_download(repository, name, revision=commit, dry_run=True)
+            _check_size(found.file_size or 0)
+            path = hf_hub_download(repository, name, revision=commit)
+            commit = found.commit_hash
+        except AdapterError:
+            raise
+        except Exception as error:  # The client's versions raise errors of different HTTP libraries.
+            failure = explain(error, repository, name, kind="adapter", revision=commit)
+            raise AdapterError(f"can't be read: {failure.message}") from None
+        shutil.copyfile(path, target / name)
 
 
 def _check_size(size: int) -> None:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from serve_app.models.errors import ModelError
 from serve_app.models.model_files import CONFIG, ModelFiles, read_config, read_folder, weights_of
+from serve_app.system.hub_errors import explain
 
 TIMEOUT_S = 15.0
 """Seconds for an answer of the hub."""
@@ -110,33 +111,5 @@ class HuggingFaceHub:
 
     def _explain(self, error: Exception, id: str, revision: str | None) -> ModelError:
         """Return the error that tells the user of the command what an error of the client means."""
-        errors = self._client.errors
-        page = f"https://huggingface.co/{id}"
-        match error:
-            case errors.GatedRepoError() if self._client.get_token():
-                return ModelError(
-                    f"{id} is gated, and your Hugging Face token has no access to it; ask for access on "
-                    f"{page}"
-                )
-            case errors.GatedRepoError():
-                return ModelError(
-                    f"{id} is gated: accept its terms on {page}, then set HF_TOKEN or run `hf auth login`"
-                )
-            case errors.RevisionNotFoundError():
-                return ModelError(f"{id} has no revision {revision!r}; {page}/tree/main lists them")
-            case errors.RepositoryNotFoundError():
-                return ModelError(
-                    f"the Hugging Face hub has no model {id}, or shows it to others only; check the id on "
-                    f"{page}, and for a private model set HF_TOKEN or run `hf auth login`"
-                )
-            case errors.RemoteEntryNotFoundError():
-                return ModelError(f"{id} has no {CONFIG}, so it is no model that vLLM can load; see {page}")
-            case errors.HFValidationError():
-                return ModelError(f"{id!r} is not a Hugging Face id; they look like Qwen/Qwen2.5-7B-Instruct")
-            case errors.OfflineModeIsEnabled():
-                return HubAwayError("HF_HUB_OFFLINE is set")
-            case errors.HfHubHTTPError() if error.response.status_code < 500:
-                return ModelError(f"{id}: the Hugging Face hub answers {error.response.status_code}")
-            case _:
-                # All other failures: network, name, certificate, proxy, an answer that isn't one.
-                return HubAwayError(f"the Hugging Face hub can't be reached ({type(error).__name__})")
+        failure = explain(error, id, CONFIG, kind="model", revision=revision)
+        return (HubAwayError if failure.away else ModelError)(failure.message)

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from serve_app.engine import adapter_files
 from serve_app.engine.adapter_files import AdapterError, check, fetch, layer_shapes
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.adapters import LAYER, SHAPES, write_adapter
+from tests.serve_app.models.hub_server import running_hub, without_account
 
 
 def test_a_copy_outlives_its_source(tmp_path: Path) -> None:
@@ -29,6 +32,51 @@ def test_a_url_is_read_through_fsspec(tmp_path: Path) -> None:
     check(adapter, 8, SHAPES)
     with pytest.raises(AdapterError, match=r"has no file adapter_config\.json"):
         fetch(f"memory://{tmp_path}/bucket/none", tmp_path / "none")
+
+
+def test_an_adapter_of_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "source")
+    with running_hub(source) as url:
+        without_account(monkeypatch, tmp_path, url)
+        check(fetch("org/folder", tmp_path / "copy"), 8, SHAPES)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    # It is in the client's cache now.
+    check(fetch("org/folder", tmp_path / "again"), 8, SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("id", "reason"),
+    [
+        ("org/none", r"can't be read: the Hugging Face hub has no model org/none, .*HF_TOKEN"),
+        ("org/gated", r"can't be read: org/gated is gated: accept its terms"),
+        ("org/folder", r"can't be read: org/folder has no adapter_model\.safetensors, so it is no adapter"),
+        ("org/forbidden", r"can't be read: org/forbidden: the Hugging Face hub answers 403"),
+        ("org/--bad", r"can't be read: 'org/--bad' is not a Hugging Face id"),
+    ],
+)
+def test_an_adapter_that_the_hub_does_not_give_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, id: str, reason: str
+) -> None:
+    source = write_adapter(tmp_path / "source")
+    (source / "adapter_model.safetensors").unlink()
+    with running_hub(source) as url:
+        without_account(monkeypatch, tmp_path, url)
+        with pytest.raises(AdapterError, match=reason) as caught:
+            fetch(id, tmp_path / "copy")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_the_hub_that_is_too_large_is_not_downloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    source = write_adapter(tmp_path / "source")
+    most = (source / "adapter_model.safetensors").stat().st_size - 1
+    monkeypatch.setattr(adapter_files, "MAX_BYTES", most)
+    with running_hub(source) as url:
+        without_account(monkeypatch, tmp_path, url)
+        with pytest.raises(AdapterError, match=f"and {most} are the most"):
+            fetch("org/folder", tmp_path / "copy")
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
 
 
 def test_a_source_that_is_missing_or_something_else_is_an_error(tmp_path: Path) -> None:

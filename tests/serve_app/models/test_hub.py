@@ -1,13 +1,9 @@
 """Models of the hub: the real client against a small server, and the choice between hub and cache."""
 
-import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -15,81 +11,18 @@ from huggingface_hub import constants
 from serve_app.models.errors import ModelError
 from serve_app.models.hub import HubAwayError, HuggingFaceHub, read_model
 from tests.serve_app.models.doubles import GB, QWEN_7B, FakeHub, write_model
-
-COMMIT = "0" * 40
-
-
-class Answers(BaseHTTPRequestHandler):
-    """A hub with the models `org/open`, `org/gated`, `org/bare` and `org/broken`."""
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
-        path = self.path.partition("?")[0]
-        if "org/broken" in path:
-            self._error(503, "")
-        elif "no-such-revision" in path:
-            self._error(404, "RevisionNotFound")
-        elif "org/forbidden" in path:
-            self._error(403, "")
-        elif path.startswith("/api/models/org/") and not path.endswith(("none", "cut")):
-            files = [
-                {"rfilename": "config.json", "size": 600},
-                {"rfilename": "model.safetensors", "size": 15 * GB},
-            ]
-            self._send(json.dumps({"id": "org/open", "sha": COMMIT, "siblings": files}).encode())
-        elif path.startswith("/org/open/resolve/"):
-            self._send(json.dumps(QWEN_7B).encode())
-        elif path.startswith("/org/gated/resolve/"):
-            self._error(401 if "authorization" not in self.headers else 403, "GatedRepo")
-        elif path.startswith("/org/bare/resolve/"):
-            self._error(404, "EntryNotFound")
-        elif path.endswith("org/cut"):
-            self._send(b"<html>")
-        else:
-            self._error(401, "RepoNotFound")
-
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("content-length", str(len(body)))
-        self.send_header("x-repo-commit", COMMIT)
-        self.send_header("etag", '"1"')
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def _error(self, status: int, code: str) -> None:
-        self.send_response(status)
-        if code:
-            self.send_header("x-error-code", code)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing."""
+from tests.serve_app.models.hub_server import running_hub, without_account
 
 
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    without_account(monkeypatch, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+    with running_hub() as url:
+        yield url
 
 
 def test_a_model_is_read_without_its_weights(endpoint: str, tmp_path: Path) -> None:
