@@ -120,7 +120,7 @@ class Search:
     """
 
     def __init__(self, on_error: OnError) -> None:
-        self.tests = 0
+        self.tests: int = 0
         self._on_error = on_error
         # Entries still to be tested, of which so many at the head have failed together.
         self._pool: deque[Entry[Any]] = deque()

@@ -208,14 +208,17 @@ class Window:
         self._recorder = recorder
         self._clock = clock
         self._outputs = OutputEstimator()
-        self.rate = ServiceRate()
+        self.rate: ServiceRate = ServiceRate()
         self._background_rate = ServiceRate()
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
-        self.capacity = 1
-        self._max_running = self.regular = self.most = sys.maxsize
+        self.capacity: int = 1
+        self.regular: int = sys.maxsize
+        self.most: int = sys.maxsize
+        self._max_running = sys.maxsize
         self.running: set[Slot] = set()
-        self.records = self.cost = 0
+        self.records: int = 0
+        self.cost: int = 0
         self._resumes_at: float | None = None
         self._before_pause = (0, 0)
 
