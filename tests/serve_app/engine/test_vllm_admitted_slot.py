@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator
 
 import pytest
 from vllm import SamplingParams
@@ -13,7 +12,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.vllm_refusal import RefusedError
-from tests.serve_app.engine.vllm_doubles import LIMIT_S, TEN, Script, gated, output, run
+from tests.serve_app.engine.vllm_doubles import LIMIT_S, TEN, HeldScript, Script, gated, output, run
 
 
 @pytest.fixture
@@ -84,19 +83,9 @@ async def test_answers_are_as_many_records_and_a_priority_request_goes_before_th
 ) -> None:
     """110 `flex` requests of eight answers: 880 sequences for 256 places."""
     requests, answers, places = 110, 8, 256
-    started: list[str] = []
-    go = asyncio.Event()
-
-    class Held(Script):
-        async def run(
-            self, prompt: Any, params: Any, request_id: str, **options: Any
-        ) -> AsyncGenerator[Any, None]:
-            started.append(request_id)
-            await go.wait()
-            yield output(1, finish="stop")
-
+    script = HeldScript()
     async with ContinuousBatcher(capacity=1_000_000, max_running=places) as batcher:
-        llm = gated(monkeypatch, Held(), batcher)
+        llm = gated(monkeypatch, script, batcher)
 
         async def ask(name: str, priority: int, n: int) -> None:
             scheduling = Scheduling(priority=priority, tenant=name)
@@ -108,7 +97,7 @@ async def test_answers_are_as_many_records_and_a_priority_request_goes_before_th
         try:
             await asyncio.sleep(0)
             stats = batcher.stats
-            assert (stats.running, len(started)) == (places, places // answers)
+            assert (stats.running, len(script.started)) == (places, places // answers)
             assert stats.queue_depth == requests * answers - places
             # The report to the autoscaler has all sequences.
             assert autoscaling_stats(stats)[SEQUENCES] == requests * answers
@@ -116,10 +105,10 @@ async def test_answers_are_as_many_records_and_a_priority_request_goes_before_th
             # No place is free: it is the first of those that wait.
             await asyncio.sleep(0)
         finally:
-            go.set()
+            script.go.set()
             async with asyncio.timeout(LIMIT_S):
                 await asyncio.gather(*tasks)
-    assert started[places // answers] == "live"
+    assert script.started[places // answers] == "live"
     assert batcher.stats.total_completed == requests * answers + 1
 
 
@@ -127,19 +116,9 @@ async def test_answers_are_as_many_records_and_a_priority_request_goes_before_th
 async def test_a_flood_on_an_adapter_holds_up_another_only_within_a_named_tenant(
     monkeypatch: pytest.MonkeyPatch, tenant: str, turn: int
 ) -> None:
-    started: list[str] = []
-    go = asyncio.Event()
-
-    class Held(Script):
-        async def run(
-            self, prompt: Any, params: Any, request_id: str, **options: Any
-        ) -> AsyncGenerator[Any, None]:
-            started.append(request_id)
-            await go.wait()
-            yield output(1, finish="stop")
-
+    script = HeldScript()
     async with ContinuousBatcher(capacity=1_000, max_running=1) as batcher:
-        llm = gated(monkeypatch, Held(), batcher)
+        llm = gated(monkeypatch, script, batcher)
 
         async def ask(adapter: str) -> None:
             request = AdmissionRequest(Scheduling(tenant=tenant), adapter=adapter)
@@ -151,10 +130,10 @@ async def test_a_flood_on_an_adapter_holds_up_another_only_within_a_named_tenant
         await asyncio.sleep(0)
         tasks.append(asyncio.ensure_future(ask("demo:symbols")))
         await asyncio.sleep(0)
-        go.set()
+        script.go.set()
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*tasks)
-    assert started.index("demo:symbols") == turn
+    assert script.started.index("demo:symbols") == turn
 
 
 async def test_more_answers_than_the_engine_runs_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,28 @@ class Script:
             self.closed += 1
 
 
+class HeldScript(Script):
+    """A script whose calls end when `go` is set.
+
+    Attributes:
+        started: The ids of the calls.
+        go: Lets them end.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(output(1, finish="stop"))
+        self.started: list[str] = []
+        self.go = asyncio.Event()
+
+    async def run(
+        self, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[Any, None]:
+        self.started.append(request_id)
+        await self.go.wait()
+        async for result in super().run(prompt, params, request_id, **options):
+            yield result
+
+
 def gated(
     monkeypatch: pytest.MonkeyPatch, script: Script, batcher: ContinuousBatcher, *, by_priority: bool = False
 ) -> GatedLLM:
