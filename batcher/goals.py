@@ -23,6 +23,7 @@ LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or
 FIRST_WINDOW = 8  # records with which the window starts
 GROWTH, CUT = 1.125, 0.5  # how far one judgement widens or narrows it at most
 LATE_CUT = 0.8  # share of it that is left at once by a single late answer
+STEPS_IN_TAILS = 0.35  # part of the answers' tails that is due to the window, and shrinks with it
 AT_THE_EDGE = 0.9  # share of it that must be full for a record that is held back to be held back by it
 
 # Parameters of what is measured.
@@ -69,7 +70,9 @@ class Background:
     consecutive steps exceed two mean ones, and by how much answers of the foreground did, each at its 99th
     percentile. So it is known before the first answer, too. From the TTFT to expect follows how long a step
     may be. Window and pace go that way: down at once, both; up by an eighth per judgement, the one of them
-    that holds records back. The first pace is one prompt per step.
+    that holds records back. What is remembered shrinks with each cut, the steps' part of it: late answers
+    hold the background back for seconds, not until 200 others have come. The first pace is one prompt per
+    step.
 
     Attributes:
         priority: The tier from which on records are background.
@@ -247,6 +250,8 @@ class Background:
         self._pace = max(1.0, self._pace * factor)
         # Fewer prompts make the steps more alike. As they were, they would ask for the same cut again.
         self._excess = deque((excess * factor for excess in self._excess), maxlen=REMEMBERED_STEPS)
+        part = 1 - STEPS_IN_TAILS * (1 - factor)
+        self._tails = deque((tail * part for tail in self._tails), maxlen=REMEMBERED_ANSWERS)
 
 
 def _kept(peak: int, bound: int) -> int:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from batcher import ContinuousBatcher, Goals, QueueFull
+from batcher.goals import Background
 from tests.batcher.test_continuous import Holders, check_empty
 from tests.batcher.virtual import blocked, now, virtual
 
@@ -73,6 +74,32 @@ async def test_the_window_narrows_when_steps_get_long_down_to_one() -> None:
             await steps(batcher, 0.2, 20)
         assert batcher.stats.background_window == 1
         await end(holders)
+
+
+def test_late_answers_hold_the_background_back_for_seconds() -> None:
+    """Two of 42 answers are late; all of them are remembered."""
+    time_s = 0.0
+    background = Background(GOALS, 1, lambda: time_s)
+
+    def serve(seconds: float) -> int:
+        """Make steps of 10 ms, in each of which a tenth of the records ends; return those that run then."""
+        nonlocal time_s
+        for _ in range(round(seconds / 0.01)):
+            time_s += 0.01
+            background.step(0.01)
+            for _ in range(background.running // 10):
+                background.end(1, 1, 1, 0.1)
+            while background.admits(1, 1, 10_000, 128):
+                background.begin(1, 1, 1, 1)
+        return background.running
+
+    wide = serve(20)
+    for took in [0.03] * 40 + [0.13] * 2:
+        background.first_token(0, took)
+    narrow = serve(1)
+    assert narrow < wide / 2
+    assert background.expected_ttft_s() < GOALS.ttft_p99_s
+    assert serve(5) > 0.9 * wide
 
 
 @virtual
