@@ -16,7 +16,7 @@ from serve_app.ingress.health import Health
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
-from serve_app.system.garbage_collection import quiet_collection
+from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.usage.quota_handle import Handle
 
@@ -66,7 +66,7 @@ class Batches:
             self._metrics = BatchesMetrics(self._service.stats)
             self._metrics.start()
         use_batch_scheduling()
-        quiet_collection()
+        collect_rarely()
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""

@@ -9,7 +9,7 @@ from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import Settings, SettingsError
 from serve_app.settings.usage import QuotasSettings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
-from serve_app.system.garbage_collection import quiet_collection
+from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.usage.messages import Answer, Report
 from serve_app.usage.quota_service import QuotaService
@@ -46,7 +46,7 @@ class Quotas:
             self._metrics = QuotaMetrics(self._service.states, settings.telemetry.tenants)
             self._metrics.start()
         use_batch_scheduling()
-        quiet_collection()
+        collect_rarely()
 
     async def exchange(self, report: Report) -> Answer:
         """Take the report of a replica that holds leases, and return the answer."""

@@ -10,7 +10,7 @@ from ray.util import list_named_actors
 from serve_app.settings.schema import Settings
 from serve_app.settings.turns import ShareSettings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
-from serve_app.system.garbage_collection import quiet_collection
+from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.turns.messages import Order, Report
 from serve_app.turns.rota import Rota
@@ -58,7 +58,7 @@ class Turns:
             self._metrics = TurnMetrics(self.rotas)
         self._task = asyncio.get_running_loop().create_task(self._run())
         use_batch_scheduling()
-        quiet_collection()
+        collect_rarely()
 
     async def exchange(self, report: Report) -> Order:
         """Take the report of an engine, and return what it is to do."""

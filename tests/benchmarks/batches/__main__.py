@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import selectors
 import tempfile
 import time
@@ -18,7 +19,7 @@ from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
-from serve_app.system.garbage_collection import quiet_collection
+from serve_app.system.garbage_collection import collect_rarely
 from tests.benchmarks import report
 from tests.benchmarks.batches.engines import MODEL, Handle, client_of
 from tests.benchmarks.measuring import Row, Table, progress
@@ -151,7 +152,10 @@ async def measure(options: argparse.Namespace, folder: Path, turns: Turns) -> Ta
     handle = Handle(options.places, options.row_s, options.answer_bytes)
     opened = await BatchService.open(settings, client_of(handle), {MODEL})
     service = Service(opened)
-    quiet_collection()
+    # As Ray Serve does it in a replica.
+    gc.collect()
+    gc.freeze()
+    collect_rarely()
     baseline = psutil.Process().memory_info().rss / 2**20
     tenants = [f"tenant-{number}" for number in range(options.batches)]
     uploads, files = [], []
