@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import signal
@@ -32,8 +33,8 @@ COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 POLL_S = 0.05
 LIMIT_S = 900.0
-MANY = 50_000
-"""Rows of a batch that doesn't end while live traffic is measured."""
+MANY, NEXT = 50_000, 10_000
+"""Rows of a batch that doesn't end while it is measured alone, and while live traffic is beside it."""
 
 GOAL = 1.25
 """The goal for the TTFT p99 beside a batch, in relation to that of the live traffic alone."""
@@ -167,14 +168,15 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
 def beside(options: argparse.Namespace, folder: Path) -> Table:
     """Measure live traffic and a batch, each alone and both together."""
     model = MODELS[options.model](folder)
-    _, requests = write_rows(folder, 10_000_000, MANY, options.answer, mixed=True)
+    # Rows that came before would be in the prefix cache.
+    numbers = itertools.count(10_000_000, MANY)
     traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
     alone, own, ratios_seen, shares = [], [], [], []
     with saturate(model, folder, batches=folder / "without a goal") as server:
         progress("beside: live traffic alone, without a goal")
         first = asyncio.run(send(server.port, traffic, seed=1)).figures(traffic)
         api = API(server)
-        id = api.create(requests)
+        id = api.create(write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1])
         time.sleep(traffic.warm_up_s)
         full = []
         for number in range(1, options.rounds + 1):
@@ -191,7 +193,7 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             progress(f"beside: round {number} of {options.rounds}, live traffic alone")
             quiet = asyncio.run(send(server.port, traffic, seed=10 * number)).figures(traffic)
             progress(f"beside: round {number} of {options.rounds}, both")
-            id = api.create(requests)
+            id = api.create(write_rows(folder, next(numbers), NEXT, options.answer, mixed=True)[1])
             time.sleep(traffic.warm_up_s)
             both, made = asyncio.run(_both(server, traffic, api, 10 * number + 1))
             api.cancel(id)
