@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import json
 import random
@@ -33,7 +34,7 @@ COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 POLL_S = 0.05
 LIMIT_S = 900.0
-MANY, NEXT = 50_000, 10_000
+MANY, NEXT = 50_000, 20_000
 """Rows of a batch that doesn't end while it is measured alone, and while live traffic is beside it."""
 
 GOAL = 1.25
@@ -45,7 +46,8 @@ traffic. The time of the batch is that from its creation to `completed`.
 
 beside: live streams, whose rate doubles in the middle, alone and beside a batch that does not end; the
 service has a goal for the TTFT p99 of --goal times that of the live streams alone. The throughput of the
-batch is compared with that of the same batch without live traffic, on a service that has no goal either.
+batch is compared with that of a like batch without live traffic, on a service that has no goal either. A
+batch begins with few rows beside live traffic, and has more and more: --settle leaves that out.
 
 examples:
   make bench-batches-live
@@ -171,6 +173,7 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
     # Rows that came before would be in the prefix cache.
     numbers = itertools.count(10_000_000, MANY)
     traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
+    settled = dataclasses.replace(traffic, warm_up_s=options.settle)
     alone, own, ratios_seen, shares = [], [], [], []
     with saturate(model, folder, batches=folder / "without a goal") as server:
         progress("beside: live traffic alone, without a goal")
@@ -195,9 +198,9 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             progress(f"beside: round {number} of {options.rounds}, both")
             id = api.create(write_rows(folder, next(numbers), NEXT, options.answer, mixed=True)[1])
             time.sleep(traffic.warm_up_s)
-            both, made = asyncio.run(_both(server, traffic, api, 10 * number + 1))
+            both, made = asyncio.run(_both(server, settled, api, 10 * number + 1))
             api.cancel(id)
-            busy = both.figures(traffic)
+            busy = both.figures(settled)
             # The tokens of the live answers are not the batch's.
             left = made - len(both.live) * CHAT_TOKENS / traffic.seconds
             alone.append(quiet["ttft_p99_ms"])
@@ -245,6 +248,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="seconds that count, per run (30)")
     parser.add_argument(
         "--goal", type=float, default=GOAL, help=f"goal for the TTFT p99, in relation to live alone ({GOAL})"
+    )
+    parser.add_argument(
+        "--settle", type=float, default=60.0, help="seconds that both run before they count (60)"
     )
     parser.add_argument("--only", choices=["rate", "beside"], help="one of the two")
     options = parser.parse_args()
