@@ -69,8 +69,9 @@ async def test_what_runs_at_the_end_of_a_step_is_cut_off() -> None:
 
 
 async def test_a_closed_loop_has_so_many_requests_in_flight() -> None:
-    async with streaming_server(token_s=0.005) as server:
-        found = await step(server, Load("closed", 4), warm_up=0.2)
+    # An answer takes longer by far than the next request of its client, on a busy machine too.
+    async with streaming_server(token_s=0.1) as server:
+        found = await step(server, Load("closed", 4), seconds=1.2, warm_up=0.2, goals="ttft_p99<60")
     assert server.most == 4
     assert found.in_flight == pytest.approx(4, abs=0.5)
     assert found.peak == 4
