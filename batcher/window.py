@@ -390,8 +390,6 @@ class Window:
         """Return the tokens to reserve for the output of some records together."""
         if not self._learns:
             return max_tokens
-        if records == 1:
-            return self._outputs.expect(max_tokens, so_far)
         return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
 
     def first_token(self, slot: Slot) -> None:
