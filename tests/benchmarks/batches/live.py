@@ -33,6 +33,8 @@ RESULTS = report.RESULTS / "batches-live.json"
 COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 POLL_S = 0.05
+ALONE_S = 30.0
+"""Seconds over which the throughput of a batch alone is counted."""
 LIMIT_S = 900.0
 MANY, NEXT = 50_000, 20_000
 """Rows of a batch that doesn't end while it is measured alone, and while live traffic is beside it."""
@@ -46,8 +48,9 @@ traffic. The time of the batch is that from its creation to `completed`.
 
 beside: live streams, whose rate doubles in the middle, alone and beside a batch that does not end; the
 service has a goal for the TTFT p99 of --goal times that of the live streams alone. The throughput of the
-batch is compared with that of a like batch without live traffic, on a service that has no goal either. A
-batch begins with few rows beside live traffic, and has more and more: --settle leaves that out.
+batch is compared with that of a like batch without live traffic, on a service that has no goal and on one
+that has it. A batch begins with few rows beside live traffic, and has more and more: --settle leaves that
+out. A p99 takes some hundreds of requests: --seconds times 1.5 of --rate.
 
 examples:
   make bench-batches-live
@@ -179,19 +182,14 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
         progress("beside: live traffic alone, without a goal")
         first = asyncio.run(send(server.port, traffic, seed=1)).figures(traffic)
         api = API(server)
-        id = api.create(write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1])
-        time.sleep(traffic.warm_up_s)
-        full = []
-        for number in range(1, options.rounds + 1):
-            progress(f"beside: the batch alone, without a goal, {number} of {options.rounds}")
-            full.append(api.rate(traffic.seconds))
-        api.cancel(id)
+        full = alone_at(api, write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1], options)
     whole = statistics.median(full)
     goal_s = options.goal * first["ttft_p99_ms"] / 1e3
     settings = {"goals": {"ttft_p99_s": goal_s}}
     p99s = []
     with saturate(model, folder, settings, batches=folder / "batches") as server:
         api = API(server)
+        held = alone_at(api, write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1], options)
         for number in range(1, options.rounds + 1):
             progress(f"beside: round {number} of {options.rounds}, live traffic alone")
             quiet = asyncio.run(send(server.port, traffic, seed=10 * number)).figures(traffic)
@@ -218,10 +216,24 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             Row("live beside the batch: TTFT p99", "ms", p99s),
             Row("TTFT p99, beside / alone", "x", ratios_seen, at_most=1.4),
             Row("batch alone, without a goal", "tokens/s", full),
+            Row("batch alone, with the goal", "tokens/s", held),
             Row("batch beside live traffic", "tokens/s", own),
-            Row("batch, beside / alone", "x", shares, at_least=0.8),
+            Row("batch, beside / alone without a goal", "x", shares, at_least=0.8),
+            Row("batch, beside / alone with the goal", "x", [each / statistics.median(held) for each in own]),
         ],
     )
+
+
+def alone_at(api: API, rows: Path, options: argparse.Namespace) -> list[float]:
+    """Return the output tokens per second of a batch without other traffic, once per round."""
+    id = api.create(rows)
+    time.sleep(options.settle)
+    found = []
+    for number in range(1, options.rounds + 1):
+        progress(f"beside: the batch alone, {number} of {options.rounds}")
+        found.append(api.rate(ALONE_S))
+    api.cancel(id)
+    return found
 
 
 async def _both(server: Server, traffic: Traffic, api: API, seed: int) -> tuple[Seen, float]:
@@ -245,7 +257,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=2_000, help="rows in a run of `rate` (2000)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer of a row (64)")
     parser.add_argument("--rate", type=float, default=2.0, help="live requests per second at first (2)")
-    parser.add_argument("--seconds", type=float, default=30.0, help="seconds that count, per run (30)")
+    parser.add_argument(
+        "--seconds", type=float, default=100.0, help="seconds of live traffic that count, per run (100)"
+    )
     parser.add_argument(
         "--goal", type=float, default=GOAL, help=f"goal for the TTFT p99, in relation to live alone ({GOAL})"
     )
