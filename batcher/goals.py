@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import nlargest
-from itertools import pairwise
 
 from batcher import checks
 
 BACKGROUND = 1  # the priority from which on records are background, unless told otherwise
 
 # The judgement of the window.
-AIM = 0.92  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
+AIM = 0.88  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
 PERIOD_S = 0.2  # seconds between two judgements
 LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or two steps later
 FIRST_WINDOW = 8  # records with which the window starts
@@ -29,7 +28,12 @@ AT_THE_EDGE = 0.9  # share of it that must be full for a record that is held bac
 # Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
 REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
+LATE_FOR_S = (
+    60.0  # seconds for which a late answer counts: without others, it says nothing of the steps since
+)
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
+AHEAD = 0.75  # steps that a request needs beside its own two from which on the engine schedules ahead
+BISECTIONS = 12  # to find a percentile: its error is a four-thousandth
 
 # The space for the foreground.
 LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2  # share of the places, and of the capacity, that is kept
@@ -65,14 +69,13 @@ class Background:
     foreground may need (twice its peak of late), and if the *pace* allows it: the tokens of prompts that
     start per step. A burst of prompts would make long steps, so the starts are spread.
 
-    Both follow from the TTFT to expect: two mean steps and a tail. The mean follows a change of the
-    window within a few steps; the tail is told in two ways, and the worse one counts: by how much two
-    consecutive steps exceed two mean ones, and by how much answers of the foreground did, each at its 99th
-    percentile. So it is known before the first answer, too. From the TTFT to expect follows how long a step
-    may be. Window and pace go that way: down at once, both; up by an eighth per judgement, the one of them
-    that holds records back. What is remembered shrinks with each cut, the steps' part of it: late answers
-    hold the background back for seconds, not until 200 others have come. The first pace is one prompt per
-    step.
+    Both follow from the TTFT to expect, which is told in two ways, and the worse one counts: what a request
+    that comes at any moment waits for the steps as they are, and by how much answers of the foreground
+    exceeded two mean steps, each at its 99th percentile. So it is known before the first answer, too, and
+    follows a change of the window within a few steps. From it follows how long a step may be. Window and
+    pace go that way: down at once, both; up by an eighth per judgement, the one of them that holds records
+    back. What is remembered shrinks with each cut, the steps' part of it: late answers hold the background
+    back for seconds, not until 200 others have come. The first pace is one prompt per step.
 
     Attributes:
         priority: The tier from which on records are background.
@@ -100,8 +103,9 @@ class Background:
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._steps = 0
         self._stepped = False
-        # By how much each TTFT exceeded two mean steps of its time, and TPOT as a multiple of the mean step.
-        self._tails: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
+        # By how much each TTFT exceeded two mean steps of its time, and when; TPOT as a multiple of the mean
+        # step.
+        self._tails: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_ANSWERS)
         self._answers: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
         self._judged_at = self._cut_at = clock()
 
@@ -188,8 +192,8 @@ class Background:
         """Take in a TTFT; one of the foreground that is late narrows the window at once."""
         if priority >= self.priority:
             return
-        self._tails.append(seconds - 2 * self._mean_s)
         now = self._clock()
+        self._tails.append((seconds - 2 * self._mean_s, now))
         # Until the window has had time to act, other late answers are of the same cause.
         if seconds > self._goals.ttft_p99_s and now - self._cut_at > 2 * seconds:
             self._cut_at = now
@@ -202,25 +206,35 @@ class Background:
 
     def expected_ttft_s(self) -> float:
         """Return the 99th percentile of the TTFT to expect now, in seconds."""
-        mean, tails = self._mean_s, self._tails
+        mean, tails = self._mean_s, sorted(self._tails)
         if len(tails) < ENOUGH_ANSWERS:
             # The way of the request and its own prompt: half a step, as long as it is unknown.
-            return 2.5 * mean + self._pair()
-        way = max(0.0, sorted(tails)[len(tails) // 2] + mean / 2)
-        return 2 * mean + max(self._pair() + way, nlargest(2, tails)[1])
+            return self._wait(2) + mean / 2
+        # Half of the arrivals wait for one and a half steps at most, and the way.
+        way = max(0.0, tails[len(tails) // 2][0] + mean / 2)
+        # An engine that schedules ahead has planned the next step already when a request comes.
+        ahead = 1 if way > AHEAD * mean else 0
+        expected = self._wait(2 + ahead) + way - ahead * mean
+        since = self._clock() - LATE_FOR_S
+        late = [tail for tail, at in tails if at >= since]
+        return max(expected, 2 * mean + late[-2]) if len(late) > 1 else expected
 
-    def _pair(self) -> float:
-        """Return by how much 99 of 100 arrivals find two steps to exceed two mean ones, at most.
-
-        An arrival meets a step the more likely, the longer it is.
-        """
-        pairs = sorted(((a + b, a + self._mean_s) for a, b in pairwise(self._excess)), reverse=True)
-        left = 0.01 * sum(weight for _, weight in pairs)
-        for pair, weight in pairs:
-            left -= weight
-            if left <= 0:
-                return pair
-        return 0.0
+    def _wait(self, steps: int) -> float:
+        """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""
+        took = [self._mean_s + excess for excess in self._excess]
+        runs = [(run[0], sum(run)) for run in zip(*(took[skip:] for skip in range(steps)), strict=False)]
+        if not runs:
+            return steps * self._mean_s
+        # An arrival meets a step the more likely, the longer it is, and at any moment of it.
+        left = 0.01 * sum(first for first, _ in runs)
+        low, high = 0.0, float(max(whole for _, whole in runs))
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            if sum(min(first, whole - middle) for first, whole in runs if whole > middle) > left:
+                low = middle
+            else:
+                high = middle
+        return high
 
     def _judge(self) -> None:
         mean, goals = self._mean_s, self._goals
@@ -251,7 +265,7 @@ class Background:
         # Fewer prompts make the steps more alike. As they were, they would ask for the same cut again.
         self._excess = deque((excess * factor for excess in self._excess), maxlen=REMEMBERED_STEPS)
         part = 1 - STEPS_IN_TAILS * (1 - factor)
-        self._tails = deque((tail * part for tail in self._tails), maxlen=REMEMBERED_ANSWERS)
+        self._tails = deque(((tail * part, at) for tail, at in self._tails), maxlen=REMEMBERED_ANSWERS)
 
 
 def _kept(peak: int, bound: int) -> int:

@@ -30,5 +30,8 @@ def engine_options(profile: Profile, **own: Any) -> dict[str, Any]:
     options = limits | own | FIXED
     # The profile says how long the context is, not the config of the model that lends its tokenizer.
     overrides = {"max_position_embeddings": options["max_model_len"]} | options.get("hf_overrides", {})
-    simulated = options.get("additional_config", {}) | {OWN: profile.model_dump()}
+    device = profile.model_dump()
+    if options.get("async_scheduling") is not None:
+        device["async_scheduling"] = options["async_scheduling"]
+    simulated = options.get("additional_config", {}) | {OWN: device}
     return options | {"hf_overrides": overrides, "additional_config": simulated}

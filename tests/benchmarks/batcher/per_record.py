@@ -95,6 +95,16 @@ async def ours_callers(count: int) -> None:
         await closed_loop(count, call)
 
 
+async def ours_callers_plain(count: int) -> None:
+    """Run many callers without priorities and tenants, which the others don't have."""
+    async with ours() as batcher:
+
+        async def call(number: int) -> int:
+            return await (await batcher.submit(number, estimated_cost=1))
+
+        await closed_loop(count, call)
+
+
 def flyte_runs(batcher_class: Any) -> tuple[Run, Run]:
     """Return the runs of one producer and of many callers."""
 
@@ -196,6 +206,7 @@ def measure(options: Options) -> Table:
         f"{CALLERS:,} callers": {
             "bare future and deque": bare_callers,
             "ours": ours_callers,
+            "ours, no priorities or tenants": ours_callers_plain,
             "@serve.batch": serve_callers,
         },
     }
@@ -212,6 +223,9 @@ def measure(options: Options) -> Table:
             for name, limit in (("flyte", 0.35), ("@serve.batch", 0.8), ("bare future and deque", None))
             if name in found
         ]
+        if "flyte" in found:
+            plain = ratios(found["ours, no priorities or tenants"], found["flyte"])
+            rows.append(Row(f"{drive}: ours, no priorities or tenants / flyte", "x", plain, at_most=0.35))
     setting = (
         f"CPU time per record, {options.records:,} records through an empty async function. All: at most "
         f"{MAX_BATCH_SIZE} records per batch, {TIMEOUT_S * 1e3:.0f} ms timeout, a cost given with each "

