@@ -86,12 +86,25 @@ class Batcher(ABC, Generic[EntryT]):
         return self._recorder.observations
 
     def weigh(self, tenant: str, weight: float | None) -> None:
-        """Give a tenant a weight of its own, from now on; see `RequestQueue.weigh`."""
-        self._queue.weigh(tenant, weight)
+        """Give a tenant a weight of its own, for what it is served from now on.
+
+        Args:
+            tenant: Its name.
+            weight: Its share in relation to the others; None: what `tenant_weights` says.
+
+        Raises:
+            ValueError: The weight is out of range.
+            TypeError: The tenant is not a string.
+        """
+        self._queue.tenants.weigh(tenant, weight)
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the tenants' shares, also of those that wait; see `RequestQueue.set_tenant_weights`."""
-        self._queue.set_tenant_weights(weights)
+        """Change `tenant_weights`, also for those that wait; what they were served is not counted anew.
+
+        Raises:
+            ValueError: A weight is out of range.
+        """
+        self._queue.tenants.set_weights(weights)
 
     def _common_stats(self, now: float) -> dict[str, Any]:
         """Return the fields of `Stats`, but for what runs."""
@@ -244,7 +257,7 @@ class Batcher(ABC, Generic[EntryT]):
         queue.remove(entry)
         self._recorder.rejected += entry.records
         seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
-        if tenant := queue.tenant(entry.tenant):
+        if tenant := queue.tenants.get(entry.tenant):
             own = queue.own(entry.priority, entry.tenant)
             seconds = tenant.retry_after(entry.priority, seconds, own, self._clock())
         raise QueueFull(bound.name, bound.value, seconds)

@@ -50,6 +50,7 @@ class RequestQueue(Generic[EntryT]):
         outside: Records that wait for space.
         outside_cost: Their cost.
         entered: Records that got in so far.
+        tenants: Their weights, and what is known of those that have entries or had of late.
 
     Args:
         clock: Returns the time in seconds.
@@ -93,7 +94,7 @@ class RequestQueue(Generic[EntryT]):
         self.entered: int = 0
         self._tiers: dict[int, Tier] = {}
         self._turns: Turns[Tier] = Turns()
-        self._tenants = Tenants(clock, tenant_weights or {})
+        self.tenants: Tenants = Tenants(clock, tenant_weights or {})
         # Backlogs with entries outside, in turn: those of the foreground, and those of the background.
         self._claims: tuple[OrderedDict[Backlog, None], OrderedDict[Backlog, None]]
         self._claims = OrderedDict(), OrderedDict()
@@ -176,7 +177,7 @@ class RequestQueue(Generic[EntryT]):
             tier = self._open(entry.priority, tier)
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None or not backlog.total:
-            backlog = tier.join(self._tenants.join(entry.tenant))
+            backlog = tier.join(self.tenants.join(entry.tenant))
         tenant = backlog.tenant
         entry._place = backlog
         admitted = backlog.outside is None and (
@@ -276,7 +277,7 @@ class RequestQueue(Generic[EntryT]):
         if cost > share * self._max_cost:
             return Bound("max_queue_cost", int(self._max_cost), False)
         if tenant.size and (size > self._open_size or cost > self._open_cost):
-            share *= self._tenants.share(tenant)
+            share *= self.tenants.share(tenant)
             if size > self._open_size and tenant.size + entry.records > share * self._max_size:
                 return Bound("max_queue_size", int(self._max_size), True)
             if cost > self._open_cost and tenant.cost + entry.cost > share * self._max_cost:
@@ -503,40 +504,10 @@ class RequestQueue(Generic[EntryT]):
             tenant.parked.clear()
         if not backlog.total:
             tier.retire(backlog)
-            self._tenants.leave(tenant)
+            self.tenants.leave(tenant)
             if not tier.total and len(self._tiers) > SLACK:
                 del self._tiers[tier.priority]
                 tier.item = None
-
-    # Tenants
-
-    def weigh(self, tenant: str, weight: float | None) -> None:
-        """Give a tenant a weight of its own, for what it is served from now on.
-
-        Args:
-            tenant: Its name.
-            weight: Its share in relation to the others; None: what `tenant_weights` says.
-
-        Raises:
-            ValueError: The weight is out of range.
-            TypeError: The tenant is not a string.
-        """
-        self._tenants.weigh(tenant, weight)
-
-    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Change the tenants' shares from now on; what they were served is not counted anew.
-
-        Args:
-            weights: As `tenant_weights`.
-
-        Raises:
-            ValueError: A weight is out of range.
-        """
-        self._tenants.set_weights(weights)
-
-    def tenant(self, name: str) -> Tenant | None:
-        """Return what is known of a tenant that has entries, or had within the last 10 seconds."""
-        return self._tenants.get(name)
 
 
 def _holds(item: tuple[float, int, Entry[Any], Backlog]) -> bool:

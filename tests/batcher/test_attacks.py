@@ -737,7 +737,7 @@ def test_tiers_are_forgotten_with_their_last_entry() -> None:
 def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
     queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock(), tenant_weights={"a": 3.0})
     for number in range(20_000):
-        queue.weigh(f"t{number}", 2.0)
+        queue.tenants.weigh(f"t{number}", 2.0)
     assert footprint(queue) < 50_000
     for _ in range(40):
         queue.add(Entry(None, 1, tenant="a"))
@@ -748,9 +748,9 @@ def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
         return taken.count("a") / len(taken)
 
     assert share() == pytest.approx(0.75)
-    queue.weigh("a", 1.0)
+    queue.tenants.weigh("a", 1.0)
     assert share() == pytest.approx(0.5)
-    queue.weigh("a", None)
+    queue.tenants.weigh("a", None)
     assert share() == pytest.approx(0.75)
 
 

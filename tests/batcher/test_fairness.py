@@ -89,17 +89,17 @@ def test_a_weight_may_change_while_records_wait() -> None:
         return taken.count("a") / len(taken)
 
     assert share(40) == 0.5
-    queue.weigh("a", 3.0)
+    queue.tenants.weigh("a", 3.0)
     assert share(80) == pytest.approx(0.75, abs=0.05)
-    queue.weigh("a", 1.0)
+    queue.tenants.weigh("a", 1.0)
     assert share(40) == pytest.approx(0.5, abs=0.05)
     with pytest.raises(ValueError, match="weight"):
-        queue.weigh("a", 0)
+        queue.tenants.weigh("a", 0)
 
 
 def test_a_weight_given_before_a_tenant_comes_holds_from_its_first_record() -> None:
     queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock())
-    queue.weigh("a", 3.0)
+    queue.tenants.weigh("a", 3.0)
     for i in range(80):
         queue.add(Entry(None, 1, tenant="ab"[i % 2]))
     taken = [entry.tenant for entry in queue.take(max_records=40)]

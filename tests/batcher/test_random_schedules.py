@@ -417,7 +417,7 @@ class QueueSchedule:
                 self.expire()
                 assert peeked == queue.peek(count)
             else:
-                queue.weigh(draw.choice(TENANTS), draw.choice([None, 0.1, 3.0]))
+                queue.tenants.weigh(draw.choice(TENANTS), draw.choice([None, 0.1, 3.0]))
             self.expire()
             queue.admit()
             self.check()
