@@ -74,8 +74,8 @@ class Background:
     exceeded two mean steps, each at its 99th percentile. So it is known before the first answer, too, and
     follows a change of the window within a few steps. From it follows how long a step may be. Window and
     pace go that way: down at once, both; up by an eighth per judgement, the one of them that holds records
-    back. What is remembered shrinks with each cut, the steps' part of it: late answers hold the background
-    back for seconds, not until 200 others have come. The first pace is one prompt per step.
+    back. What is remembered shrinks with each cut, the steps' part of it, and lasts a minute at most: a late
+    answer doesn't hold the background back until 200 others have come. The first pace is one prompt per step.
 
     Attributes:
         priority: The tier from which on records are background.
@@ -216,8 +216,8 @@ class Background:
         ahead = 1 if way > AHEAD * mean else 0
         expected = self._wait(2 + ahead) + way - ahead * mean
         since = self._clock() - LATE_FOR_S
-        late = [tail for tail, at in tails if at >= since]
-        return max(expected, 2 * mean + late[-2]) if len(late) > 1 else expected
+        recent = [tail for tail, at in tails if at >= since]
+        return max(expected, 2 * mean + recent[-2]) if len(recent) > 1 else expected
 
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""
