@@ -16,21 +16,20 @@ from batcher import checks
 BACKGROUND = 1  # the priority from which on records are background, unless told otherwise
 
 # The judgement of the window.
-AIM = 0.88  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
+AIM = 0.87  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
 PERIOD_S = 0.2  # seconds between two judgements
 LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or two steps later
 FIRST_WINDOW = 8  # records with which the window starts
 GROWTH, CUT = 1.125, 0.5  # how far one judgement widens or narrows it at most
 LATE_CUT = 0.8  # share of it that is left at once by a single late answer
 STEPS_IN_TAILS = 0.35  # part of the answers' tails that is due to the window, and shrinks with it
-AT_THE_EDGE = 0.9  # share of it that must be full for a record that is held back to be held back by it
+FULL = 0.9  # share of it from which on it is full: then it may grow, else the pace
+PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full
 
 # Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
 REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
-LATE_FOR_S = (
-    60.0  # seconds for which a late answer counts: without others, it says nothing of the steps since
-)
+LATE_FOR_S = 60.0  # seconds for which a late answer counts: it says nothing of the steps after that
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
 AHEAD = 0.75  # steps that a request needs beside its own two from which on the engine schedules ahead
 BISECTIONS = 12  # to find a percentile: its error is a four-thousandth
@@ -73,9 +72,10 @@ class Background:
     that comes at any moment waits for the steps as they are, and by how much answers of the foreground
     exceeded two mean steps, each at its 99th percentile. So it is known before the first answer, too, and
     follows a change of the window within a few steps. From it follows how long a step may be. Window and
-    pace go that way: down at once, both; up by an eighth per judgement, the one of them that holds records
-    back. What is remembered shrinks with each cut, the steps' part of it, and lasts a minute at most: a late
-    answer doesn't hold the background back until 200 others have come. The first pace is one prompt per step.
+    pace go that way: down at once, both; up by an eighth per judgement, the window if it is full, else the
+    pace, which falls while the window is full. What is remembered shrinks with each cut, the steps' part of
+    it, and lasts a minute at most: a late answer doesn't hold the background back until 200 others have come.
+    The first pace is one prompt per step.
 
     Attributes:
         priority: The tier from which on records are background.
@@ -250,9 +250,13 @@ class Background:
             per_token = max(worst, 1.0) * mean
             slack = min(slack, AIM * goals.tpot_p99_s / per_token)
             late = late or per_token > (1 + AIM) / 2 * goals.tpot_p99_s
+        full = self.running >= FULL * int(self._window)
+        if full:
+            # Prompts that start together make long steps: the least pace that fills the window is the best.
+            self._pace = max(1.0, self._pace * PACE_LEFT)
         if late:
             self._narrow(slack)
-        elif slack > 1 and self._held and self.running >= AT_THE_EDGE * int(self._window):
+        elif slack > 1 and full and (self._held or self._held_by_pace):
             self._window += max(self._window * (min(slack, GROWTH) - 1), min(1.0, 2 * (slack - 1)))
         elif slack > 1 and self._held_by_pace:
             self._pace *= min(slack, GROWTH)

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import dataclass, field
+from statistics import median
 
 import pytest
 
@@ -161,12 +162,14 @@ def test_the_goal_holds_and_the_background_gets_what_the_best_fixed_window_would
     fixed = {window: run(None, window, load, costs, max_running=256) for window in windows}
     held = {window: seen.bulk_tokens for window, seen in fixed.items() if seen.p99() <= goal_s}
     assert held, "no window holds the goal"
-    seen = run(Goals(goal_s), MANY, load, costs, max_running=256)
-    share = seen.bulk_tokens / max(held.values())
-    print(f"p99 {seen.p99() * 1e3:.0f} ms, {share:.0%} of the best fixed window ({max(held)})")
-    assert seen.p99() <= goal_s
+    # A p99 is that of one or two requests of a run.
+    runs = [run(Goals(goal_s), MANY, load, costs, seed, max_running=256) for seed in (1, 2, 3)]
+    p99 = median(seen.p99() for seen in runs)
+    share = median(seen.bulk_tokens for seen in runs) / max(held.values())
+    print(f"p99 {p99 * 1e3:.0f} ms, {share:.0%} of the best fixed window ({max(held)})")
+    assert p99 <= goal_s
     # Also when the load has just doubled, as far as five seconds can tell.
-    assert seen.p99(DOUBLED_S, DOUBLED_S + 5) <= 1.15 * goal_s
+    assert median(seen.p99(DOUBLED_S, DOUBLED_S + 5) for seen in runs) <= 1.15 * goal_s
     assert share >= 0.8
 
 
