@@ -170,19 +170,32 @@ async def test_tenants_share_what_may_be_in_flight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 8])
-async def test_tenants_share_by_weight(limit: int, tmp_path: Path) -> None:
+async def test_tenants_share_by_weight(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
     engine.go.clear()
+    loop, read = asyncio.get_running_loop(), asyncio.Event()
     async with running(tmp_path, engine, concurrency=Fixed(limit)) as bench:
+        finished = bench.store.finished
+
+        def look(batch: str, first: int, last: int) -> set[int]:
+            found = finished(batch, first, last)
+            if batch == "anna":
+                loop.call_soon_threadsafe(read.set)
+            return found
+
+        monkeypatch.setattr(bench.store, "finished", look)
         for name, weight in (("ben", None), ("anna", 3.0)):
             bench.add(name, *(row(f"{name}{number}") for number in range(120)), tenant=name, weight=weight)
-        await bench.until(lambda: all(one.state == "in_progress" for one in bench.store.open_batches()))
+        # Ben is alone until anna's rows are read.
+        async with asyncio.timeout(20):
+            await read.wait()
         engine.go.set()
         await bench.ended("anna")
-        last = next(place for place, (_, id) in enumerate(engine.sent) if id == "anna119")
         await bench.ended("ben")
-    # 120 of anna's and a third as many of ben's, but for those that were sent while he was alone.
-    assert 150 <= last <= 170
+    sent = [id for _, id in engine.sent]
+    # From anna's first row on, a third as many rows are ben's.
+    together = sent[sent.index("anna0") : sent.index("anna119")]
+    assert 30 <= sum(id.startswith("ben") for id in together) <= 50
     assert engine.weights == {"anna": 3.0, "ben": None}
 
 
