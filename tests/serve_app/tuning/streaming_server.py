@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +93,15 @@ class StreamingServer:
             "total_submitted": (len(self.bodies) if self.status == 200 else 0) + self.others,
         }
         return web.json_response({"models": {"m": {"replicas": [{"batcher": batcher}] * self.replicas}}})
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, a minute at most."""
+    for _ in range(12_000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("the condition did not come true")
 
 
 @asynccontextmanager

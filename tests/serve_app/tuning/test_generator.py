@@ -2,17 +2,18 @@
 
 import asyncio
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from serve_app.tuning.generator import Generator
+from serve_app.tuning.generator import LOOK_S, Generator
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.load_step import Load, Step
 from serve_app.tuning.requests import Requests
 from serve_app.tuning.service import Service
 from serve_app.tuning.workload import Lengths
-from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server
+from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server, until
 
 GOALS = parse_goals("ttft_p99<5,tpot_p99<5")
 
@@ -29,6 +30,17 @@ async def step(
         Generator(service, requests, parse_goals(goals) if goals else GOALS, **options) as generator,
     ):
         return await generator.step(load, seconds=seconds, warm_up=warm_up, drain=drain, seed=seed)
+
+
+def looks_after(server: StreamingServer, running: int) -> Callable[[float], Awaitable[None]]:
+    """Return a `sleep` whose first look at a step waits until so many requests have come to the server."""
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        if seconds == LOOK_S:
+            await until(lambda: server.most >= running)
+
+    return sleep
 
 
 async def test_an_open_loop_has_the_rate_and_the_times_of_the_answers() -> None:
@@ -59,12 +71,10 @@ async def test_an_open_loop_keeps_its_schedule_whatever_the_service_does() -> No
 
 async def test_what_runs_at_the_end_of_a_step_is_cut_off() -> None:
     async with streaming_server(silent=True) as server:
-        found = await step(server, Load("closed", 3), drain=0.0, goals="ttft_p99<60")
-        for _ in range(100):
-            if server.cut == 3:
-                break
-            await asyncio.sleep(0.01)
-        assert (server.cut, server.running) == (3, 0)
+        found = await step(
+            server, Load("closed", 3), drain=0.0, goals="ttft_p99<60", sleep=looks_after(server, 3)
+        )
+        await until(lambda: (server.cut, server.running) == (3, 0))
     assert found.sent == 3
 
 
@@ -92,7 +102,8 @@ async def test_answers_that_fail_count_as_missed(options: dict[str, Any]) -> Non
 
 async def test_the_number_in_flight_is_bounded() -> None:
     async with streaming_server(silent=True) as server:
-        found = await step(server, Load("open", 200.0), drain=0.0, most=5, goals="ttft_p99<60")
+        options: dict[str, Any] = {"most": 5, "sleep": looks_after(server, 5)}
+        found = await step(server, Load("open", 200.0), drain=0.0, goals="ttft_p99<60", **options)
         assert server.most == 5
     assert found.failed == found.sent - 5
 
@@ -114,11 +125,11 @@ async def test_batch_work_runs_until_it_is_ended() -> None:
             async with Generator(service, requests, GOALS) as generator:
                 generator.start(3, seed=1)
                 began = clock()
-                await asyncio.sleep(0.4)
+                await until(lambda: len(server.bodies) >= 60)
                 ended = clock()
                 tokens = generator.tokens_between(began, ended)
             count = len(server.bodies)
-            assert server.running == 0
+            await until(lambda: not server.running)
     assert {body["service_tier"] for body in server.bodies} == {"flex"}
     assert server.most == 3
     # The three that ran at the end are left out.
@@ -128,15 +139,8 @@ async def test_batch_work_runs_until_it_is_ended() -> None:
 async def test_a_task_that_is_cancelled_ends_the_load() -> None:
     async with streaming_server(silent=True) as server:
         task = asyncio.create_task(step(server, Load("closed", 4), seconds=60, goals="ttft_p99<60"))
-        for _ in range(500):
-            if server.running == 4:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: server.running == 4)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(100):
-            if not server.running:
-                break
-            await asyncio.sleep(0.01)
-        assert server.running == 0
+        await until(lambda: not server.running)
