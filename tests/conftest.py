@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 # The time that an example takes says something about the machine only.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Under nohup it is ignored, and all processes that the tests start would ignore it too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LAST = [
     # On the shared service: what measures all of it, what adds an application to it, what stops it.

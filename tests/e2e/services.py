@@ -128,7 +128,12 @@ def wait_for_replicas(service: Service, count: int) -> None:
     """Wait until the service counts so many replicas of the demo model."""
 
     def counted() -> bool:
-        replicas: int = httpx.get(f"{service.url}/health", timeout=30).json()["models"]["demo"]["replicas"]
+        # A connection was refused once while the second replicas came.
+        try:
+            health = httpx.get(f"{service.url}/health", timeout=30).json()
+        except httpx.TransportError:
+            return False
+        replicas: int = health["models"]["demo"]["replicas"]
         return replicas == count
 
     wait_until(counted)
