@@ -218,7 +218,7 @@ class Batcher(ABC, Generic[EntryT]):
     def _check_open(self, records: int = 1) -> None:
         """Raise unless records may be submitted here and now."""
         if self._state != RUNNING:
-            self._recorder.rejected += records
+            self._recorder.total_rejected += records
             raise Closed(f"{type(self).__name__} is {self._state}")
         self._check_loop()
 
@@ -240,7 +240,7 @@ class Batcher(ABC, Generic[EntryT]):
         checks.instant("deadline", deadline)
         assert deadline is not None
         if deadline <= now:
-            self._recorder.rejected += records
+            self._recorder.total_rejected += records
             raise Expired("the deadline passed before the record was submitted")
         return deadline
 
@@ -255,7 +255,7 @@ class Batcher(ABC, Generic[EntryT]):
             raise entry.exception() or AssertionError
         bound = queue.full(entry)
         queue.remove(entry)
-        self._recorder.rejected += entry.records
+        self._recorder.total_rejected += entry.records
         seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
         if tenant := queue.tenants.get(entry.tenant):
             own = queue.own(entry.priority, entry.tenant)
@@ -342,7 +342,7 @@ class Batcher(ABC, Generic[EntryT]):
     def _withdraw(self, entry: EntryT) -> None:
         """Count an entry that was cancelled, and give its place back."""
         if entry.admitted:
-            self._recorder.cancelled += entry.records
+            self._recorder.total_cancelled += entry.records
         if self._queue.remove(entry):
             self._decide()
 

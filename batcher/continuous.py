@@ -322,7 +322,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._check_open(slot.records)
         slot.used = True
         if (oversize := self._window.oversize(slot)) is not None:
-            self._recorder.rejected += slot.records
+            self._recorder.total_rejected += slot.records
             raise oversize
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
@@ -344,7 +344,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._deadline(deadline, None, now, slot.records)
         wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
         if self._window.rate.known and wait > HOPELESS * (deadline - now):
-            self._recorder.rejected += slot.records
+            self._recorder.total_rejected += slot.records
             raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _process(
@@ -385,7 +385,7 @@ class ContinuousBatcher(Batcher[Slot]):
                 self._queue.settle(slot, slot.charged, slot.prompt_tokens + slot.output_tokens)
         elif self._queue.remove(slot):
             if slot.admitted:
-                self._recorder.cancelled += slot.records
+                self._recorder.total_cancelled += slot.records
             # It was released while its caller waits for it.
             slot.fail(Aborted("the slot was released before it started"))
             self._tell(slot)

@@ -407,7 +407,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             record, cost, priority, tenant, deadline, 1, self._loop, self._told, now
         )
         if entry.cost > self._limit:
-            self._recorder.rejected += 1
+            self._recorder.total_rejected += 1
             raise Oversize(entry.cost, self._limit)
         queue = self._queue
         if not queue.put(entry) or queue.total >= self._due_size or queue.total_cost >= self._due_cost:
@@ -521,5 +521,5 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         return tasks
 
     def _abandon(self) -> None:
-        self._recorder.failed += sum(not entry.done() for run in self._give_up() for entry in run.batch)
+        self._recorder.total_failed += sum(not entry.done() for run in self._give_up() for entry in run.batch)
         self._delay.release()

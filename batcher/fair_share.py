@@ -86,7 +86,6 @@ class Tenant:
         backlogs: Tiers in which records of it wait, for space too.
         size: Those that count against the bounds.
         cost: Their cost.
-        parked: Backlogs with entries that wait for space, while its share of the queue has none.
         returns: Times at which the next of its refused records should come back, by priority.
         left_at: Time at which its last entry left.
     """
@@ -97,7 +96,6 @@ class Tenant:
     backlogs: int = 0
     size: int = 0
     cost: int = 0
-    parked: list[Any] = field(default_factory=list)
     returns: dict[int, float] = field(default_factory=dict)
     left_at: float = 0.0
 
@@ -136,14 +134,14 @@ class Backlog(Turn):
     Attributes:
         first: The entry that came first.
         last: The entry that came last.
-        outside: The first entry that waits for space; all after it do too. None: all count.
+        outside: Records that wait for space: the last ones.
     """
 
     tier: "Tier"
     tenant: Tenant
     first: Any = None
     last: Any = None
-    outside: Any = None
+    outside: int = 0
 
     def __iter__(self) -> Iterator[Any]:
         entry = self.first
@@ -162,13 +160,11 @@ class Tier(Turn):
         outside: Those of them that wait for space.
         outside_cost: Their cost.
         top: The highest key with which a backlog became empty: once all are, nothing is owed.
-        claims: Backlogs with entries that wait for space, in turn.
         idle: Backlogs without entries that are remembered while they owe something.
         joined: How often a tenant has joined.
     """
 
     priority: int
-    claims: OrderedDict[Backlog, None]
     total_cost: int = 0
     outside: int = 0
     outside_cost: int = 0

@@ -226,7 +226,7 @@ class Processor(Generic[ResultT]):
         except BaseException as cause:
             for entry in batch:
                 if not entry.done():
-                    self._recorder.failed += 1
+                    self._recorder.total_failed += 1
                     entry.fail(Aborted(f"the batch was cut short by {cause!r}"))
             raise
 
@@ -268,7 +268,7 @@ class Processor(Generic[ResultT]):
                 outcome = "cancelled"
             elif isinstance(result, BaseException):
                 outcome = "failed"
-                recorder.failed += 1
+                recorder.total_failed += 1
                 error = fit(result)
                 entry.fail(separate(error) if error is result and id(result) in seen else error)
                 seen.add(id(result))
@@ -280,6 +280,6 @@ class Processor(Generic[ResultT]):
                 entry.set_result(result)
             if recorder.observations is not None:
                 recorder.observe(entry.tenant, entry.priority, entry.cost, wait_s, run_s, outcome)
-        recorder.completed += completed
+        recorder.total_completed += completed
         recorder.completed_cost += cost
         recorder.latency_s += completed * self._clock() - submitted

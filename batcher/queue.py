@@ -19,11 +19,10 @@ EntryT = TypeVar("EntryT", bound=Entry[Any])
 
 
 class Bound(NamedTuple):
-    """A bound that keeps an entry out: of the whole queue, or of the share of its tenant."""
+    """A bound of the queue."""
 
     name: str
     value: int
-    of_tenant: bool
 
 
 class RequestQueue(Generic[EntryT]):
@@ -37,9 +36,10 @@ class RequestQueue(Generic[EntryT]):
     starves, and a low tier with a long backlog can't hold up a high one either.
 
     **Bounds.** An entry that finds no space may wait for it: it stands *outside*, in the same order as all
-    others, and may be taken from there; it just doesn't count against the bounds. Up to four fifths of the
-    bounds any tenant may enter. Beyond that a tenant has its fair share, by weight, among those that
-    had entries within the last 10 seconds: one that floods the queue is refused, its neighbours are not.
+    others, and may be taken from there; it just doesn't count against the bounds. So those outside come in
+    as they arrived: who is served first doesn't depend on it. Up to four fifths of the bounds any tenant may
+    enter. Beyond that a tenant has its fair share, by weight, among those that had entries within the last
+    10 seconds: one that floods the queue is refused, its neighbours are not.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
     and iteration.
@@ -95,9 +95,7 @@ class RequestQueue(Generic[EntryT]):
         self._tiers: dict[int, Tier] = {}
         self._turns: Turns[Tier] = Turns()
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
-        # Backlogs with entries outside, in turn: those of the foreground, and those of the background.
-        self._claims: tuple[OrderedDict[Backlog, None], OrderedDict[Backlog, None]]
-        self._claims = OrderedDict(), OrderedDict()
+        self._outside: OrderedDict[EntryT, None] = OrderedDict()
         self._let_in: list[EntryT] = []
         self._deadlines: list[tuple[float, int, EntryT, Backlog]] = []
         self._most_deadlines = SLACK
@@ -180,12 +178,12 @@ class RequestQueue(Generic[EntryT]):
             backlog = tier.join(self.tenants.join(entry.tenant))
         tenant = backlog.tenant
         entry._place = backlog
-        admitted = backlog.outside is None and (
+        admitted = not backlog.outside and (
             (
                 self.total - self.outside + records <= self._open_size
                 and self.total_cost - self.outside_cost + cost <= self._open_cost
             )
-            or self._bound(entry, tenant) is None
+            or self._bound(entry) is None
         )
         last = entry._previous = backlog.last
         if last is None:
@@ -204,9 +202,7 @@ class RequestQueue(Generic[EntryT]):
             tenant.cost += cost
             self.entered += records
         else:
-            if backlog.outside is None:
-                backlog.outside = entry
-                tier.claims[backlog] = None
+            self._outside[entry] = None
             self._count_outside(entry, backlog, 1)
         if entry.deadline is not None:
             self._keep_deadline(entry.deadline, entry, backlog)
@@ -237,57 +233,45 @@ class RequestQueue(Generic[EntryT]):
 
     def full(self, entry: EntryT) -> Bound:
         """Return the bound that keeps an entry outside."""
-        backlog: Backlog = entry._place
-        bound = self._bound(entry, backlog.tenant) or self._bound(backlog.outside, backlog.tenant)
-        # Behind another entry that was only just let in.
-        return bound or Bound("max_queue_size", int(min(self._max_size, checks.LARGEST)), True)
+        # Where there is space for the entry itself, one that came before it has none.
+        bounds = (self._bound(each) for each in (entry, next(iter(self._outside))))
+        return next(filter(None, bounds), Bound("max_queue_size", int(min(self._max_size, checks.LARGEST))))
 
     def admit(self) -> list[EntryT]:
-        """Let in those that wait outside, as far as there is space.
+        """Let in those that wait outside, in the order in which they came, as far as there is space.
 
         Returns:
             The entries that have come in from outside since the last call, also those that were taken.
         """
-        for claims in self._claims if self.outside else ():
-            while claims:
-                backlog = next(iter(claims))
-                bound = self._bound(backlog.outside, backlog.tenant)
-                if bound is None:
-                    self._let(backlog.outside, backlog)
-                    if backlog in claims:
-                        claims.move_to_end(backlog)
-                elif bound.of_tenant:
-                    # Its turn comes again when one of the tenant's entries leaves.
-                    del claims[backlog]
-                    backlog.tenant.parked.append(backlog)
-                else:
-                    break
+        while self._outside and self._bound(entry := next(iter(self._outside))) is None:
+            self._let(entry)
         let_in, self._let_in = self._let_in, []
         return let_in
 
-    def _bound(self, entry: EntryT, tenant: Tenant) -> Bound | None:
-        """Return the bound that an entry of a tenant would exceed, if it were let in now."""
-        inside = self.total - self.outside
+    def _bound(self, entry: EntryT) -> Bound | None:
+        """Return the bound that an entry would exceed, if it were let in now."""
+        inside, inside_cost = self.total - self.outside, self.total_cost - self.outside_cost
         if not inside:
             return None
         share = BACKGROUND_SHARE if entry.priority >= self._background else 1.0
-        size, cost = inside + entry.records, self.total_cost - self.outside_cost + entry.cost
-        if size > share * self._max_size:
-            return Bound("max_queue_size", int(self._max_size), False)
-        if cost > share * self._max_cost:
-            return Bound("max_queue_cost", int(self._max_cost), False)
-        if tenant.size and (size > self._open_size or cost > self._open_cost):
-            share *= self.tenants.share(tenant)
-            if size > self._open_size and tenant.size + entry.records > share * self._max_size:
-                return Bound("max_queue_size", int(self._max_size), True)
-            if cost > self._open_cost and tenant.cost + entry.cost > share * self._max_cost:
-                return Bound("max_queue_cost", int(self._max_cost), True)
+        tenant: Tenant = entry._place.tenant
+        for name, most, used, own in (
+            ("max_queue_size", self._max_size, inside + entry.records, tenant.size + entry.records),
+            ("max_queue_cost", self._max_cost, inside_cost + entry.cost, tenant.cost + entry.cost),
+        ):
+            fair = (
+                used <= OPEN_SHARE * most
+                or not tenant.size
+                or own <= share * self.tenants.share(tenant) * most
+            )
+            if used > share * most or not fair:
+                return Bound(name, int(most))
         return None
 
-    def _let(self, entry: EntryT, backlog: Backlog) -> None:
+    def _let(self, entry: EntryT) -> None:
         """Let an entry in that waits outside."""
-        if entry is backlog.outside:
-            backlog.outside = entry._next
+        backlog: Backlog = entry._place
+        del self._outside[entry]
         self._count_outside(entry, backlog, -1)
         backlog.tenant.size += entry.records
         backlog.tenant.cost += entry.cost
@@ -296,13 +280,11 @@ class RequestQueue(Generic[EntryT]):
         self._let_in.append(entry)
 
     def _count_outside(self, entry: EntryT, backlog: Backlog, sign: int) -> None:
-        tier, records, cost = backlog.tier, sign * entry.records, sign * entry.cost
-        tier.outside += records
-        tier.outside_cost += cost
-        self.outside += records
-        self.outside_cost += cost
-        if backlog.outside is None:
-            tier.claims.pop(backlog, None)
+        records, cost = sign * entry.records, sign * entry.cost
+        for place in (backlog.tier, self):
+            place.outside += records
+            place.outside_cost += cost
+        backlog.outside += records
 
     # Order
 
@@ -391,9 +373,7 @@ class RequestQueue(Generic[EntryT]):
     def _open(self, priority: int, tier: Tier | None) -> Tier:
         """Return a tier in which nothing has waited; it begins to wait for its turn."""
         if tier is None:
-            tier = self._tiers[priority] = Tier(
-                priority, self._claims[priority >= self._background], order=priority
-            )
+            tier = self._tiers[priority] = Tier(priority, order=priority)
         tier.key = self._key(priority)
         if tier.item is None:
             self._turns.push(tier)
@@ -406,7 +386,7 @@ class RequestQueue(Generic[EntryT]):
     def _serve(self, entry: EntryT, backlog: Backlog, now: float) -> None:
         """Charge a tenant for an entry and take it out."""
         if not entry.admitted:
-            self._let(entry, backlog)
+            self._let(entry)
         backlog.key += (entry.cost or 1) * backlog.tenant.charge
         if self._aging is not None:
             tier = backlog.tier
@@ -494,14 +474,8 @@ class RequestQueue(Generic[EntryT]):
             tenant.size -= records
             tenant.cost -= cost
         else:
-            if entry is backlog.outside:
-                backlog.outside = after
+            del self._outside[entry]
             self._count_outside(entry, backlog, -1)
-        if tenant.parked:
-            for parked in tenant.parked:
-                if parked.outside is not None:
-                    parked.tier.claims[parked] = None
-            tenant.parked.clear()
         if not backlog.total:
             tier.retire(backlog)
             self.tenants.leave(tenant)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from batcher.entries import Entry
@@ -77,28 +77,10 @@ class Stats:
         object.__setattr__(self, "utilization", self.busy_time_s / elapsed if elapsed else 0.0)
 
     def report(self) -> str:
-        """Return the statistics as a few lines for a terminal."""
-        lines = self._lines()
-        width = max(map(len, lines))
-        return "\n".join(f"{label:<{width}}  {text}" for label, text in lines.items())
-
-    def _lines(self) -> dict[str, str]:
-        busy, idle = _time(self.busy_time_s), _time(self.idle_time_s)
-        run, outside = _time(self.avg_run_s), f"{self.outside:,}"
-        return {
-            "records": (
-                f"{self.total_submitted:,} submitted: {self.total_completed:,} completed, "
-                f"{self.total_failed:,} failed, {self.total_cancelled:,} cancelled, "
-                f"{self.total_expired:,} expired, {self.total_rejected:,} rejected"
-            ),
-            "waiting": f"{self.queue_depth:,} records, cost {self.queue_cost:,}; {outside} more for space",
-            "running": f"{self.running:,} records, cost {self.running_cost:,}",
-            "utilization": f"{self.utilization:.1%} ({busy} busy, {idle} idle)",
-            "throughput": f"{self.throughput:,.1f} records/s, cost {self.cost_throughput:,.1f}/s",
-            "latency": f"{_time(self.avg_latency_s)} on average, of which {run} running",
-            "wait": _percentiles(self.wait_p50_s, self.wait_p90_s, self.wait_p99_s),
-            "run": _percentiles(self.run_p50_s, self.run_p90_s, self.run_p99_s),
-        }
+        """Return the statistics for a terminal: a line for each that there is."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        lines = {name: _shown(name, value) for name, value in found.items() if value not in (None, {})}
+        return "\n".join(f"{name:<{max(map(len, lines))}}  {text}" for name, text in lines.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +102,6 @@ class BatchStats(Stats):
     avg_batch_size: float = 0.0
     avg_batch_cost: float = 0.0
     padding_ratio: float = 0.0
-
-    def _lines(self) -> dict[str, str]:
-        batches = (
-            f"{self.total_batches:,} of {self.avg_batch_size:,.1f} records on average, "
-            f"cost {self.avg_batch_cost:,.1f}; {self.padding_ratio:.1%} padding"
-        )
-        return Stats._lines(self) | {"batches": batches}
 
 
 class Load(NamedTuple):
@@ -179,24 +154,18 @@ class ContinuousStats(Stats):
     goal_ttft_s: float | None = None
     expected_ttft_s: float | None = None
 
-    def _lines(self) -> dict[str, str]:
-        bound = "" if self.max_running is None else f", at most {self.max_running:,} records"
-        return Stats._lines(self) | {
-            "capacity": f"{self.capacity:,}{bound}; {self.occupancy:.1%} in use on average",
-            "output": f"{self.output_tokens:,} tokens",
-        }
 
-
-def _time(value: float) -> str:
-    if value >= 1:
-        return f"{value:,.2f} s"
-    if value >= 1e-3:
-        return f"{value * 1e3:.1f} ms"
-    return f"{value * 1e6:.0f} µs"
-
-
-def _percentiles(p50: float, p90: float, p99: float) -> str:
-    return f"p50 {_time(p50)}, p90 {_time(p90)}, p99 {_time(p99)}"
+def _shown(name: str, value: Any) -> str:
+    """Return a value in the unit that the end of its name tells."""
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{key}: {records:,} records, cost {cost:,}" for key, (records, cost) in value.items()
+        )
+    if name.endswith("_s"):
+        return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.2f} ms"
+    if name in ("utilization", "occupancy", "padding_ratio"):
+        return f"{value:.1%}"
+    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
 
 
 def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float]:
@@ -263,14 +232,14 @@ class Observations:
 
 @dataclass(eq=False)
 class Recorder:
-    """The counts of a running batcher: plain attributes, so that counting costs nothing."""
+    """The counts of a running batcher, as plain attributes: those of `Stats` by the same names."""
 
-    completed: int = 0
+    total_completed: int = 0
+    total_failed: int = 0
+    total_cancelled: int = 0
+    total_expired: int = 0
+    total_rejected: int = 0
     completed_cost: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    expired: int = 0
-    rejected: int = 0
     latency_s: float = 0.0
     output_tokens: int = 0
     batches: int = 0
@@ -283,14 +252,12 @@ class Recorder:
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _firsts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    # The time up to `_since`, and the share of the capacity in use, summed over it.
+    # What time counts as; and up to `_since` the seconds idle and busy, and the share in use over them.
     _busy: bool = False
-    _busy_s: float = 0.0
-    _idle_s: float = 0.0
-    _since: float | None = None
     _fill: float = 0.0
+    _times: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _filled_s: float = 0.0
-    _filled_at: float = 0.0
+    _since: float | None = None
 
     # Records
 
@@ -308,11 +275,11 @@ class Recorder:
     def unserved(self, entry: Entry[Any], *, late: bool = False) -> None:
         """Count an entry that has left the queue otherwise than to run."""
         if not entry.admitted:
-            self.rejected += entry.records
+            self.total_rejected += entry.records
         elif late:
-            self.expired += entry.records
+            self.total_expired += entry.records
         else:
-            self.failed += entry.records
+            self.total_failed += entry.records
 
     def observe(
         self, tenant: str, priority: int, cost: int, wait_s: float, run_s: float, outcome: Outcome
@@ -325,64 +292,53 @@ class Recorder:
 
     def open(self, now: float) -> None:
         """Time counts from now on."""
-        self._since = self._filled_at = now
+        self._since = now
 
     def close(self, now: float) -> None:
         """Time no longer counts."""
-        self.fill(self._fill, now)
-        self._busy_s, self._idle_s = self._times(now)
+        self._advance(now)
         self._since = None
 
     def switch(self, busy: bool, now: float) -> None:
         """From now on the time counts as busy, or as idle."""
-        self._busy_s, self._idle_s = self._times(now)
-        if self._since is not None:
-            self._since = now
+        self._advance(now)
         self._busy = busy
 
     def fill(self, share: float, now: float) -> None:
         """From now on this share of the capacity is in use."""
-        if self._since is not None:
-            self._filled_s += self._fill * (now - self._filled_at)
-            self._filled_at = now
+        self._advance(now)
         self._fill = share
 
     def occupancy(self, now: float) -> float:
         """Return the mean share of the capacity that was in use up to now."""
-        self.fill(self._fill, now)
-        elapsed = sum(self._times(now))
-        return self._filled_s / elapsed if elapsed else 0.0
+        self._advance(now)
+        return self._filled_s / (sum(self._times) or 1.0)
+
+    def _advance(self, now: float) -> None:
+        if self._since is not None:
+            self._times[self._busy] += now - self._since
+            self._filled_s += self._fill * (now - self._since)
+            self._since = now
+
+    # Figures
 
     def first_tokens(self) -> dict[str, float]:
         """Return the fields of `ContinuousStats` about the first token; none if no record has told it."""
-        if not self._firsts:
-            return {}
-        median, late = percentiles(self._firsts, (0.5, 0.99))
-        return {"ttft_p50_s": median, "ttft_p99_s": late}
-
-    def _times(self, now: float) -> tuple[float, float]:
-        """Return the busy and the idle seconds up to now."""
-        running = 0.0 if self._since is None else now - self._since
-        if self._busy:
-            return self._busy_s + running, self._idle_s
-        return self._busy_s, self._idle_s + running
+        found = percentiles(self._firsts, (0.5, 0.99)) if self._firsts else ()
+        return dict(zip(("ttft_p50_s", "ttft_p99_s"), found, strict=False))
 
     def common(self, now: float) -> dict[str, float]:
         """Return the fields of `Stats` that follow from what was counted."""
-        busy, idle = self._times(now)
-        elapsed = busy + idle
-        found = {
-            "total_completed": self.completed,
-            "total_failed": self.failed,
-            "total_cancelled": self.cancelled,
-            "total_expired": self.expired,
-            "total_rejected": self.rejected,
+        self._advance(now)
+        idle, busy = self._times
+        elapsed = idle + busy or 1.0
+        found = {name: value for name, value in vars(self).items() if name.startswith("total_")} | {
             "busy_time_s": busy,
             "idle_time_s": idle,
-            "throughput": self.completed / elapsed if elapsed else 0.0,
-            "cost_throughput": self.completed_cost / elapsed if elapsed else 0.0,
-            "avg_latency_s": self.latency_s / self.completed if self.completed else 0.0,
-            "avg_run_s": self._run_s / self._ran if self._ran else 0.0,
+            "throughput": self.total_completed / elapsed,
+            "cost_throughput": self.completed_cost / elapsed,
+            "avg_latency_s": self.latency_s / (self.total_completed or 1),
+            "avg_run_s": self._run_s / (self._ran or 1),
         }
         for name, samples in (("wait", self._waits), ("run", self._runs)):
             for point, value in zip(POINTS, percentiles(samples, POINTS), strict=True):

@@ -339,14 +339,14 @@ class Window:
         outcome: Outcome = "failed"
         if error is None:
             outcome = "completed"
-            recorder.completed += records
+            recorder.total_completed += records
             recorder.completed_cost += slot.cost
             recorder.latency_s += records * (slot.waited_s + run_s)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
-            recorder.cancelled += records
+            recorder.total_cancelled += records
         else:
-            recorder.failed += records
+            recorder.total_failed += records
         if recorder.observations is not None:
             used = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens + slot.output_tokens
             for number in range(records):
