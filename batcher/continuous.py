@@ -92,9 +92,9 @@ class ContinuousBatcher(Batcher[Slot]):
         checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
         checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
         checks.one_of("oversize", oversize, ("reject", "alone"))
+        self._background = Background(goals, background, clock)
         apart = None if goals is None else background
         super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, apart)
-        self._background = None if goals is None else Background(goals, background, clock)
         self._learns = policy == "max_utilization"
         self._window = Window(
             places, self._learns, oversize == "alone", self._background, self._recorder, clock
@@ -114,7 +114,7 @@ class ContinuousBatcher(Batcher[Slot]):
     def stats(self) -> ContinuousStats:
         """A snapshot, true at this moment."""
         now = self._clock()
-        background, window = self._background, self._window
+        window = self._window
         return ContinuousStats(
             **self._common_stats(now),
             running=window.records,
@@ -125,7 +125,7 @@ class ContinuousBatcher(Batcher[Slot]):
             outside_cost=self._queue.outside_cost,
             output_tokens=self._recorder.output_tokens,
             **self._recorder.first_tokens(),  # type: ignore[arg-type]
-            **({} if background is None else background.stats()),  # type: ignore[arg-type]
+            **self._background.stats(),  # type: ignore[arg-type]
         )
 
     async def start(self) -> None:
@@ -182,7 +182,9 @@ class ContinuousBatcher(Batcher[Slot]):
             raise ValueError("give either cost, or both prompt_tokens and max_tokens")
         if timeout is not None:
             deadline = self._deadline(deadline, timeout, self._clock())
-        return Slot(self._window, cost, priority, tenant, deadline, records, wait, prompt_tokens, max_tokens)
+        slot = Slot(self._window, cost, priority, tenant, deadline, records)
+        slot.wait, slot.prompt_tokens, slot.max_tokens = wait, prompt_tokens, max_tokens
+        return slot
 
     async def submit(
         self,
@@ -262,9 +264,9 @@ class ContinuousBatcher(Batcher[Slot]):
         Raises:
             ValueError: The batcher was made without goals, so its tiers share the window.
         """
-        if self._background is None:
+        if self._background.goals is None:
             raise ValueError("the batcher was made without goals")
-        self._background.set_goals(goals)
+        self._background.goals = goals
 
     def pause(self, seconds: float = 0.0) -> None:
         """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
@@ -295,11 +297,8 @@ class ContinuousBatcher(Batcher[Slot]):
         Raises:
             ValueError: It is not a time.
         """
-        background = self._background
-        if background is None:
-            return
         checks.seconds("seconds", seconds)
-        if background.step(seconds) and self._queue.total:
+        if self._background.step(seconds) and self._queue.total:
             self._decide()
 
     def estimate_wait(
@@ -373,7 +372,7 @@ class ContinuousBatcher(Batcher[Slot]):
     def _next(self) -> Slot | None:
         """Return the slot whose turn it is; where the background is held back, that of the others."""
         slot = self._queue.head()
-        if slot is None or self._background is None or not self._window.held_back(slot):
+        if slot is None or not self._window.held_back(slot):
             return slot
         return self._queue.head(before=self._background.priority)
 

@@ -234,19 +234,9 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             ValueError: A number is out of range.
             TypeError: The tenant is not a string.
         """
-        return self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, False)
+        return self._submit(record, False, cost, priority, tenant, deadline, timeout, estimated_cost)
 
-    async def submit(
-        self,
-        record: RecordT,
-        *,
-        cost: int | None = None,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - of the record, not of this call
-        estimated_cost: int | None = None,
-    ) -> Entry[ResultT]:
+    async def submit(self, record: RecordT, **options: Unpack[SubmitOptions]) -> Entry[ResultT]:
         """Queue one record and return the future of its result; waits while the queue is full.
 
         The arguments and the errors are those of `submit_nowait`, but for `QueueFull`. While it waits for
@@ -255,7 +245,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         Raises:
             Expired: The deadline passed before there was space.
         """
-        entry = self._submit(record, cost, priority, tenant, deadline, timeout, estimated_cost, True)
+        entry = self._submit(record, True, **options)
         if not entry.admitted:
             try:
                 await self._wait_for_space(entry)
@@ -286,9 +276,9 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             ValueError: There are not as many costs as records. And what `submit` raises.
         """
         records = list(records)
-        name = "cost" if estimated_cost is None else "estimated_cost"
         if cost is not None and estimated_cost is not None:
             raise ValueError(TWO_COSTS)
+        name = "cost" if estimated_cost is None else "estimated_cost"
         costs: Sequence[int | None] = cost or estimated_cost or [None] * len(records)
         if len(costs) != len(records):
             raise ValueError(
@@ -353,16 +343,10 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         Raises:
             ValueError: A number is out of range.
         """
-        if max_pending is None:
-            max_pending = self._max_queue_size
+        max_pending = self._max_queue_size if max_pending is None else max_pending
         checks.whole("max_pending", max_pending, 1)
-        return map_records(
-            functools.partial(self.submit, **options),
-            records,
-            ordered=ordered,
-            max_pending=max_pending,
-            return_exceptions=return_exceptions,
-        )
+        submit = functools.partial(self.submit, **options)
+        return map_records(submit, records, ordered, max_pending, return_exceptions)
 
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
@@ -384,13 +368,13 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _submit(
         self,
         record: RecordT,
-        cost: int | None,
-        priority: int,
-        tenant: str,
-        deadline: float | None,
-        timeout: float | None,
-        estimated_cost: int | None,
         wait: bool,
+        cost: int | None = None,
+        priority: int = 0,
+        tenant: str = "default",
+        deadline: float | None = None,
+        timeout: float | None = None,
+        estimated_cost: int | None = None,
     ) -> Entry[ResultT]:
         if self._state != RUNNING or get_ident() != self._thread or not self._loop_runs():
             self._check_open()

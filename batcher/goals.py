@@ -6,6 +6,7 @@ foreground is empty: its first request finds the engine as it is.
 """
 
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,17 +76,18 @@ class Background:
     pace go that way: down at once, both; up by an eighth per judgement, the window if it is full, else the
     pace, which falls while the window is full. What is remembered shrinks with each cut, the steps' part of
     it, and lasts a minute at most: a late answer doesn't hold the background back until 200 others have come.
-    The first pace is one prompt per step.
+    The first pace is one prompt per step. Without goals nothing is background.
 
     Attributes:
+        goals: The goals; window and pace follow a change with the next judgements.
         priority: The tier from which on records are background.
         running: Background records that run.
         cost: Their cost.
     """
 
-    def __init__(self, goals: Goals, priority: int, clock: Callable[[], float]) -> None:
-        self._goals = goals
-        self.priority: int = priority
+    def __init__(self, goals: Goals | None, priority: int, clock: Callable[[], float]) -> None:
+        self.goals: Goals | None = goals
+        self.priority: int = sys.maxsize if goals is None else priority
         self._clock = clock
         self.running: int = 0
         self.cost: int = 0
@@ -109,16 +111,14 @@ class Background:
         self._answers: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
         self._judged_at = self._cut_at = clock()
 
-    def set_goals(self, goals: Goals) -> None:
-        """Change the goals; the window and the pace follow with the next judgements."""
-        self._goals = goals
-
     def stats(self) -> dict[str, float]:
-        """Return the fields of `ContinuousStats` about the background."""
+        """Return the fields of `ContinuousStats` about the background; none without goals."""
+        if self.goals is None:
+            return {}
         return {
             "background_running": self.running,
             "background_window": int(self._window),
-            "goal_ttft_s": self._goals.ttft_p99_s,
+            "goal_ttft_s": self.goals.ttft_p99_s,
             "expected_ttft_s": self.expected_ttft_s(),
         }
 
@@ -145,7 +145,7 @@ class Background:
         if priority >= self.priority:
             self._pace = self._pace or max(1.0, prompt)
             self._credit -= prompt
-        else:
+        elif self.goals is not None:
             most, most_cost = self._lately()
             self._peak = max(most, self._foreground), max(most_cost, self._foreground_cost)
 
@@ -157,10 +157,6 @@ class Background:
         else:
             self._foreground += records
             self._foreground_cost += cost
-
-    def end(self, priority: int, cost: int, records: int, seconds: float) -> None:
-        """Count records that have ended after so many seconds."""
-        self.grow(priority, -cost, -records)
 
     def _lately(self) -> tuple[int, int]:
         """Return the most records of the foreground in the last 15 to 30 seconds, and the most cost."""
@@ -175,6 +171,8 @@ class Background:
 
     def step(self, seconds: float) -> bool:
         """Take in what a step of the engine took; return whether a record that was held back may go now."""
+        if self.goals is None:
+            return False
         self._stepped = True
         mean = self._mean_s or seconds
         self._excess.append(seconds - mean)
@@ -184,24 +182,24 @@ class Background:
         if self._steps >= LEAST_STEPS and now - self._judged_at >= PERIOD_S:
             self._judged_at = now
             self._steps = 0
-            self._judge()
+            self._judge(self.goals)
         self._credit = min(self._credit + self._pace, self._pace)
         return self._held or self._held_by_pace
 
-    def first_token(self, priority: int, seconds: float) -> None:
-        """Take in a TTFT; one of the foreground that is late narrows the window at once."""
-        if priority >= self.priority:
+    def first_token(self, seconds: float) -> None:
+        """Take in a TTFT of the foreground; one that is late narrows the window at once."""
+        if self.goals is None:
             return
         now = self._clock()
         self._tails.append((seconds - 2 * self._mean_s, now))
         # Until the window has had time to act, other late answers are of the same cause.
-        if seconds > self._goals.ttft_p99_s and now - self._cut_at > 2 * seconds:
+        if seconds > self.goals.ttft_p99_s and now - self._cut_at > 2 * seconds:
             self._cut_at = now
             self._narrow(LATE_CUT)
 
-    def answered(self, priority: int, seconds_per_token: float) -> None:
-        """Take in the TPOT of an answer."""
-        if self._mean_s and priority < self.priority:
+    def answered(self, seconds_per_token: float) -> None:
+        """Take in the TPOT of an answer of the foreground."""
+        if self._mean_s:
             self._answers.append(seconds_per_token / self._mean_s)
 
     def expected_ttft_s(self) -> float:
@@ -236,8 +234,8 @@ class Background:
                 high = middle
         return high
 
-    def _judge(self) -> None:
-        mean, goals = self._mean_s, self._goals
+    def _judge(self, goals: Goals) -> None:
+        mean = self._mean_s
         if not mean:
             return
         expected = self.expected_ttft_s()

@@ -13,7 +13,6 @@ ResultT = TypeVar("ResultT")
 async def map_records(
     submit: Callable[[RecordT], Awaitable["asyncio.Future[ResultT]"]],
     records: Iterable[RecordT] | AsyncIterable[RecordT],
-    *,
     ordered: bool,
     max_pending: int,
     return_exceptions: bool,

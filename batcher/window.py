@@ -40,20 +40,17 @@ class Slot(Entry[None]):
         owner: The task that holds it.
     """
 
-    __slots__ = (
-        "_window",
-        "charged",
-        "first_at",
-        "max_tokens",
-        "output_tokens",
-        "owner",
-        "prompt_tokens",
-        "running",
-        "started_at",
-        "used",
-        "wait",
-        "waited_s",
-    )
+    wait: bool = False
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    output_tokens: int = 0
+    running: bool = False
+    started_at: float = 0.0
+    first_at: float = 0.0
+    waited_s: float = 0.0
+    charged: int = 0
+    used: bool = False
+    owner: asyncio.Task[Any] | None = None
 
     def __init__(
         self,
@@ -63,24 +60,10 @@ class Slot(Entry[None]):
         tenant: str,
         deadline: float | None,
         records: int,
-        wait: bool,
-        prompt_tokens: int | None,
-        max_tokens: int | None,
     ) -> None:
         # It is a future only once it has to wait.
         super().__init__(None, cost, priority, tenant, deadline, records, withdraw=window.withdraw)
         self._window = window
-        self.wait: bool = wait
-        self.prompt_tokens: int | None = prompt_tokens
-        self.max_tokens: int | None = max_tokens
-        self.output_tokens: int = 0
-        self.running: bool = False
-        self.started_at: float = 0.0
-        self.waited_s: float = 0.0
-        self.first_at: float = 0.0
-        self.charged: int = 0
-        self.used: bool = False
-        self.owner: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Self:
         self._window.enter(self)
@@ -184,7 +167,7 @@ class Window:
         places: Records in one step of the engine; None: it has no such limit.
         learns: Output is reserved as learned from finished records, not as much as there may be.
         alone: A slot that costs more than the capacity may run alone.
-        background: The tiers that run beside the foreground, where that has goals.
+        background: The tiers that run beside the foreground.
     """
 
     enter: Callable[[Slot], None]
@@ -197,7 +180,7 @@ class Window:
         places: int | None,
         learns: bool,
         alone: bool,
-        background: Background | None,
+        background: Background,
         recorder: Recorder,
         clock: Callable[[], float],
     ) -> None:
@@ -273,10 +256,8 @@ class Window:
     def held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
         background = self._background
-        return (
-            background is not None
-            and slot.priority >= background.priority
-            and not background.admits(slot.cost, slot.records, self.capacity, self.regular)
+        return slot.priority >= background.priority and not background.admits(
+            slot.cost, slot.records, self.capacity, self.regular
         )
 
     def wait(self, before: int, ahead: int, cost: int, priority: int, records: int) -> float | None:
@@ -290,7 +271,7 @@ class Window:
             # What runs ends in the pause; afterwards as much runs as before it.
             running, running_cost = map(max, (running, running_cost), self._before_pause)
         background = self._background
-        if background is not None and priority >= background.priority:
+        if priority >= background.priority:
             most, most_cost = background.places(self.capacity, self.regular)
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
@@ -319,9 +300,8 @@ class Window:
         self.records += slot.records
         self.cost += slot.cost
         self._recorder.fill(self.cost / self.capacity, now)
-        if (background := self._background) is not None:
-            prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
-            background.begin(slot.priority, slot.cost, slot.records, prompt)
+        prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
+        self._background.begin(slot.priority, slot.cost, slot.records, prompt)
 
     def end(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out of the window, and count how it ended."""
@@ -362,13 +342,12 @@ class Window:
             self._ended_records = self._ended_records * OUTPUT_MEMORY + records
             self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, slot.output_tokens)
             self._bound()
-        if (background := self._background) is not None:
-            background.end(slot.priority, slot.cost, records, run_s)
-            if slot.priority >= background.priority:
-                self._background_rate.learn(slot.cost, run_s, records)
-            if slot.first_at and slot.output_tokens > records:
-                per_token = (now - slot.first_at) / (slot.output_tokens / records - 1)
-                background.answered(slot.priority, per_token)
+        background = self._background
+        background.grow(slot.priority, -slot.cost, -records)
+        if slot.priority >= background.priority:
+            self._background_rate.learn(slot.cost, run_s, records)
+        elif slot.first_at and slot.output_tokens > records:
+            background.answered((now - slot.first_at) / (slot.output_tokens / records - 1))
         if slot.output_tokens and slot.prompt_tokens is not None:
             self._recorder.output_tokens += slot.output_tokens
             if finished and self._learns:
@@ -381,8 +360,7 @@ class Window:
         expected = self.reserved(slot.max_tokens, slot.records, slot.output_tokens)
         cost = slot.prompt_tokens + max(expected, slot.output_tokens)
         self.cost += cost - slot.cost
-        if self._background is not None:
-            self._background.grow(slot.priority, cost - slot.cost)
+        self._background.grow(slot.priority, cost - slot.cost)
         slot.cost = cost
         self._recorder.fill(self.cost / self.capacity, self._clock())
 
@@ -396,6 +374,7 @@ class Window:
         """Take in that a slot has its first token."""
         if not slot.first_at:
             slot.first_at = self._clock()
-            self._recorder.first_token(slot.first_at - slot.submitted_at)
-            if self._background is not None:
-                self._background.first_token(slot.priority, slot.first_at - slot.submitted_at)
+            seconds = slot.first_at - slot.submitted_at
+            self._recorder.first_token(seconds)
+            if slot.priority < self._background.priority:
+                self._background.first_token(seconds)

@@ -89,14 +89,14 @@ def test_late_answers_hold_the_background_back_for_a_minute_at_most(late_s: floa
             time_s += 0.01
             background.step(0.01)
             for _ in range(background.running // 10):
-                background.end(1, 1, 1, 0.1)
+                background.grow(1, -1, -1)
             while background.admits(1, 1, 10_000, 128):
                 background.begin(1, 1, 1, 1)
         return background.running
 
     wide = serve(20)
     for took in [0.03] * 40 + [late_s] * 2:
-        background.first_token(0, took)
+        background.first_token(took)
     narrow = serve(1)
     assert narrow <= wide / 2
     assert serve(70) > 0.9 * wide
