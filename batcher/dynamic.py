@@ -236,7 +236,17 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         """
         return self._submit(record, False, cost, priority, tenant, deadline, timeout, estimated_cost)
 
-    async def submit(self, record: RecordT, **options: Unpack[SubmitOptions]) -> Entry[ResultT]:
+    async def submit(
+        self,
+        record: RecordT,
+        *,
+        cost: int | None = None,
+        priority: int = 0,
+        tenant: str = "default",
+        deadline: float | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109 - of the record, not of this call
+        estimated_cost: int | None = None,
+    ) -> Entry[ResultT]:
         """Queue one record and return the future of its result; waits while the queue is full.
 
         The arguments and the errors are those of `submit_nowait`, but for `QueueFull`. While it waits for
@@ -245,7 +255,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         Raises:
             Expired: The deadline passed before there was space.
         """
-        entry = self._submit(record, True, **options)
+        entry = self._submit(record, True, cost, priority, tenant, deadline, timeout, estimated_cost)
         if not entry.admitted:
             try:
                 await self._wait_for_space(entry)
@@ -369,12 +379,12 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self,
         record: RecordT,
         wait: bool,
-        cost: int | None = None,
-        priority: int = 0,
-        tenant: str = "default",
-        deadline: float | None = None,
-        timeout: float | None = None,
-        estimated_cost: int | None = None,
+        cost: int | None,
+        priority: int,
+        tenant: str,
+        deadline: float | None,
+        timeout: float | None,
+        estimated_cost: int | None,
     ) -> Entry[ResultT]:
         if self._state != RUNNING or get_ident() != self._thread or not self._loop_runs():
             self._check_open()

@@ -2,7 +2,9 @@
 
 import heapq
 import itertools
+import math
 import random
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -160,7 +162,7 @@ class Tier(Turn):
         outside: Those of them that wait for space.
         outside_cost: Their cost.
         top: The highest key with which a backlog became empty: once all are, nothing is owed.
-        idle: Backlogs without entries that are remembered while they owe something.
+        waiting: Backlogs with entries; the others are remembered while they owe something.
         joined: How often a tenant has joined.
     """
 
@@ -171,15 +173,16 @@ class Tier(Turn):
     top: float = 0
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     turns: Turns[Backlog] = field(default_factory=Turns)
-    idle: OrderedDict[Backlog, None] = field(default_factory=OrderedDict)
+    waiting: int = 0
     joined: int = 0
+    most: int = SLACK
 
     def join(self, tenant: Tenant) -> Backlog:
         """Return the backlog of a tenant that is about to get an entry; at the level of the others."""
         backlog = self.backlogs.get(tenant.name)
         if backlog is None:
             backlog = self.backlogs[tenant.name] = Backlog(self, tenant)
-        self.idle.pop(backlog, None)
+        self.waiting += 1
         backlog.tenant = tenant
         first = self.turns.first()
         level = self.top if first is None else first.key
@@ -195,17 +198,17 @@ class Tier(Turn):
     def retire(self, backlog: Backlog) -> None:
         """Remember a backlog that has no entries left while it was served more than the others."""
         self.top = max(self.top, backlog.key)
-        idle = self.idle
-        idle[backlog] = None
-        if len(idle) <= SLACK:
+        self.waiting -= 1
+        if len(self.backlogs) <= self.most:
             return
         first = self.turns.first()
-        while len(idle) > SLACK:
-            backlog = next(iter(idle))
-            if first is not None and backlog.key > first.key and len(idle) <= MAX_IDLE_TENANTS:
-                break
-            del idle[backlog], self.backlogs[backlog.tenant.name]
+        level = math.inf if first is None else first.key
+        idle = sorted((each for each in self.backlogs.values() if not each.total), key=lambda each: each.key)
+        owing = bisect_right(idle, level, key=lambda each: each.key)
+        for backlog in idle[: max(owing, len(idle) - MAX_IDLE_TENANTS)]:
+            del self.backlogs[backlog.tenant.name]
             backlog.item = None
+        self.most = 2 * len(self.backlogs) + SLACK
 
     def walk(self) -> Iterator[Any]:
         """Yield the entries in the order in which they would be taken."""

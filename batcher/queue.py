@@ -144,7 +144,7 @@ class RequestQueue(Generic[EntryT]):
             before = tier.total
             if tenant is not None and tier.priority == priority:
                 own = self.own(priority, tenant)
-                others = len(tier.backlogs) - len(tier.idle) - (own > 0)
+                others = tier.waiting - (own > 0)
                 before = min(before, own + others * (own + 1))
             records += before
             cost += tier.total_cost * before // tier.total
@@ -311,7 +311,7 @@ class RequestQueue(Generic[EntryT]):
         """
         if entry._place is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
-        self._serve(entry, entry._place, self._clock())
+        self._drop(entry, entry._place, self._clock())
 
     def take(
         self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
@@ -350,7 +350,7 @@ class RequestQueue(Generic[EntryT]):
                 total += entry.cost
             if (total > most_cost or records > most) and batch:
                 break
-            self._serve(entry, backlog, now)
+            self._drop(entry, backlog, now)
             batch.append(entry)
         return batch
 
@@ -383,16 +383,6 @@ class RequestQueue(Generic[EntryT]):
         # All tiers age alike, so comparing these keys needs no clock.
         return float(priority) if self._aging is None else self._clock() + priority * self._aging
 
-    def _serve(self, entry: EntryT, backlog: Backlog, now: float) -> None:
-        """Charge a tenant for an entry and take it out."""
-        if not entry.admitted:
-            self._let(entry)
-        backlog.key += (entry.cost or 1) * backlog.tenant.charge
-        if self._aging is not None:
-            tier = backlog.tier
-            tier.key = now + tier.priority * self._aging
-        self._drop(entry, backlog)
-
     def _walk(self) -> Iterator[EntryT]:
         turns = [(tier.key, tier.priority, tier.walk()) for tier in self._tiers.values() if tier.total]
         heapq.heapify(turns)
@@ -411,7 +401,7 @@ class RequestQueue(Generic[EntryT]):
         """Take an entry out unserved: it was cancelled. Return whether it was still waiting."""
         if entry._place is None:
             return False
-        self._drop(entry, entry._place)
+        self._drop(entry, entry._place, None)
         return True
 
     def clear(self) -> list[EntryT]:
@@ -453,8 +443,15 @@ class RequestQueue(Generic[EntryT]):
                 self.remove(item[2])
                 self._expired.append(item[2])
 
-    def _drop(self, entry: EntryT, backlog: Backlog) -> None:
+    def _drop(self, entry: EntryT, backlog: Backlog, served_at: float | None) -> None:
+        """Take an entry out; one that is served is charged to its tenant."""
         tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
+        if served_at is not None:
+            if not entry.admitted:
+                self._let(entry)
+            backlog.key += (cost or 1) * tenant.charge
+            if self._aging is not None:
+                tier.key = served_at + tier.priority * self._aging
         before, after = entry._previous, entry._next
         if before is None:
             backlog.first = after
