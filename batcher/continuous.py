@@ -34,6 +34,7 @@ class SlotOptions(TypedDict, total=False):
     prompt_tokens: int | None
     max_tokens: int | None
     records: int
+    arrived_at: float | None
 
 
 class ContinuousBatcher(Batcher[Slot]):
@@ -147,6 +148,7 @@ class ContinuousBatcher(Batcher[Slot]):
         max_tokens: int | None = None,
         timeout: float | None = None,
         records: int = 1,
+        arrived_at: float | None = None,
     ) -> Slot:
         """Return the place of one record, to be entered with `async with`.
 
@@ -164,6 +166,8 @@ class ContinuousBatcher(Batcher[Slot]):
             max_tokens: The most tokens that may be produced.
             timeout: The deadline in seconds from now.
             records: Records that the slot stands for.
+            arrived_at: Time on `clock` from which its TTFT counts for goals, as its request was under way
+                before; None: its submission.
 
         Raises:
             ValueError: Neither or both ways of giving a cost are used, or a number is out of range.
@@ -184,6 +188,9 @@ class ContinuousBatcher(Batcher[Slot]):
             deadline = self._deadline(deadline, timeout, self._clock())
         slot = Slot(self._window, cost, priority, tenant, deadline, records)
         slot.wait, slot.prompt_tokens, slot.max_tokens = wait, prompt_tokens, max_tokens
+        if arrived_at is not None:
+            checks.instant("arrived_at", arrived_at)
+            slot.arrived_at = arrived_at
         return slot
 
     async def submit(

@@ -46,7 +46,7 @@ class Goals:
     """Times that 99 of 100 requests of the foreground keep to.
 
     Attributes:
-        ttft_p99_s: Seconds from submission to the first token.
+        ttft_p99_s: Seconds from the arrival of a request, or from its submission, to the first token.
         tpot_p99_s: Seconds per token after the first; None: no goal.
 
     Raises:

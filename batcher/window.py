@@ -31,6 +31,7 @@ class Slot(Entry[None]):
         max_tokens: The most tokens that may be produced.
         wait: Whether it waits for space when the queue is full.
         running: Whether it is in the window.
+        arrived_at: Time from which its TTFT counts for goals; None: its submission.
         started_at: Time at which it started.
         first_at: Time of its first token; 0 before.
         waited_s: Seconds from submission to start.
@@ -45,6 +46,7 @@ class Slot(Entry[None]):
     max_tokens: int | None = None
     output_tokens: int = 0
     running: bool = False
+    arrived_at: float | None = None
     started_at: float = 0.0
     first_at: float = 0.0
     waited_s: float = 0.0
@@ -374,7 +376,7 @@ class Window:
         """Take in that a slot has its first token."""
         if not slot.first_at:
             slot.first_at = self._clock()
-            seconds = slot.first_at - slot.submitted_at
-            self._recorder.first_token(seconds)
+            self._recorder.first_token(slot.first_at - slot.submitted_at)
             if slot.priority < self._background.priority:
-                self._background.first_token(seconds)
+                arrived_at = slot.submitted_at if slot.arrived_at is None else slot.arrived_at
+                self._background.first_token(slot.first_at - arrived_at)

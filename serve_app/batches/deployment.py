@@ -65,7 +65,7 @@ class Batches:
 
             self._metrics = BatchesMetrics(self._service.stats)
             self._metrics.start()
-        use_batch_scheduling()
+        use_batch_scheduling(background=True)
         collect_rarely()
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:

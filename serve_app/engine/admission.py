@@ -26,6 +26,7 @@ class AdmissionRequest(NamedTuple):
         max_tokens: Most output tokens of an answer that states no limit of its own.
         size: Bytes of its body; 0 where it came without one.
         adapter: Id of the adapter that it asks for; empty: none.
+        arrived_at: When an Ingress got it, on the clock of `time.monotonic`; None: it isn't known.
     """
 
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -35,6 +36,7 @@ class AdmissionRequest(NamedTuple):
     max_tokens: int | None = None
     size: int = 0
     adapter: str = ""
+    arrived_at: float | None = None
 
     @property
     def share(self) -> str:

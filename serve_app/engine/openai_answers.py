@@ -1,5 +1,6 @@
 """Answers of vLLM's own OpenAI application as relay messages."""
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING
@@ -76,6 +77,8 @@ class OpenAIAnswers:
                 max_tokens=request.max_tokens,
                 size=len(request.body),
                 adapter=request.adapter,
+                # A stream that goes on had its first token before.
+                arrived_at=None if request.resumes else time.monotonic() - request.age_s,
             ),
             result,
         )

@@ -49,6 +49,7 @@ class AdmittedSlot:
             deadline=deadline,
             wait=wait,
             records=n,
+            arrived_at=request.arrived_at,
         )
 
     async def __aenter__(self) -> Slot:

@@ -47,6 +47,11 @@ class RelayRequest:
     source: Literal["http", "batch"] = "http"
     upload: str = ""
 
+    @property
+    def age_s(self) -> float:
+        """Seconds since the Ingress got it; never negative, since clocks of machines differ a little."""
+        return max(0.0, time.time() - self.arrived_at)
+
     def scheduling_now(self) -> Scheduling:
         """Return the scheduling from now on: the time that it has waited elsewhere counts.
 
@@ -55,6 +60,5 @@ class RelayRequest:
         scheduling = self.scheduling
         if scheduling.queue_timeout_s is None:
             return scheduling
-        waited = max(0.0, time.time() - self.arrived_at)
-        left = None if self.resumes else scheduling.queue_timeout_s - waited
+        left = None if self.resumes else scheduling.queue_timeout_s - self.age_s
         return scheduling._replace(queue_timeout_s=left)

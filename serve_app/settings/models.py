@@ -106,7 +106,7 @@ class GoalSettings(Strict):
     """Latency goals for 99 of 100 requests of the tiers above `flex`; see `batcher.Goals`.
 
     Attributes:
-        ttft_p99_s: Seconds from arrival at the replica to the first token.
+        ttft_p99_s: Seconds from the arrival of a request at the Ingress to its first token in the engine.
         tpot_p99_s: Seconds per token after the first.
     """
 

@@ -104,6 +104,22 @@ def test_late_answers_hold_the_background_back_for_a_minute_at_most(late_s: floa
 
 
 @virtual
+async def test_goals_count_from_the_arrival_of_a_request() -> None:
+    async with batcher_of() as batcher:
+        await steps(batcher, 0.01, 20)
+        for arrived_at in [None] * 20 + [now() - 5.0] * 20:
+            before = batcher.stats.expected_ttft_s
+            async with batcher.slot(1, arrived_at=arrived_at) as slot:
+                slot.first_token()
+            assert before is not None
+            assert before < GOALS.ttft_p99_s or arrived_at is not None
+        stats = batcher.stats
+        assert stats.expected_ttft_s is not None
+        assert stats.expected_ttft_s >= 5.0
+        assert stats.ttft_p99_s == 0.0, "the statistics are of the time in the batcher and the engine"
+
+
+@virtual
 async def test_the_foreground_passes_a_background_that_is_held_back() -> None:
     async with batcher_of() as batcher:
         holders = Holders(batcher)

@@ -45,6 +45,19 @@ async def test_a_failure_after_the_first_token_is_a_500() -> None:
     assert status == 500
 
 
+@pytest.mark.parametrize("resumes", [False, True])
+async def test_a_request_has_the_time_of_its_arrival_at_the_ingress_unless_it_goes_on(resumes: bool) -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(current().request.arrived_at)
+        raise RuntimeError("oh")
+
+    now = time.monotonic()
+    await answer(made(app), replace(REQUEST, arrived_at=time.time() - 5.0, resumes=resumes))
+    assert seen == [None if resumes else pytest.approx(now - 5.0, abs=2.0)]
+
+
 class Field(BaseModel):
     """A field that an application of vLLM checks too late."""
 

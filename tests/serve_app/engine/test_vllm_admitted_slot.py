@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
-from batcher import ContinuousBatcher
+from batcher import ContinuousBatcher, Goals
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
@@ -52,6 +53,18 @@ async def test_an_admitted_request_has_its_usage_once_it_ends(
     assert result.admitted
     assert (result.usage.prompt_tokens, result.usage.output_tokens) == (10, 3)
     assert llm.prompt_tokens == 10
+
+
+async def test_goals_count_from_the_arrival_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ContinuousBatcher(capacity=1024, goals=Goals(1.0)) as batcher:
+        batcher.step(0.01)
+        llm = gated(monkeypatch, Script(output(1, finish="stop")), batcher)
+        stream = SamplingParams(max_tokens=4, output_kind=RequestOutputKind.DELTA)
+        for _ in range(25):
+            set_current(AdmissionRequest(arrived_at=time.monotonic() - 5.0), AdmissionResult())
+            await run(llm, params=stream)
+        assert batcher.stats.expected_ttft_s is not None
+        assert batcher.stats.expected_ttft_s >= 5.0
 
 
 async def test_a_list_longer_than_the_queue_waits_behind_its_first_prompt(

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, subprocess, sys, threading
 from serve_app.system.cpu_scheduling import use_batch_scheduling
@@ -10,22 +12,28 @@ from serve_app.system.cpu_scheduling import use_batch_scheduling
 start = threading.Event()
 threading.Thread(target=start.wait, daemon=True).start()
 before = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-usual = os.sched_getscheduler(0)
-use_batch_scheduling()
+
+def found(process):
+    return os.sched_getscheduler(process), os.getpriority(os.PRIO_PROCESS, process)
+
+usual = found(0)
+background = sys.argv[1] == "background"
+use_batch_scheduling(background=background)
+expected = os.SCHED_BATCH, 19 if background else usual[1]
 late = []
-thread = threading.Thread(target=lambda: late.append(os.sched_getscheduler(0)))
+thread = threading.Thread(target=lambda: late.append(found(0)))
 thread.start()
 thread.join()
-threads = {os.sched_getscheduler(int(each)) for each in os.listdir("/proc/self/task")}
-other = os.sched_getscheduler(before.pid)
-print(threads == {os.SCHED_BATCH}, late == [os.SCHED_BATCH], other == usual)
+threads = {found(int(each)) for each in os.listdir("/proc/self/task")}
+print(threads == {expected}, late == [expected], found(before.pid) == usual)
 before.communicate(b"\\n")
 start.set()
 """
 
 
-def test_all_threads_of_this_process_and_no_other_have_the_policy() -> None:
+@pytest.mark.parametrize("kind", ["usual", "background"])
+def test_all_threads_of_this_process_and_no_other_have_the_policy(kind: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.split() == ["True", "True", "True"]
