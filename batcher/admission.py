@@ -253,7 +253,10 @@ class Batcher(ABC, Generic[EntryT]):
         if not entry.waiting:
             # It was too late, or can never run.
             raise entry.exception() or AssertionError
-        bound = queue.full(entry)
+        bound = queue.let(entry)
+        if bound is None:
+            # Space came, and another that came before it needs more.
+            return
         queue.remove(entry)
         self._recorder.total_rejected += entry.records
         seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)

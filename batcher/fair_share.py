@@ -136,7 +136,7 @@ class Backlog(Turn):
     Attributes:
         first: The entry that came first.
         last: The entry that came last.
-        outside: Records that wait for space: the last ones.
+        outside: Entries that wait for space.
     """
 
     tier: "Tier"
@@ -164,6 +164,7 @@ class Tier(Turn):
         top: The highest key with which a backlog became empty: once all are, nothing is owed.
         waiting: Backlogs with entries; the others are remembered while they owe something.
         joined: How often a tenant has joined.
+        most: Backlogs from which on those that need not be remembered are looked for.
     """
 
     priority: int
@@ -204,10 +205,11 @@ class Tier(Turn):
         first = self.turns.first()
         level = math.inf if first is None else first.key
         idle = sorted((each for each in self.backlogs.values() if not each.total), key=lambda each: each.key)
-        owing = bisect_right(idle, level, key=lambda each: each.key)
-        for backlog in idle[: max(owing, len(idle) - MAX_IDLE_TENANTS)]:
-            del self.backlogs[backlog.tenant.name]
-            backlog.item = None
+        # Those that were served no more than the others owe nothing; of too many, the least served go too.
+        owe_nothing = bisect_right(idle, level, key=lambda each: each.key)
+        for each in idle[: max(owe_nothing, len(idle) - MAX_IDLE_TENANTS)]:
+            del self.backlogs[each.tenant.name]
+            each.item = None
         self.most = 2 * len(self.backlogs) + SLACK
 
     def walk(self) -> Iterator[Any]:

@@ -202,8 +202,7 @@ class RequestQueue(Generic[EntryT]):
             tenant.cost += cost
             self.entered += records
         else:
-            self._outside[entry] = None
-            self._count_outside(entry, backlog, 1)
+            self._count_outside(entry, 1)
         if entry.deadline is not None:
             self._keep_deadline(entry.deadline, entry, backlog)
         return admitted
@@ -215,8 +214,7 @@ class RequestQueue(Generic[EntryT]):
             QueueFull: There is none.
             ValueError: It waits already.
         """
-        if not self.put(entry):
-            bound = self.full(entry)
+        if not self.put(entry) and (bound := self.let(entry)) is not None:
             self.remove(entry)
             raise QueueFull(bound.name, bound.value, retry_after_s=0.0)
 
@@ -231,22 +229,31 @@ class RequestQueue(Generic[EntryT]):
         entry.admitted = True
         self.entered += entry.records
 
-    def full(self, entry: EntryT) -> Bound:
-        """Return the bound that keeps an entry outside."""
-        # Where there is space for the entry itself, one that came before it has none.
-        bounds = (self._bound(each) for each in (entry, next(iter(self._outside))))
-        return next(filter(None, bounds), Bound("max_queue_size", int(min(self._max_size, checks.LARGEST))))
-
     def admit(self) -> list[EntryT]:
         """Let in those that wait outside, in the order in which they came, as far as there is space.
 
         Returns:
             The entries that have come in from outside since the last call, also those that were taken.
         """
-        while self._outside and self._bound(entry := next(iter(self._outside))) is None:
-            self._let(entry)
+        while self._outside and self.let(next(iter(self._outside))) is None:
+            pass
         let_in, self._let_in = self._let_in, []
         return let_in
+
+    def let(self, entry: EntryT) -> Bound | None:
+        """Let an entry in that waits outside, if there is space; return the bound that keeps it there."""
+        bound = self._bound(entry)
+        if bound is None:
+            self._let(entry)
+        return bound
+
+    def _let(self, entry: EntryT) -> None:
+        tenant: Tenant = entry._place.tenant
+        self._count_outside(entry, -1)
+        tenant.size += entry.records
+        tenant.cost += entry.cost
+        self.pass_by(entry)
+        self._let_in.append(entry)
 
     def _bound(self, entry: EntryT) -> Bound | None:
         """Return the bound that an entry would exceed, if it were let in now."""
@@ -268,23 +275,16 @@ class RequestQueue(Generic[EntryT]):
                 return Bound(name, int(most))
         return None
 
-    def _let(self, entry: EntryT) -> None:
-        """Let an entry in that waits outside."""
+    def _count_outside(self, entry: EntryT, sign: int) -> None:
+        if sign > 0:
+            self._outside[entry] = None
+        else:
+            del self._outside[entry]
         backlog: Backlog = entry._place
-        del self._outside[entry]
-        self._count_outside(entry, backlog, -1)
-        backlog.tenant.size += entry.records
-        backlog.tenant.cost += entry.cost
-        entry.admitted = True
-        self.entered += entry.records
-        self._let_in.append(entry)
-
-    def _count_outside(self, entry: EntryT, backlog: Backlog, sign: int) -> None:
-        records, cost = sign * entry.records, sign * entry.cost
+        backlog.outside += sign
         for place in (backlog.tier, self):
-            place.outside += records
-            place.outside_cost += cost
-        backlog.outside += records
+            place.outside += sign * entry.records
+            place.outside_cost += sign * entry.cost
 
     # Order
 
@@ -452,6 +452,11 @@ class RequestQueue(Generic[EntryT]):
             backlog.key += (cost or 1) * tenant.charge
             if self._aging is not None:
                 tier.key = served_at + tier.priority * self._aging
+        if entry.admitted:
+            tenant.size -= records
+            tenant.cost -= cost
+        else:
+            self._count_outside(entry, -1)
         before, after = entry._previous, entry._next
         if before is None:
             backlog.first = after
@@ -467,12 +472,6 @@ class RequestQueue(Generic[EntryT]):
         tier.total_cost -= cost
         self.total -= records
         self.total_cost -= cost
-        if entry.admitted:
-            tenant.size -= records
-            tenant.cost -= cost
-        else:
-            del self._outside[entry]
-            self._count_outside(entry, backlog, -1)
         if not backlog.total:
             tier.retire(backlog)
             self.tenants.leave(tenant)

@@ -209,6 +209,20 @@ async def test_who_gives_up_waiting_for_space_makes_way() -> None:
 
 
 @virtual
+async def test_a_caller_that_does_not_wait_comes_in_where_there_is_space_for_it() -> None:
+    async with batcher_of(10, max_queue_cost=10) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a", 10)
+        await holders.enter("b", 5)
+        await holders.enter("C", 9, wait=True)
+        await holders.enter("d", 5)
+        assert (batcher.stats.outside, batcher.stats.queue_cost) == (1, 10)
+        await holders.leave(*"abCd")
+        assert holders.order == "abCd", "the order is that of arrival, whoever had space first"
+        check_empty(batcher)
+
+
+@virtual
 async def test_a_deadline_ends_the_wait_for_space() -> None:
     async with batcher_of(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
