@@ -253,7 +253,7 @@ class Batcher(ABC, Generic[EntryT]):
         if not entry.waiting:
             # It was too late, or can never run.
             raise entry.exception() or AssertionError
-        bound = queue.let(entry)
+        bound = queue.let_in(entry)
         if bound is None:
             # Space came, and another that came before it needs more.
             return

@@ -96,7 +96,7 @@ class RequestQueue(Generic[EntryT]):
         self._turns: Turns[Tier] = Turns()
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
-        self._let_in: list[EntryT] = []
+        self._came_in: list[EntryT] = []
         self._deadlines: list[tuple[float, int, EntryT, Backlog]] = []
         self._most_deadlines = SLACK
         self._sequence = itertools.count()
@@ -214,7 +214,7 @@ class RequestQueue(Generic[EntryT]):
             QueueFull: There is none.
             ValueError: It waits already.
         """
-        if not self.put(entry) and (bound := self.let(entry)) is not None:
+        if not self.put(entry) and (bound := self.let_in(entry)) is not None:
             self.remove(entry)
             raise QueueFull(bound.name, bound.value, retry_after_s=0.0)
 
@@ -235,12 +235,12 @@ class RequestQueue(Generic[EntryT]):
         Returns:
             The entries that have come in from outside since the last call, also those that were taken.
         """
-        while self._outside and self.let(next(iter(self._outside))) is None:
+        while self._outside and self.let_in(next(iter(self._outside))) is None:
             pass
-        let_in, self._let_in = self._let_in, []
-        return let_in
+        came_in, self._came_in = self._came_in, []
+        return came_in
 
-    def let(self, entry: EntryT) -> Bound | None:
+    def let_in(self, entry: EntryT) -> Bound | None:
         """Let an entry in that waits outside, if there is space; return the bound that keeps it there."""
         bound = self._bound(entry)
         if bound is None:
@@ -253,7 +253,7 @@ class RequestQueue(Generic[EntryT]):
         tenant.size += entry.records
         tenant.cost += entry.cost
         self.pass_by(entry)
-        self._let_in.append(entry)
+        self._came_in.append(entry)
 
     def _bound(self, entry: EntryT) -> Bound | None:
         """Return the bound that an entry would exceed, if it were let in now."""
