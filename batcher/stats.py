@@ -252,7 +252,7 @@ class Recorder:
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _firsts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    # What time counts as; and up to `_since` the seconds idle and busy, and the share in use over them.
+    # The kind of time and the share in use now, and their sums up to `_since`; `_times` is idle and busy.
     _busy: bool = False
     _fill: float = 0.0
     _times: list[float] = field(default_factory=lambda: [0.0, 0.0])
