@@ -202,6 +202,7 @@ class RequestQueue(Generic[EntryT]):
             tenant.cost += cost
             self.entered += records
         else:
+            self._outside[entry] = None
             self._count_outside(entry, 1)
         if entry.deadline is not None:
             self._keep_deadline(entry.deadline, entry, backlog)
@@ -248,11 +249,13 @@ class RequestQueue(Generic[EntryT]):
         return bound
 
     def _let(self, entry: EntryT) -> None:
+        """Count an entry of those outside among the others."""
         tenant: Tenant = entry._place.tenant
-        self._count_outside(entry, -1)
+        self._leave_outside(entry)
         tenant.size += entry.records
         tenant.cost += entry.cost
-        self.pass_by(entry)
+        entry.admitted = True
+        self.entered += entry.records
         self._came_in.append(entry)
 
     def _bound(self, entry: EntryT) -> Bound | None:
@@ -275,11 +278,11 @@ class RequestQueue(Generic[EntryT]):
                 return Bound(name, int(most))
         return None
 
+    def _leave_outside(self, entry: EntryT) -> None:
+        del self._outside[entry]
+        self._count_outside(entry, -1)
+
     def _count_outside(self, entry: EntryT, sign: int) -> None:
-        if sign > 0:
-            self._outside[entry] = None
-        else:
-            del self._outside[entry]
         backlog: Backlog = entry._place
         backlog.outside += sign
         for place in (backlog.tier, self):
@@ -456,7 +459,7 @@ class RequestQueue(Generic[EntryT]):
             tenant.size -= records
             tenant.cost -= cost
         else:
-            self._count_outside(entry, -1)
+            self._leave_outside(entry)
         before, after = entry._previous, entry._next
         if before is None:
             backlog.first = after

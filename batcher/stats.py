@@ -155,6 +155,14 @@ class ContinuousStats(Stats):
     expected_ttft_s: float | None = None
 
 
+def _time(value: float) -> str:
+    if value >= 1:
+        return f"{value:,.2f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.1f} ms"
+    return f"{value * 1e6:.0f} µs"
+
+
 def _shown(name: str, value: Any) -> str:
     """Return a value in the unit that the end of its name tells."""
     if isinstance(value, dict):
@@ -162,7 +170,7 @@ def _shown(name: str, value: Any) -> str:
             f"{key}: {records:,} records, cost {cost:,}" for key, (records, cost) in value.items()
         )
     if name.endswith("_s"):
-        return f"{value:,.2f} s" if value >= 1 else f"{value * 1e3:,.2f} ms"
+        return _time(value)
     if name in ("utilization", "occupancy", "padding_ratio"):
         return f"{value:.1%}"
     return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
@@ -324,8 +332,10 @@ class Recorder:
 
     def first_tokens(self) -> dict[str, float]:
         """Return the fields of `ContinuousStats` about the first token; none if no record has told it."""
-        found = percentiles(self._firsts, (0.5, 0.99)) if self._firsts else ()
-        return dict(zip(("ttft_p50_s", "ttft_p99_s"), found, strict=False))
+        if not self._firsts:
+            return {}
+        median, late = percentiles(self._firsts, (0.5, 0.99))
+        return {"ttft_p50_s": median, "ttft_p99_s": late}
 
     def common(self, now: float) -> dict[str, float]:
         """Return the fields of `Stats` that follow from what was counted."""

@@ -1364,6 +1364,7 @@ def test_a_fresh_snapshot_is_all_zeros() -> None:
     stats = DynamicBatcher(Machine()).stats
     assert stats == BatchStats()
     assert stats.utilization == 0.0
+    assert "utilization        0.0%" in stats.report()
 
 
 # Memory
