@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -166,8 +167,16 @@ class Ingress:
                 Middleware(HTTP10Middleware),
             ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
-            lifespan=self._telemetry.lifespan,
+            lifespan=self._lifespan,
         )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: object) -> AsyncGenerator[None, None]:
+        if self._quotas is not None:
+            # The first request doesn't wait for the first leases.
+            self._quotas.start()
+        async with self._telemetry.lifespan(app):
+            yield
 
     async def _index(self, request: Request) -> Response:
         visible = self._routing.visible(_allowed(request))

@@ -97,7 +97,7 @@ class QuotasSettings(Strict):
         database_env: Environment variable with that URL, which may hold a password.
         when_away: Treatment of requests that no lease covers while the deployment doesn't answer:
             `fail_closed` answers 503, `fail_open` lets each replica grant its share of each limit by itself.
-        away_s: Seconds without an answer after which that begins.
+        away_s: Seconds without an answer after which that begins; for the first answer it is 15 s or more.
     """
 
     tenants: dict[Tenant, Quota] = Field(default_factory=dict)

@@ -40,6 +40,9 @@ RECALL_S = 0.05
 MOST_S = 1.0
 """Seconds that a request waits for it, at most."""
 
+START_S = 15.0
+"""Seconds for the first answer, at least: the service may start at the same time as this replica."""
+
 RETRY_S = 0.25
 """Seconds between two tries while the service doesn't answer."""
 
@@ -121,9 +124,13 @@ class QuotaClient:
 
     @property
     def away(self) -> bool:
-        """True if the service has not answered for `away_s`."""
+        """True if the service has not answered for `away_s`, or not in its time to start."""
         since = self._failing_since
-        return since is not None and self._clock() - since >= self._settings.away_s
+        return since is not None and self._clock() - since >= self._patience_s
+
+    @property
+    def _patience_s(self) -> float:
+        return self._settings.away_s if self._known else max(self._settings.away_s, START_S)
 
     def leases(self, tenant: str, key: KeyQuota | None = None) -> tuple[Lease, ...]:
         """Return the leases of a request; empty: it has no quota.
@@ -318,7 +325,7 @@ class QuotaClient:
             if waiting.asked and (over or any(not lease.pending for lease in short)):
                 lease = next((lease for lease in short if not lease.pending), None)
                 lease = lease or (short or [*waiting.leases])[0]
-                error = refusal(lease, waiting.tokens, now) or away_error(self._settings.away_s)
+                error = refusal(lease, waiting.tokens, now) or away_error(self._patience_s)
                 waiting.future.set_exception(error)
             else:
                 left.append(waiting)
@@ -334,12 +341,12 @@ class QuotaClient:
             await asyncio.sleep(RECALL_S)
         if not self._known:
             if self._settings.when_away == "fail_closed":
-                raise away_error(self._settings.away_s)
+                raise away_error(self._patience_s)
             self._tenants = dict(self._settings.tenants)
 
     def _reserve_away(self, leases: Sequence[Lease], tokens: int) -> Reservation:
         if self._settings.when_away == "fail_closed":
-            raise away_error(self._settings.away_s)
+            raise away_error(self._patience_s)
         found = self._holder.take_share(leases, tokens, self._wall())
         if isinstance(found, Reservation):
             return found

@@ -139,9 +139,9 @@ class Service:
         headers = {"authorization": f"Bearer {token}"}
         httpx.put(self._dashboard.url, json=config, headers=headers, timeout=60).raise_for_status()
 
-    def status(self) -> dict[str, Any]:
-        """Return the state of the application in Ray Serve."""
-        application: dict[str, Any] = self._dashboard.applications()["llm"]
+    def status(self, name: str = "llm") -> dict[str, Any]:
+        """Return the state of an application in Ray Serve."""
+        application: dict[str, Any] = self._dashboard.applications()[name]
         return application
 
     def run(self, command: Sequence[str], text: str = "") -> str:

@@ -160,9 +160,9 @@ def running_limits(service: Service) -> list[int]:
     return [one["batcher"]["max_running"] for one in replicas]
 
 
-def is_settled(service: Service) -> bool:
-    """Return whether Ray Serve has nothing left to change."""
-    status = service.status()
+def is_settled(service: Service, name: str = "llm") -> bool:
+    """Return whether Ray Serve has nothing left to change in an application."""
+    status = service.status(name)
     states = {one["status"] for one in status["deployments"].values()}
     return status["status"] == "RUNNING" and states == {"HEALTHY"}
 

@@ -13,7 +13,7 @@ import yaml
 
 from serve_app.auth.keys import hash_key, new_key
 from tests.e2e.service import ROOT, Service
-from tests.e2e.services import is_healthy, wait_until
+from tests.e2e.services import is_healthy, is_settled, wait_until
 
 pytestmark = pytest.mark.usefixtures("starting_pair")
 
@@ -51,7 +51,8 @@ def metered(service: Service, tmp_path_factory: pytest.TempPathFactory) -> str:
     config["applications"].append(other)
     service.deploy(config)
     url = service.url + PREFIX
-    wait_until(lambda: is_healthy(url))
+    # One Ingress replica answers before the others run.
+    wait_until(lambda: is_healthy(url) and is_settled(service, "metered"))
     return url
 
 
@@ -67,7 +68,7 @@ def wait_for_minute(least_s: float) -> None:
 
 def test_answers_have_openai_s_headers(metered: str) -> None:
     answer = httpx.post(f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("ada"), timeout=60)
-    assert answer.status_code == 200
+    assert answer.status_code == 200, answer.text
     assert answer.headers["x-ratelimit-limit-tokens"] == str(LIMIT)
     assert 0 < int(answer.headers["x-ratelimit-remaining-tokens"]) < LIMIT
     free = httpx.post(f"{metered}/v1/chat/completions", json=CHAT, headers=headers_of("free"), timeout=60)

@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.settings.usage import Quota
-from serve_app.usage.quota_client import KeyQuota, QuotaClient
+from serve_app.usage.quota_client import START_S, KeyQuota, QuotaClient
 from serve_app.usage.reservation import Reservation
 from tests.batcher.virtual import virtual
 from tests.serve_app.usage.fleet import START, TENANT, Fleet
@@ -257,6 +257,24 @@ async def test_a_service_that_comes_back_in_time_is_not_noticed() -> None:
     await asyncio.sleep(1)
     fleet.answering = True
     (await task).settle()
+    fleet.stop()
+
+
+@virtual
+async def test_a_service_that_starts_with_its_clients_has_longer_for_the_first_answer() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
+    fleet.answering = False
+    early = asyncio.create_task(fleet.clients[0].reserve(TENANT, 40))
+    await asyncio.sleep(START_S - 1)
+    assert not early.done()
+    fleet.answering = True
+    (await early).settle()
+    fleet.stop()
+    fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
+    fleet.answering = False
+    began = fleet.loop.time()
+    assert (await refused(fleet.clients[0], 40)).status == 503
+    assert START_S - 0.1 < fleet.loop.time() - began < START_S + 3
     fleet.stop()
 
 
