@@ -30,15 +30,15 @@ async def full_window(
     async with httpx.AsyncClient(base_url=service.url, timeout=60, limits=limits) as client:
         body = {"prompts": ["once upon"] * 200, "tenant": "flood", "ignore_eos": True} | LARGE
         flood = asyncio.ensure_future(client.post("/generate", json=body))
-        await queued(http, 1, flood)
+        await reached(http, "queue_depth", 1, flood)
         yield client, flood
         flood.cancel()
         await asyncio.wait([flood])
 
 
-async def queued(http: httpx.Client, depth: float, *tasks: Answer) -> None:
-    """Wait until so many requests are in the queue; none of `tasks` may end before."""
-    while (await asyncio.to_thread(batcher, http))["queue_depth"] < depth:
+async def reached(http: httpx.Client, name: str, least: float, *tasks: Answer) -> None:
+    """Wait until one of the batcher's statistics is as large; none of `tasks` may end before."""
+    while (await asyncio.to_thread(batcher, http))[name] < least:
         for task in tasks:
             assert not task.done(), task.result().text
 
@@ -72,11 +72,12 @@ async def ranks(service: Service, http: httpx.Client, groups: Mapping[str, Group
             return response
 
         stats = await asyncio.to_thread(batcher, http)
-        depth, window = stats["queue_depth"], int(stats["running"]) // PROMPTS
+        submitted, window = stats["total_submitted"], int(stats["running"]) // PROMPTS
         for name, (body, headers) in groups.items():
             tasks += [asyncio.ensure_future(ask(name, body, headers)) for _ in range(window)]
-            depth += window * PROMPTS
-            await queued(http, depth, flood, *tasks)
+            submitted += window * PROMPTS
+            # Not all of them wait: a small one may fit into what the flood leaves of the window.
+            await reached(http, "total_submitted", submitted, flood, *tasks)
         flood.cancel()
         for response in await asyncio.gather(*tasks):
             assert response.json()["usage"]["completion_tokens"] == 100 * PROMPTS, response.text
