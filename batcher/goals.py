@@ -26,6 +26,7 @@ LATE_CUT = 0.8  # share of it that is left at once by a single late answer
 STEPS_IN_TAILS = 0.35  # part of the answers' tails that is due to the window, and shrinks with it
 FULL = 0.9  # share of it from which on it is full: then it may grow, else the pace
 PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full
+HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place of others, at most
 
 # Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
@@ -67,7 +68,8 @@ class Background:
 
     A background record may start if the *window* has a place, if places and capacity are left over that the
     foreground may need (twice its peak of late), and if the *pace* allows it: the tokens of prompts that
-    start per step. A burst of prompts would make long steps, so the starts are spread.
+    start per step. A burst of prompts would make long steps, so the starts are spread, and a prompt of the
+    foreground takes the place of others.
 
     Both follow from the TTFT to expect, which is told in two ways, and the worse one counts: what a request
     that comes at any moment waits for the steps as they are, and by how much answers of the foreground
@@ -98,7 +100,7 @@ class Background:
         self._foreground = self._foreground_cost = 0
         self._peak = self._peak_before = (0, 0)
         self._turned_at = -math.inf
-        # Tokens of prompts that may start per step, and now.
+        # Tokens of prompts that may start per step, and now; those of the foreground start in any case.
         self._pace = self._credit = 0.0
         # Steps: their mean, by how much each exceeded the mean then, and those since the last judgement.
         self._mean_s = 0.0
@@ -146,6 +148,8 @@ class Background:
             self._pace = self._pace or max(1.0, prompt)
             self._credit -= prompt
         elif self.goals is not None:
+            # A longer one is spread over steps by the engine, whatever starts beside it.
+            self._credit = max(self._credit - prompt, min(self._credit, -HELD_STEPS * self._pace))
             most, most_cost = self._lately()
             self._peak = max(most, self._foreground), max(most_cost, self._foreground_cost)
 

@@ -164,11 +164,10 @@ def test_the_goal_holds_and_the_background_gets_what_the_best_fixed_window_would
     assert held, "no window holds the goal"
     # A p99 is that of one or two requests of a run.
     runs = [run(Goals(goal_s), MANY, load, costs, seed, max_running=256) for seed in (1, 2, 3)]
-    p99 = median(seen.p99() for seen in runs)
+    p99 = max(seen.p99() for seen in runs)
     share = median(seen.bulk_tokens for seen in runs) / max(held.values())
     print(f"p99 {p99 * 1e3:.0f} ms, {share:.0%} of the best fixed window ({max(held)})")
     assert p99 <= goal_s
-    assert max(seen.p99() for seen in runs) <= 1.05 * goal_s
     # Also when the load has just doubled, as far as five seconds can tell.
     assert median(seen.p99(DOUBLED_S, DOUBLED_S + 5) for seen in runs) <= 1.15 * goal_s
     assert share >= 0.8
