@@ -130,7 +130,9 @@ class Engine:
         self._starting = asyncio.create_task(self._grammars.start())
         # Bound methods: one step less for each request.
         self._generate = Generation(self._engine.prompts, self._engine.completions).run
-        self._answer_openai = OpenAIAnswers(app, self._engine, self._grammars).answer
+        self._answer_openai = OpenAIAnswers(
+            app, self._engine, self._grammars, ready_at=time.monotonic()
+        ).answer
         self._watch = EngineWatch(
             self._engine, settings.engine_hang_timeout_s, excused=self._ended, last=self._flush
         )

@@ -39,12 +39,16 @@ class OpenAIAnswers:
         app: The application.
         engine: Its engine.
         grammars: Checks the grammars of requests.
+        ready_at: Time at which the engine was ready, on the monotonic clock; before it nothing could run.
     """
 
-    def __init__(self, app: ASGIApp, engine: "VLLMEngine", grammars: GrammarCheck) -> None:
+    def __init__(
+        self, app: ASGIApp, engine: "VLLMEngine", grammars: GrammarCheck, ready_at: float = 0.0
+    ) -> None:
         self._app = app
         self._engine = engine
         self._grammars = grammars
+        self._ready_at = ready_at
 
     async def answer(
         self, request: RelayRequest, began: float, usage: RequestUsage, call: Call
@@ -66,6 +70,8 @@ class OpenAIAnswers:
             return
         scheduling = request.scheduling_now()
         result = AdmissionResult(usage=usage, call=call)
+        # The wait for a replica to start tells nothing of what runs in it.
+        arrived_at = max(self._ready_at, time.monotonic() - request.age_s)
         if request.path in RESUMABLE:
             result.stream = StreamTokens()
         set_current(
@@ -78,7 +84,7 @@ class OpenAIAnswers:
                 size=len(request.body),
                 adapter=request.adapter,
                 # A stream that goes on had its first token before.
-                arrived_at=None if request.resumes else time.monotonic() - request.age_s,
+                arrived_at=None if request.resumes else arrived_at,
             ),
             result,
         )

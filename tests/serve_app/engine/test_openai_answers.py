@@ -19,9 +19,9 @@ from serve_app.usage.calls import CallBook
 from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
 
 
-def made(app: Any) -> OpenAIAnswers:
+def made(app: Any, ready_at: float = 0.0) -> OpenAIAnswers:
     engine: Any = FakeEngine()
-    return OpenAIAnswers(app, engine, GrammarCheck(0.1, 1.0))
+    return OpenAIAnswers(app, engine, GrammarCheck(0.1, 1.0), ready_at)
 
 
 async def answer(answers: OpenAIAnswers, request: RelayRequest = REQUEST) -> tuple[int, Any]:
@@ -45,8 +45,14 @@ async def test_a_failure_after_the_first_token_is_a_500() -> None:
     assert status == 500
 
 
-@pytest.mark.parametrize("resumes", [False, True])
-async def test_a_request_has_the_time_of_its_arrival_at_the_ingress_unless_it_goes_on(resumes: bool) -> None:
+@pytest.mark.parametrize(
+    ("resumes", "ready_s", "seen_s"),
+    [(False, 60.0, 5.0), (True, 60.0, None), (False, 1.0, 1.0)],
+    ids=["new", "goes on", "waited for the engine to start"],
+)
+async def test_a_request_has_the_time_of_its_arrival_at_the_ingress_or_of_the_engine_s_start(
+    resumes: bool, ready_s: float, seen_s: float | None
+) -> None:
     seen = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -54,8 +60,9 @@ async def test_a_request_has_the_time_of_its_arrival_at_the_ingress_unless_it_go
         raise RuntimeError("oh")
 
     now = time.monotonic()
-    await answer(made(app), replace(REQUEST, arrived_at=time.time() - 5.0, resumes=resumes))
-    assert seen == [None if resumes else pytest.approx(now - 5.0, abs=2.0)]
+    request = replace(REQUEST, arrived_at=time.time() - 5.0, resumes=resumes)
+    await answer(made(app, now - ready_s), request)
+    assert seen == [None if seen_s is None else pytest.approx(now - seen_s, abs=0.5)]
 
 
 class Field(BaseModel):
