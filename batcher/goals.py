@@ -31,6 +31,7 @@ HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place o
 # Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
 REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
+MAY_BE_LATE = 2  # answers of those remembered, one in a hundred
 LATE_FOR_S = 60.0  # seconds for which a late answer counts: it says nothing of the steps after that
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
 AHEAD = 0.75  # steps that a request needs beside its own two from which on the engine schedules ahead
@@ -76,8 +77,12 @@ class Background:
     exceeded two mean steps, each at its 99th percentile. So it is known before the first answer, too, and
     follows a change of the window within a few steps. From it follows how long a step may be. Window and
     pace go that way: down at once, both; up by an eighth per judgement, the window if it is full, else the
-    pace, which falls while the window is full. What is remembered shrinks with each cut, the steps' part of
-    it, and lasts a minute at most: a late answer doesn't hold the background back until 200 others have come.
+    pace, which falls while the window is full.
+
+    What is remembered shrinks with each cut, the steps' part of it, and lasts a minute at most: a late answer
+    doesn't hold the background back until 200 others have come. For that minute it forbids growth, but it
+    asks for one cut only: answers can be late for reasons that no cut removes.
+
     The first pace is one prompt per step. Without goals nothing is background.
 
     Attributes:
@@ -111,7 +116,7 @@ class Background:
         # step.
         self._tails: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_ANSWERS)
         self._answers: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
-        self._judged_at = self._cut_at = clock()
+        self._judged_at = self._narrowed_at = clock()
 
     def stats(self) -> dict[str, float]:
         """Return the fields of `ContinuousStats` about the background; none without goals."""
@@ -197,8 +202,7 @@ class Background:
         now = self._clock()
         self._tails.append((seconds - 2 * self._mean_s, now))
         # Until the window has had time to act, other late answers are of the same cause.
-        if seconds > self.goals.ttft_p99_s and now - self._cut_at > 2 * seconds:
-            self._cut_at = now
+        if seconds > self.goals.ttft_p99_s and now - self._narrowed_at > 2 * seconds:
             self._narrow(LATE_CUT)
 
     def answered(self, seconds_per_token: float) -> None:
@@ -208,6 +212,10 @@ class Background:
 
     def expected_ttft_s(self) -> float:
         """Return the 99th percentile of the TTFT to expect now, in seconds."""
+        return self._expected_s(-math.inf)
+
+    def _expected_s(self, since: float) -> float:
+        """Return the same by the steps, and by the answers that came since then."""
         mean, tails = self._mean_s, sorted(self._tails)
         if len(tails) < ENOUGH_ANSWERS:
             # The way of the request and its own prompt: half a step, as long as it is unknown.
@@ -217,9 +225,11 @@ class Background:
         # An engine that schedules ahead has planned the next step already when a request comes.
         ahead = 1 if way > AHEAD * mean else 0
         expected = self._wait(2 + ahead) + way - ahead * mean
-        since = self._clock() - LATE_FOR_S
+        since = max(since, self._clock() - LATE_FOR_S)
         recent = [tail for tail, at in tails if at >= since]
-        return max(expected, 2 * mean + recent[-2]) if len(recent) > 1 else expected
+        if len(recent) <= MAY_BE_LATE:
+            return expected
+        return max(expected, 2 * mean + recent[-1 - MAY_BE_LATE])
 
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""
@@ -242,10 +252,9 @@ class Background:
         mean = self._mean_s
         if not mean:
             return
-        expected = self.expected_ttft_s()
         # By how much a step may become longer, as a factor.
-        slack = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
-        late = expected > (1 + AIM) / 2 * goals.ttft_p99_s
+        slack = 1 + (AIM * goals.ttft_p99_s - self.expected_ttft_s()) / (2 * mean)
+        late = self._expected_s(self._narrowed_at) > (1 + AIM) / 2 * goals.ttft_p99_s
         if goals.tpot_p99_s is not None:
             answers = self._answers
             worst = nlargest(2, answers)[1] if len(answers) >= ENOUGH_ANSWERS else 1.0
@@ -264,6 +273,7 @@ class Background:
             self._pace *= min(slack, GROWTH)
 
     def _narrow(self, factor: float) -> None:
+        self._narrowed_at = self._clock()
         # Running records can't be stopped: a second cut before it has left would count the same twice.
         factor = max(CUT, factor)
         self._window = max(1.0, min(self._window, self.running * factor))

@@ -162,9 +162,9 @@ def test_the_goal_holds_and_the_background_gets_what_the_best_fixed_window_would
     fixed = {window: run(None, window, load, costs, max_running=256) for window in windows}
     held = {window: seen.bulk_tokens for window, seen in fixed.items() if seen.p99() <= goal_s}
     assert held, "no window holds the goal"
-    # A p99 is that of one or two requests of a run.
     runs = [run(Goals(goal_s), MANY, load, costs, seed, max_running=256) for seed in (1, 2, 3)]
-    p99 = max(seen.p99() for seen in runs)
+    # The p99 of a single run is that of one or two requests, which may meet the same stall.
+    p99 = Seen(ttft=[each for seen in runs for each in seen.ttft]).p99()
     share = median(seen.bulk_tokens for seen in runs) / max(held.values())
     print(f"p99 {p99 * 1e3:.0f} ms, {share:.0%} of the best fixed window ({max(held)})")
     assert p99 <= goal_s
