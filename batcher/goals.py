@@ -31,8 +31,8 @@ HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place o
 # Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
 REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
-MAY_BE_LATE = 2  # answers of those remembered, one in a hundred
 LATE_FOR_S = 60.0  # seconds for which a late answer counts: it says nothing of the steps after that
+MAY_BE_LATE = 0.01  # share of the answers of this time that may be late, and one of them in any case
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
 AHEAD = 0.75  # steps that a request needs beside its own two from which on the engine schedules ahead
 BISECTIONS = 12  # to find a percentile: its error is a four-thousandth
@@ -225,11 +225,11 @@ class Background:
         # An engine that schedules ahead has planned the next step already when a request comes.
         ahead = 1 if way > AHEAD * mean else 0
         expected = self._wait(2 + ahead) + way - ahead * mean
-        since = max(since, self._clock() - LATE_FOR_S)
-        recent = [tail for tail, at in tails if at >= since]
-        if len(recent) <= MAY_BE_LATE:
-            return expected
-        return max(expected, 2 * mean + recent[-1 - MAY_BE_LATE])
+        oldest = self._clock() - LATE_FOR_S
+        latest = [(tail, at) for tail, at in tails if at >= oldest]
+        late = max(1, int(MAY_BE_LATE * len(latest)))
+        found = [tail for tail, at in latest if at >= since]
+        return max(expected, 2 * mean + found[-1 - late]) if len(found) > late else expected
 
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""

@@ -102,10 +102,10 @@ class Served:
 
 @pytest.mark.parametrize("late_s", [0.11, 0.12, 0.13, 0.14, 0.16, 0.2, 0.3])
 def test_late_answers_narrow_the_background_once_and_for_a_minute_at_most(late_s: float) -> None:
-    """Three of 43 answers are late; no others come."""
+    """Two of 42 answers are late; no others come."""
     served = Served()
     wide = served.run(20)
-    served.answer(*[0.03] * 40, *[late_s] * 3)
+    served.answer(*[0.03] * 40, *[late_s] * 2)
     for _ in range(5):
         assert wide / 4 <= served.run(10) <= wide / 2
     assert served.run(20) > 0.9 * wide
