@@ -212,10 +212,9 @@ class Background:
 
     def expected_ttft_s(self) -> float:
         """Return the 99th percentile of the TTFT to expect now, in seconds."""
-        return self._expected_s(-math.inf)
+        return max(self._expected_by_steps(), self._expected_by_answers(-math.inf))
 
-    def _expected_s(self, since: float) -> float:
-        """Return the same by the steps, and by the answers that came since then."""
+    def _expected_by_steps(self) -> float:
         mean, tails = self._mean_s, sorted(self._tails)
         if len(tails) < ENOUGH_ANSWERS:
             # The way of the request and its own prompt: half a step, as long as it is unknown.
@@ -224,12 +223,17 @@ class Background:
         way = max(0.0, tails[len(tails) // 2][0] + mean / 2)
         # An engine that schedules ahead has planned the next step already when a request comes.
         ahead = 1 if way > AHEAD * mean else 0
-        expected = self._wait(2 + ahead) + way - ahead * mean
+        return self._wait(2 + ahead) + way - ahead * mean
+
+    def _expected_by_answers(self, since: float) -> float:
+        """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell."""
         oldest = self._clock() - LATE_FOR_S
-        latest = [(tail, at) for tail, at in tails if at >= oldest]
+        latest = [(tail, at) for tail, at in self._tails if at >= oldest]
         late = max(1, int(MAY_BE_LATE * len(latest)))
         found = [tail for tail, at in latest if at >= since]
-        return max(expected, 2 * mean + found[-1 - late]) if len(found) > late else expected
+        if len(self._tails) < ENOUGH_ANSWERS or len(found) <= late:
+            return 0.0
+        return 2 * self._mean_s + nlargest(late + 1, found)[-1]
 
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""
@@ -252,9 +256,11 @@ class Background:
         mean = self._mean_s
         if not mean:
             return
+        by_steps = self._expected_by_steps()
         # By how much a step may become longer, as a factor.
-        slack = 1 + (AIM * goals.ttft_p99_s - self.expected_ttft_s()) / (2 * mean)
-        late = self._expected_s(self._narrowed_at) > (1 + AIM) / 2 * goals.ttft_p99_s
+        expected = max(by_steps, self._expected_by_answers(-math.inf))
+        slack = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
+        late = max(by_steps, self._expected_by_answers(self._narrowed_at)) > (1 + AIM) / 2 * goals.ttft_p99_s
         if goals.tpot_p99_s is not None:
             answers = self._answers
             worst = nlargest(2, answers)[1] if len(answers) >= ENOUGH_ANSWERS else 1.0

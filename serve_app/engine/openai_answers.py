@@ -42,9 +42,7 @@ class OpenAIAnswers:
         ready_at: Time at which the engine was ready, on the monotonic clock; before it nothing could run.
     """
 
-    def __init__(
-        self, app: ASGIApp, engine: "VLLMEngine", grammars: GrammarCheck, ready_at: float = 0.0
-    ) -> None:
+    def __init__(self, app: ASGIApp, engine: "VLLMEngine", grammars: GrammarCheck, ready_at: float) -> None:
         self._app = app
         self._engine = engine
         self._grammars = grammars

@@ -35,7 +35,7 @@ def made(app: Any, *, died: bool = False) -> Any:
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
     parts._grammars = GrammarCheck(0.1, 1.0)
-    parts._answer_openai = OpenAIAnswers(app, parts._engine, parts._grammars).answer
+    parts._answer_openai = OpenAIAnswers(app, parts._engine, parts._grammars, ready_at=0.0).answer
     parts._routes = {REQUEST.path, "/detokenize", "/generate"}
     return parts
 

@@ -100,7 +100,7 @@ async def test_one_that_fails_with_tokens_fails_the_call() -> None:
 async def test_a_grammar_that_the_engine_can_not_follow_is_a_400() -> None:
     grammars = GrammarCheck(0.1, 1.0)
     engine: Any = FakeEngine()
-    answers = OpenAIAnswers(failing(admitted=True, output_tokens=1), engine, grammars)
+    answers = OpenAIAnswers(failing(admitted=True, output_tokens=1), engine, grammars, ready_at=0.0)
     body = b'{"structured_outputs": {"grammar": "root ::= root"}}'
     try:
         status, _ = await answer(answers, replace(REQUEST, body=body))
