@@ -268,9 +268,8 @@ class Background:
             slack = min(slack, AIM * goals.tpot_p99_s / per_token)
             late = late or per_token > (1 + AIM) / 2 * goals.tpot_p99_s
         full = self.running >= FULL * int(self._window)
-        if full and self.running <= self._window:
-            # Prompts that start together make long steps: the least pace that fills the window is the best. A
-            # window that was just cut says nothing of it: more runs than it has places.
+        if full:
+            # Prompts that start together make long steps: the least pace that fills the window is the best.
             self._pace = max(1.0, self._pace * PACE_LEFT)
         if late:
             self._narrow(slack)
