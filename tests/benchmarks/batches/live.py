@@ -42,6 +42,9 @@ MANY, NEXT = 50_000, 20_000
 GOAL = 1.25
 """The goal for the TTFT p99 beside a batch, in relation to that of the live traffic alone."""
 
+RATE = 2.0
+"""Live requests per second at first."""
+
 EPILOG = """\
 rate: a batch and a run of the driver over HTTP with the same rows, in turns on one service without other
 traffic. The time of the batch is that from its creation to `completed`.
@@ -269,7 +272,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds (5)")
     parser.add_argument("--rows", type=int, default=2_000, help="rows in a run of `rate` (2000)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer of a row (64)")
-    parser.add_argument("--rate", type=float, default=2.0, help="live requests per second at first (2)")
+    parser.add_argument(
+        "--rate", type=float, default=RATE, help=f"live requests per second at first ({RATE:g})"
+    )
     parser.add_argument(
         "--seconds", type=float, default=100.0, help="seconds of live traffic that count, per run (100)"
     )
@@ -294,6 +299,8 @@ def main() -> None:
         title = f"{name}, {options.model}, rows of {options.answer} tokens"
         if name == "beside" and options.goal != GOAL:
             title += f", goal {options.goal:g}"
+        if name == "beside" and options.rate != RATE:
+            title += f", {options.rate:g} live requests per second"
         if name == "beside" and options.in_turn:
             title += ", steps in turn"
         print(report.show(title, table))
