@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from batcher import checks
+from batcher.deadlines import Deadlines
 from batcher.entries import Entry
 from batcher.errors import QueueFull
 from batcher.fair_share import SLACK, Backlog, Tenant, Tenants, Tier, Turns
@@ -97,9 +98,7 @@ class RequestQueue(Generic[EntryT]):
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
         self._came_in: list[EntryT] = []
-        self._deadlines: list[tuple[float, int, EntryT, Backlog]] = []
-        self._most_deadlines = SLACK
-        self._sequence = itertools.count()
+        self._deadlines: Deadlines[EntryT] = Deadlines()
         self._expired: list[EntryT] = []
 
     @property
@@ -205,7 +204,7 @@ class RequestQueue(Generic[EntryT]):
             self._outside[entry] = None
             self._count_outside(entry, 1)
         if entry.deadline is not None:
-            self._keep_deadline(entry.deadline, entry, backlog)
+            self._deadlines.keep(entry.deadline, entry)
         return admitted
 
     def add(self, entry: EntryT) -> None:
@@ -425,26 +424,13 @@ class RequestQueue(Generic[EntryT]):
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a waiting entry."""
-        deadlines = self._deadlines
-        while deadlines and not _holds(deadlines[0]):
-            heapq.heappop(deadlines)
-        return deadlines[0][0] if deadlines else None
-
-    def _keep_deadline(self, deadline: float, entry: EntryT, backlog: Backlog) -> None:
-        heapq.heappush(self._deadlines, (deadline, next(self._sequence), entry, backlog))
-        if len(self._deadlines) > self._most_deadlines:
-            self._deadlines = [item for item in self._deadlines if _holds(item)]
-            heapq.heapify(self._deadlines)
-            self._most_deadlines = 2 * len(self._deadlines) + SLACK
+        return self._deadlines.earliest()
 
     def _sweep(self) -> None:
         """Take out the entries whose deadline has passed."""
-        now = self._clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            item = heapq.heappop(self._deadlines)
-            if _holds(item):
-                self.remove(item[2])
-                self._expired.append(item[2])
+        for entry in self._deadlines.due(self._clock()):
+            self.remove(entry)
+            self._expired.append(entry)
 
     def _drop(self, entry: EntryT, backlog: Backlog, served_at: float | None) -> None:
         """Take an entry out; one that is served is charged to its tenant."""
@@ -481,8 +467,3 @@ class RequestQueue(Generic[EntryT]):
             if not tier.total and len(self._tiers) > SLACK:
                 del self._tiers[tier.priority]
                 tier.item = None
-
-
-def _holds(item: tuple[float, int, Entry[Any], Backlog]) -> bool:
-    """Return whether an item of the deadlines is of an entry that still waits there, not in another queue."""
-    return item[2]._place is item[3] and item[2].deadline == item[0]
