@@ -25,7 +25,7 @@ GROWTH, CUT = 1.125, 0.5  # how far one judgement widens or narrows it at most
 LATE_CUT = 0.8  # share of it that is left at once by a single late answer
 STEPS_IN_TAILS = 0.35  # part of the answers' tails that is due to the window, and shrinks with it
 FULL = 0.9  # share of it from which on it is full: then it may grow, else the pace
-PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full
+PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full, or no place is left
 HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place of others, at most
 
 # Parameters of what is measured.
@@ -77,7 +77,7 @@ class Background:
     exceeded two mean steps, each at its 99th percentile. So it is known before the first answer, too, and
     follows a change of the window within a few steps. From it follows how long a step may be. Window and
     pace go that way: down at once, both; up by an eighth per judgement, the window if it is full, else the
-    pace, which falls while the window is full.
+    pace, which falls while the window is full or nothing more fits.
 
     What is remembered shrinks with each cut, the steps' part of it, and lasts a minute at most: a late answer
     doesn't hold the background back until 200 others have come. For that minute it forbids growth, but it
@@ -268,8 +268,8 @@ class Background:
             slack = min(slack, AIM * goals.tpot_p99_s / per_token)
             late = late or per_token > (1 + AIM) / 2 * goals.tpot_p99_s
         full = self.running >= FULL * int(self._window)
-        if full:
-            # Prompts that start together make long steps: the least pace that fills the window is the best.
+        if full or self._held:
+            # Prompts that start together make long steps: the least pace that fills the places is the best.
             self._pace = max(1.0, self._pace * PACE_LEFT)
         if late:
             self._narrow(slack)

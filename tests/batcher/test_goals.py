@@ -118,7 +118,19 @@ def test_one_answer_in_a_hundred_may_be_late(late_s: float) -> None:
     wide = served.run(20)
     served.answer(*[0.03] * 198, *[late_s] * 2)
     assert 0.7 * wide < served.run(0.1) < wide, "it is narrowed at once, as more may be late"
-    assert served.run(10) == wide
+    assert served.run(10) > 0.95 * wide
+
+
+def test_prompts_are_spread_also_where_the_foreground_leaves_few_places() -> None:
+    """With each step a tenth of the records ends: so many may start together, and few more."""
+    served = Served()
+    background = served.background
+    assert served.run(20) > 110
+    background.begin(0, 1, 32, 1)
+    running = served.run(10)
+    assert running == 128 - 64
+    background.grow(1, -running, -running)
+    assert served.run(0.01) <= 9
 
 
 @virtual
