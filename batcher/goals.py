@@ -25,7 +25,7 @@ GROWTH, CUT = 1.125, 0.5  # how far one judgement widens or narrows it at most
 LATE_CUT = 0.8  # share of it that is left at once by a single late answer
 STEPS_IN_TAILS = 0.35  # part of the answers' tails that is due to the window, and shrinks with it
 FULL = 0.9  # share of it from which on it is full: then it may grow, else the pace
-PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full, or no place is left
+PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full or nothing more fits
 HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place of others, at most
 
 # Parameters of what is measured.

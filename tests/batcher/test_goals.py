@@ -118,14 +118,16 @@ def test_one_answer_in_a_hundred_may_be_late(late_s: float) -> None:
     wide = served.run(20)
     served.answer(*[0.03] * 198, *[late_s] * 2)
     assert 0.7 * wide < served.run(0.1) < wide, "it is narrowed at once, as more may be late"
-    assert served.run(10) > 0.95 * wide
+    served.run(9)
+    # The pace leaves a place or two empty now and then.
+    assert max(served.run(0.1) for _ in range(10)) == wide
 
 
 def test_prompts_are_spread_also_where_the_foreground_leaves_few_places() -> None:
     """With each step a tenth of the records ends: so many may start together, and few more."""
     served = Served()
     background = served.background
-    assert served.run(20) > 110
+    assert served.run(20) == 128 - 8
     background.begin(0, 1, 32, 1)
     running = served.run(10)
     assert running == 128 - 64
