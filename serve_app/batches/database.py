@@ -68,6 +68,7 @@ class SQLite:
 
     Raises:
         HeldError: Another process has it open.
+        DatabaseError: The file can't be read, or isn't a database.
     """
 
     dialect: Mapping[str, str] = {
@@ -85,20 +86,26 @@ class SQLite:
             self._held.close()
             raise HeldError(f"{folder}: another process has these batches open; end it first") from None
         self.place = str(folder / "batches.db")
-        # One connection writes, another one reads: it needn't wait while a commit is synced.
-        self._db, self._reader = (
-            sqlite3.connect(self.place, isolation_level=None, check_same_thread=False) for _ in range(2)
-        )
         self._lock, self._reading = threading.Lock(), threading.Lock()
-        self._db.row_factory = self._reader.row_factory = sqlite3.Row
-        self._db.execute("PRAGMA journal_mode = WAL")
-        # Each commit is synced; the default of WAL, NORMAL, may lose the last ones with the power.
-        self._db.execute("PRAGMA synchronous = FULL")
+        try:
+            with self._translated():
+                # One connection writes, another one reads: it needn't wait while a commit is synced.
+                self._db, self._reader = (
+                    sqlite3.connect(self.place, isolation_level=None, check_same_thread=False)
+                    for _ in range(2)
+                )
+                self._db.row_factory = self._reader.row_factory = sqlite3.Row
+                self._db.execute("PRAGMA journal_mode = WAL")
+                # Each commit is synced; the default of WAL, NORMAL, may lose the last ones with the power.
+                self._db.execute("PRAGMA synchronous = FULL")
+        except BaseException:
+            self._held.close()
+            raise
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """Return a context that commits at its end, or rolls back on an error."""
-        with self._lock, _translated():
+        with self._lock, self._translated():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield _SQLiteTransaction(self._db)
@@ -113,7 +120,7 @@ class SQLite:
 
     def rows(self, query: str, *values: object) -> list[Row]:
         """Run a query outside any transaction."""
-        with self._reading, _translated():
+        with self._reading, self._translated():
             return [*map(dict, self._reader.execute(query, values).fetchall())]
 
     def version(self) -> int:
@@ -122,9 +129,9 @@ class SQLite:
 
     def change_schema(self, statements: Sequence[str], version: int) -> None:
         """Make or change tables, and note the version that they have then: all or nothing."""
-        script = ";\n".join(statements)
-        with self._lock, _translated():
-            self._db.executescript(f"BEGIN; {script}; PRAGMA user_version = {version}; COMMIT")
+        with self.transaction() as transaction:
+            for statement in (*statements, f"PRAGMA user_version = {version}"):
+                transaction.change(statement)
 
     def close(self) -> None:
         """Close it."""
@@ -132,6 +139,13 @@ class SQLite:
             self._reader.close()
             self._db.close()
             self._held.close()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise DatabaseError(f"{self.place}: {error}") from error
 
 
 class _SQLiteTransaction:
@@ -146,11 +160,3 @@ class _SQLiteTransaction:
 
     def change_many(self, query: str, values: Sequence[Sequence[object]]) -> None:
         self._db.executemany(query, values)
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise DatabaseError(str(error)) from error
