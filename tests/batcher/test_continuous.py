@@ -5,59 +5,14 @@ import random
 
 import pytest
 
-from batcher import Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull
+from batcher import Aborted, Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull
+from tests.batcher.helpers import Holders, check_empty, continuous_batcher
 from tests.batcher.virtual import blocked, now, until, virtual
-
-
-def batcher_of(capacity: int = 100, **settings: object) -> ContinuousBatcher:
-    return ContinuousBatcher(capacity=capacity, clock=now, **settings)  # type: ignore[arg-type]
-
-
-class Holders:
-    """Tasks that each hold one slot until told to leave."""
-
-    def __init__(self, batcher: ContinuousBatcher) -> None:
-        self.batcher = batcher
-        self.inside: list[str] = []
-        self.order = ""
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._exits: dict[str, asyncio.Event] = {}
-
-    async def enter(self, name: str, cost: int | None = 10, **options: object) -> None:
-        """Start a holder and return when it is inside, or blocked."""
-        self._exits[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._hold(name, cost, options))
-        await blocked()
-
-    async def leave(self, *names: str) -> None:
-        for name in names:
-            self._exits[name].set()
-        await blocked()
-
-    async def cancel(self, name: str) -> None:
-        self.tasks[name].cancel()
-        await blocked()
-
-    async def _hold(self, name: str, cost: int | None, options: dict[str, object]) -> None:
-        async with self.batcher.slot(cost, **options):  # type: ignore[arg-type]
-            self.inside.append(name)
-            self.order += name
-            try:
-                await self._exits[name].wait()
-            finally:
-                self.inside.remove(name)
-
-
-def check_empty(batcher: ContinuousBatcher) -> None:
-    stats = batcher.stats
-    assert (stats.running, stats.running_cost, stats.queue_depth, stats.queue_cost) == (0, 0, 0, 0)
-    ended = stats.total_completed + stats.total_failed + stats.total_cancelled + stats.total_expired
-    assert stats.total_submitted == ended
 
 
 @virtual
 async def test_records_start_while_their_cost_fits() -> None:
-    async with batcher_of(100) as batcher:
+    async with continuous_batcher(100) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 60)
         await holders.enter("b", 40)
@@ -72,7 +27,7 @@ async def test_records_start_while_their_cost_fits() -> None:
 
 @virtual
 async def test_a_small_record_does_not_pass_a_large_one_that_waits() -> None:
-    async with batcher_of(100) as batcher:
+    async with continuous_batcher(100) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 60)
         await holders.enter("B", 80)
@@ -85,7 +40,7 @@ async def test_a_small_record_does_not_pass_a_large_one_that_waits() -> None:
 
 @virtual
 async def test_max_running_bounds_the_records() -> None:
-    async with batcher_of(100, max_running=2) as batcher:
+    async with continuous_batcher(100, max_running=2) as batcher:
         holders = Holders(batcher)
         for name in "abc":
             await holders.enter(name, 1)
@@ -97,7 +52,7 @@ async def test_max_running_bounds_the_records() -> None:
 
 @virtual
 async def test_the_queue_decides_who_is_next() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         await holders.enter("x")
         await holders.enter("d", priority=1)
@@ -110,7 +65,7 @@ async def test_the_queue_decides_who_is_next() -> None:
 
 @virtual
 async def test_an_oversize_record_is_refused() -> None:
-    async with batcher_of(100) as batcher:
+    async with continuous_batcher(100) as batcher:
         with pytest.raises(Oversize, match="costs 101, at most 100"):
             async with batcher.slot(101):
                 pass
@@ -119,7 +74,7 @@ async def test_an_oversize_record_is_refused() -> None:
 
 @virtual
 async def test_an_oversize_record_may_run_alone() -> None:
-    async with batcher_of(100, oversize="alone") as batcher:
+    async with continuous_batcher(100, oversize="alone") as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
         await holders.enter("B", 500)
@@ -137,7 +92,7 @@ async def test_an_oversize_record_may_run_alone() -> None:
 
 @virtual
 async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         for _ in range(20):
             async with batcher.slot(10):
                 await asyncio.sleep(2.0)
@@ -154,7 +109,7 @@ async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
 
 @virtual
 async def test_the_waiting_cost_is_bounded() -> None:
-    async with batcher_of(10, max_queue_cost=15) as batcher:
+    async with continuous_batcher(10, max_queue_cost=15) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
         await holders.enter("b", 10)
@@ -165,7 +120,7 @@ async def test_the_waiting_cost_is_bounded() -> None:
 
 @virtual
 async def test_callers_that_wait_for_space_get_in_one_after_the_other() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         for name in "abcde":
             await holders.enter(name, wait=True)
@@ -180,7 +135,7 @@ async def test_callers_that_wait_for_space_get_in_one_after_the_other() -> None:
 
 @virtual
 async def test_nobody_passes_those_who_wait_for_space() -> None:
-    async with batcher_of(10, max_queue_cost=20) as batcher:
+    async with continuous_batcher(10, max_queue_cost=20) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
         await holders.enter("b", 10)
@@ -194,7 +149,7 @@ async def test_nobody_passes_those_who_wait_for_space() -> None:
 
 @virtual
 async def test_who_gives_up_waiting_for_space_makes_way() -> None:
-    async with batcher_of(10, max_queue_cost=10) as batcher:
+    async with continuous_batcher(10, max_queue_cost=10) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
         await holders.enter("b", 5)
@@ -210,7 +165,7 @@ async def test_who_gives_up_waiting_for_space_makes_way() -> None:
 
 @virtual
 async def test_a_caller_that_does_not_wait_comes_in_where_there_is_space_for_it() -> None:
-    async with batcher_of(10, max_queue_cost=10) as batcher:
+    async with continuous_batcher(10, max_queue_cost=10) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 10)
         await holders.enter("b", 5)
@@ -224,7 +179,7 @@ async def test_a_caller_that_does_not_wait_comes_in_where_there_is_space_for_it(
 
 @virtual
 async def test_a_deadline_ends_the_wait_for_space() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         await holders.enter("a")
         await holders.enter("b")
@@ -237,7 +192,7 @@ async def test_a_deadline_ends_the_wait_for_space() -> None:
 
 @virtual
 async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         for _ in range(20):
             async with batcher.slot(10):
                 await asyncio.sleep(2.0)
@@ -262,7 +217,7 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
 
 @virtual
 async def test_an_estimate_knows_that_tenants_have_turns() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         for _ in range(20):
             async with batcher.slot(10):
                 await asyncio.sleep(1.0)
@@ -280,7 +235,7 @@ async def test_an_estimate_knows_that_tenants_have_turns() -> None:
 
 @virtual
 async def test_who_can_not_start_in_time_is_refused_at_once() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         for _ in range(20):
             async with batcher.slot(10):
                 await asyncio.sleep(1.0)
@@ -301,7 +256,7 @@ async def test_who_can_not_start_in_time_is_refused_at_once() -> None:
 
 @virtual
 async def test_a_record_that_can_not_start_in_time_expires() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         await holders.enter("a")
         with pytest.raises(Expired):
@@ -314,7 +269,7 @@ async def test_a_record_that_can_not_start_in_time_expires() -> None:
 
 @virtual
 async def test_a_deadline_in_the_past_is_refused_at_once() -> None:
-    async with batcher_of() as batcher:
+    async with continuous_batcher() as batcher:
         await asyncio.sleep(1)
         with pytest.raises(Expired):
             await batcher.slot(1, deadline=0.5).__aenter__()
@@ -322,7 +277,7 @@ async def test_a_deadline_in_the_past_is_refused_at_once() -> None:
 
 @virtual
 async def test_an_expired_record_makes_way_for_the_next() -> None:
-    async with batcher_of(100) as batcher:
+    async with continuous_batcher(100) as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 60)
         await holders.enter("B", 90, deadline=now() + 1)
@@ -336,7 +291,7 @@ async def test_an_expired_record_makes_way_for_the_next() -> None:
 
 @virtual
 async def test_a_record_that_started_in_time_does_not_expire() -> None:
-    async with batcher_of() as batcher:
+    async with continuous_batcher() as batcher:
         async with batcher.slot(1, deadline=now() + 1):
             await asyncio.sleep(5)
         assert batcher.stats.total_completed == 1
@@ -347,7 +302,7 @@ async def test_a_record_that_started_in_time_does_not_expire() -> None:
 
 @virtual
 async def test_a_cancelled_waiter_is_dropped_and_its_cost_returns() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         for name in "abc":
             await holders.enter(name)
@@ -362,7 +317,7 @@ async def test_a_cancelled_waiter_is_dropped_and_its_cost_returns() -> None:
 
 @virtual
 async def test_a_cancelled_holder_gives_its_slot_back() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         await holders.enter("a")
         await holders.enter("b")
@@ -374,7 +329,7 @@ async def test_a_cancelled_holder_gives_its_slot_back() -> None:
 
 @virtual
 async def test_a_grant_that_meets_a_cancel_is_not_lost() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         for name in "abc":
             await holders.enter(name)
@@ -390,7 +345,7 @@ async def test_a_grant_that_meets_a_cancel_is_not_lost() -> None:
 
 @virtual
 async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         slot = batcher.slot(10)
         await slot.__aenter__()
@@ -408,7 +363,7 @@ async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
 
 @virtual
 async def test_space_that_meets_a_cancel_is_not_lost() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         for name in "abcd":
             await holders.enter(name, wait=True)
@@ -423,7 +378,7 @@ async def test_space_that_meets_a_cancel_is_not_lost() -> None:
 
 @virtual
 async def test_who_is_cancelled_outside_is_passed_over() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         slot = batcher.slot(10)
         await slot.__aenter__()
@@ -440,7 +395,7 @@ async def test_who_is_cancelled_outside_is_passed_over() -> None:
 
 @virtual
 async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
-    batcher = batcher_of(10, max_queue_size=1)
+    batcher = continuous_batcher(10, max_queue_size=1)
     await batcher.start()
     holders = Holders(batcher)
     for name in "abc":
@@ -455,7 +410,7 @@ async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
 
 @virtual
 async def test_space_that_comes_with_the_deadline_counts() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         slot = batcher.slot(10)
         await slot.__aenter__()
         holders = Holders(batcher)
@@ -471,7 +426,7 @@ async def test_space_that_comes_with_the_deadline_counts() -> None:
 
 @virtual
 async def test_a_slot_is_released_once() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         async with batcher.slot(10) as slot:
             slot.release()
             assert batcher.stats.running == 0
@@ -482,8 +437,23 @@ async def test_a_slot_is_released_once() -> None:
 
 
 @virtual
+async def test_a_slot_that_is_released_while_it_waits_ends_the_wait() -> None:
+    async with ContinuousBatcher(capacity=10, clock=now) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("a")
+        slot = batcher.slot(10)
+        waiting = asyncio.create_task(slot.__aenter__())
+        await blocked()
+        slot.release()
+        await blocked()
+        assert isinstance(waiting.exception(), Aborted)
+        await holders.leave("a")
+        check_empty(batcher)
+
+
+@virtual
 async def test_a_slot_is_entered_once() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         slot = batcher.slot(10)
         async with slot:
             pass
@@ -493,7 +463,7 @@ async def test_a_slot_is_entered_once() -> None:
 
 @virtual
 async def test_an_error_in_the_block_gives_the_slot_back() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         with pytest.raises(ZeroDivisionError):
             async with batcher.slot(10):
                 raise ZeroDivisionError
@@ -504,7 +474,7 @@ async def test_an_error_in_the_block_gives_the_slot_back() -> None:
 @virtual
 async def test_a_storm_of_cancels_leaves_nothing_behind() -> None:
     rng = random.Random(1)
-    async with batcher_of(50, max_queue_size=20, max_running=7) as batcher:
+    async with continuous_batcher(50, max_queue_size=20, max_running=7) as batcher:
 
         async def use(cost: int) -> None:
             deadline = rng.choice([None, now() + rng.random()])
@@ -536,7 +506,7 @@ async def test_a_batcher_that_was_not_started_says_so() -> None:
 
 @virtual
 async def test_it_can_not_be_started_twice() -> None:
-    async with batcher_of() as batcher:
+    async with continuous_batcher() as batcher:
         assert batcher.is_running
         with pytest.raises(RuntimeError, match="already running"):
             await batcher.start()
@@ -545,7 +515,7 @@ async def test_it_can_not_be_started_twice() -> None:
 
 @virtual
 async def test_stop_lets_what_waits_run_first() -> None:
-    batcher = batcher_of(10, max_queue_size=1)
+    batcher = continuous_batcher(10, max_queue_size=1)
     await batcher.start()
     holders = Holders(batcher)
     for name in "abc":
@@ -564,7 +534,7 @@ async def test_stop_lets_what_waits_run_first() -> None:
 
 @virtual
 async def test_stop_without_draining_fails_what_waits() -> None:
-    batcher = batcher_of(10, max_queue_size=1)
+    batcher = continuous_batcher(10, max_queue_size=1)
     await batcher.start()
     holders = Holders(batcher)
     for name in "abc":
@@ -580,7 +550,7 @@ async def test_stop_without_draining_fails_what_waits() -> None:
 
 @virtual
 async def test_stop_ends_at_its_timeout() -> None:
-    batcher = batcher_of(10)
+    batcher = continuous_batcher(10)
     await batcher.start()
     holders = Holders(batcher)
     await holders.enter("a")
@@ -599,7 +569,7 @@ async def test_stop_ends_at_its_timeout() -> None:
 
 @virtual
 async def test_two_stops_end_together_and_a_start_follows() -> None:
-    batcher = batcher_of(10)
+    batcher = continuous_batcher(10)
     await batcher.start()
     holders = Holders(batcher)
     await holders.enter("a")
@@ -621,7 +591,7 @@ async def test_two_stops_end_together_and_a_start_follows() -> None:
 
 @virtual
 async def test_a_stop_does_not_end_the_life_after() -> None:
-    batcher = batcher_of(10)
+    batcher = continuous_batcher(10)
     await batcher.start()
 
     async def restart() -> None:
@@ -639,7 +609,7 @@ async def test_a_stop_does_not_end_the_life_after() -> None:
 
 @virtual
 async def test_a_second_stop_can_be_shorter() -> None:
-    batcher = batcher_of(10)
+    batcher = continuous_batcher(10)
     await batcher.start()
     holders = Holders(batcher)
     await holders.enter("a")
@@ -653,7 +623,7 @@ async def test_a_second_stop_can_be_shorter() -> None:
 
 @virtual
 async def test_a_stop_that_is_cancelled_can_be_called_again() -> None:
-    batcher = batcher_of(10)
+    batcher = continuous_batcher(10)
     await batcher.start()
     holders = Holders(batcher)
     await holders.enter("a")
@@ -672,7 +642,7 @@ async def test_a_stop_that_is_cancelled_can_be_called_again() -> None:
 
 @virtual
 async def test_capacity_can_grow_while_it_runs() -> None:
-    async with batcher_of(10, max_running=1) as batcher:
+    async with continuous_batcher(10, max_running=1) as batcher:
         holders = Holders(batcher)
         for name in "abc":
             await holders.enter(name)
@@ -691,7 +661,7 @@ async def test_capacity_can_grow_while_it_runs() -> None:
 
 @virtual
 async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
-    async with batcher_of(10, max_running=1, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_running=1, max_queue_size=1) as batcher:
         holders = Holders(batcher)
         for name in "ab":
             await holders.enter(name)
@@ -723,7 +693,7 @@ async def test_goals_can_change_only_where_there_are_some() -> None:
 
 @virtual
 async def test_capacity_can_shrink_while_it_runs() -> None:
-    async with batcher_of(30) as batcher:
+    async with continuous_batcher(30) as batcher:
         holders = Holders(batcher)
         for name in "abc":
             await holders.enter(name)
@@ -742,7 +712,7 @@ async def test_capacity_can_shrink_while_it_runs() -> None:
 
 @virtual
 async def test_a_record_that_waits_may_run_alone_when_capacity_shrinks() -> None:
-    async with batcher_of(30, oversize="alone") as batcher:
+    async with continuous_batcher(30, oversize="alone") as batcher:
         holders = Holders(batcher)
         await holders.enter("a", 30)
         await holders.enter("b", 25)
@@ -757,7 +727,7 @@ async def test_a_record_that_waits_may_run_alone_when_capacity_shrinks() -> None
 
 @virtual
 async def test_guaranteed_no_evict_reserves_all_that_may_be_produced() -> None:
-    async with batcher_of(1000) as batcher, batcher.slot(prompt_tokens=100, max_tokens=400) as slot:
+    async with continuous_batcher(1000) as batcher, batcher.slot(prompt_tokens=100, max_tokens=400) as slot:
         assert slot.cost == 500
         slot.report(50)
         assert slot.cost == 500
@@ -771,7 +741,7 @@ async def finish(batcher: ContinuousBatcher, lengths: list[int], prompt: int = 1
 
 @virtual
 async def test_max_utilization_learns_what_requests_produce() -> None:
-    async with batcher_of(2000, policy="max_utilization") as batcher:
+    async with continuous_batcher(2000, policy="max_utilization") as batcher:
         async with batcher.slot(prompt_tokens=10, max_tokens=1000) as slot:
             assert slot.cost == 1010
         await finish(batcher, [90, 110] * 20)
@@ -784,7 +754,7 @@ async def test_max_utilization_learns_what_requests_produce() -> None:
 
 @virtual
 async def test_max_utilization_corrects_a_record_that_outgrows_its_estimate() -> None:
-    async with batcher_of(400, policy="max_utilization", oversize="alone") as batcher:
+    async with continuous_batcher(400, policy="max_utilization", oversize="alone") as batcher:
         await finish(batcher, [100] * 45 + [300] * 5)
         holders = Holders(batcher)
         async with batcher.slot(prompt_tokens=10, max_tokens=1000) as slot:
@@ -808,7 +778,7 @@ async def test_max_utilization_corrects_a_record_that_outgrows_its_estimate() ->
 
 @virtual
 async def test_what_a_cancelled_record_produced_teaches_nothing() -> None:
-    async with batcher_of(2000, policy="max_utilization") as batcher:
+    async with continuous_batcher(2000, policy="max_utilization") as batcher:
         await finish(batcher, [100] * 40)
 
         async def cancelled() -> None:
@@ -825,14 +795,14 @@ async def test_what_a_cancelled_record_produced_teaches_nothing() -> None:
 
 @virtual
 async def test_a_tenant_is_charged_for_what_it_used() -> None:
-    async with batcher_of(100, max_queue_size=100) as batcher:
+    async with continuous_batcher(100, max_queue_size=100) as batcher:
         holders = Holders(batcher)
         await holders.enter("x", 100)
 
         # a reserves ten times what it uses, b uses what it reserves.
         async def use(tenant: str, produced: int) -> None:
             async with batcher.slot(prompt_tokens=0, max_tokens=100, tenant=tenant, wait=True) as slot:
-                holders.order += tenant
+                holders.started.append(tenant)
                 await asyncio.sleep(1)
                 slot.report(produced)
 
@@ -853,7 +823,7 @@ async def test_submit_runs_a_function_in_a_slot() -> None:
         await asyncio.sleep(1)
         return 2 * record
 
-    async with batcher_of(10, max_running=2) as batcher:
+    async with continuous_batcher(10, max_running=2) as batcher:
         tasks = [await batcher.submit(double, i, 5) for i in range(6)]
         assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10]
         assert now() == pytest.approx(3, abs=0.01)
@@ -862,7 +832,7 @@ async def test_submit_runs_a_function_in_a_slot() -> None:
 
 @virtual
 async def test_submit_waits_for_space() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         done = asyncio.Event()
 
         async def hold(_: int) -> None:
@@ -881,7 +851,7 @@ async def test_submit_waits_for_space() -> None:
 
 @virtual
 async def test_cancelling_what_was_submitted_frees_its_place() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         ran = []
 
         async def hold(record: str) -> None:
@@ -904,7 +874,7 @@ async def test_cancelling_what_was_submitted_frees_its_place() -> None:
 
 @virtual
 async def test_stop_cancels_what_was_submitted_at_its_timeout() -> None:
-    batcher = batcher_of(10)
+    batcher = continuous_batcher(10)
     await batcher.start()
 
     async def hold(_: int) -> None:
@@ -923,7 +893,7 @@ async def test_an_error_of_a_submitted_function_is_its_own() -> None:
     async def fail(record: int) -> None:
         raise KeyError(record)
 
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         task = await batcher.submit(fail, 7, 1)
         with pytest.raises(KeyError):
             await task
@@ -937,7 +907,7 @@ async def test_an_error_of_a_submitted_function_is_its_own() -> None:
 async def test_the_estimated_wait_is_within_a_factor_of_two_under_steady_load() -> None:
     rng = random.Random(5)
     ratios = []
-    async with batcher_of(1000, max_running=64, max_queue_size=10_000) as batcher:
+    async with continuous_batcher(1000, max_running=64, max_queue_size=10_000) as batcher:
 
         async def use() -> None:
             cost = min(900, int(rng.lognormvariate(3.5, 0.8)) + 1)
@@ -961,7 +931,7 @@ async def test_the_estimated_wait_is_within_a_factor_of_two_under_steady_load() 
 
 @virtual
 async def test_the_estimate_counts_only_what_goes_first() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         assert batcher.estimate_wait(10) == 0.0
         async with batcher.slot(10):
             assert batcher.estimate_wait(10) == 1.0
@@ -978,7 +948,7 @@ async def test_the_estimate_counts_only_what_goes_first() -> None:
 
 @virtual
 async def test_the_estimate_knows_the_bound_on_records() -> None:
-    async with batcher_of(1000, max_running=1) as batcher:
+    async with continuous_batcher(1000, max_running=1) as batcher:
         async with batcher.slot(1):
             await asyncio.sleep(3)
         async with batcher.slot(1):
@@ -987,7 +957,7 @@ async def test_the_estimate_knows_the_bound_on_records() -> None:
 
 @virtual
 async def test_statistics_are_true_in_the_middle() -> None:
-    async with batcher_of(100) as batcher:
+    async with continuous_batcher(100) as batcher:
         await asyncio.sleep(1)
         async with batcher.slot(50):
             await asyncio.sleep(3)
@@ -1012,7 +982,7 @@ async def test_statistics_are_true_in_the_middle() -> None:
 
 @virtual
 async def test_the_report_reads_well() -> None:
-    async with batcher_of(100, max_running=8) as batcher:
+    async with continuous_batcher(100, max_running=8) as batcher:
         async with batcher.slot(50):
             await asyncio.sleep(1)
         report = batcher.stats.report()
@@ -1043,7 +1013,7 @@ def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -
 
 @virtual
 async def test_wrong_costs_are_refused() -> None:
-    async with batcher_of() as batcher:
+    async with continuous_batcher() as batcher:
         with pytest.raises(ValueError, match="cost must be a finite number >= 0, not -1"):
             batcher.slot(-1)
         with pytest.raises(ValueError, match="give either cost"):
@@ -1061,7 +1031,7 @@ async def test_wrong_costs_are_refused() -> None:
 
 @virtual
 async def test_a_pause_starts_nothing_and_lets_what_runs_end() -> None:
-    async with batcher_of(100) as batcher:
+    async with continuous_batcher(100) as batcher:
         holders = Holders(batcher)
         await holders.enter("a")
         batcher.pause()
@@ -1080,7 +1050,7 @@ async def test_a_pause_starts_nothing_and_lets_what_runs_end() -> None:
 
 @virtual
 async def test_the_estimate_of_a_wait_contains_the_pause_and_what_ran_before_it() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         for name in "abcd":
             await holders.enter(name)
@@ -1105,7 +1075,7 @@ async def test_the_estimate_of_a_wait_contains_the_pause_and_what_ran_before_it(
 
 @virtual
 async def test_a_refusal_in_a_pause_tells_its_end() -> None:
-    async with batcher_of(10, max_queue_size=1) as batcher:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
         batcher.pause(40.0)
         holders = Holders(batcher)
         await holders.enter("a")
@@ -1120,7 +1090,7 @@ async def test_a_refusal_in_a_pause_tells_its_end() -> None:
 
 @virtual
 async def test_a_deadline_passes_in_a_pause() -> None:
-    async with batcher_of(10) as batcher:
+    async with continuous_batcher(10) as batcher:
         batcher.pause(40.0)
         began = now()
         task = asyncio.create_task(batcher.slot(10, timeout=3.0).__aenter__())
@@ -1133,7 +1103,7 @@ async def test_a_deadline_passes_in_a_pause() -> None:
 
 @virtual
 async def test_a_stop_in_a_pause_refuses_what_waits() -> None:
-    batcher = batcher_of(10)
+    batcher = continuous_batcher(10)
     await batcher.start()
     batcher.pause()
     task = asyncio.create_task(batcher.slot(10).__aenter__())

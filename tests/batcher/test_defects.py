@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from batcher import Closed, DynamicBatcher, Expired, QueueFull
+from tests.batcher.helpers import dynamic_batcher
 from tests.batcher.virtual import blocked, now, virtual
 
 
@@ -34,14 +35,10 @@ class Model:
         return batch
 
 
-def batcher_of(model: Any, **settings: Any) -> DynamicBatcher[Any, Any]:
-    return DynamicBatcher(model, clock=now, **settings)
-
-
 @virtual
 async def test_a_batch_overshoots_its_budget() -> None:
     model = Model()
-    async with batcher_of(model, target_batch_cost=100) as batcher:
+    async with dynamic_batcher(model, target_batch_cost=100) as batcher:
         futures = [await batcher.submit(cost, estimated_cost=cost) for cost in (99, 5000, 1)]
         await asyncio.gather(*futures)
     assert model.batches == [[99], [5000], [1]]
@@ -49,14 +46,14 @@ async def test_a_batch_overshoots_its_budget() -> None:
 
 @virtual
 async def test_a_lone_record_under_min_batch_size_never_runs() -> None:
-    async with batcher_of(Model(), min_batch_size=4) as batcher:
+    async with dynamic_batcher(Model(), min_batch_size=4) as batcher:
         async with asyncio.timeout(1):
             assert await (await batcher.submit("lone")) == "lone"
 
 
 @virtual
 async def test_putting_back_into_its_own_full_queue_deadlocks() -> None:
-    async with batcher_of(Model(), min_batch_size=8, max_batch_size=8, max_queue_size=8) as batcher:
+    async with dynamic_batcher(Model(), min_batch_size=8, max_batch_size=8, max_queue_size=8) as batcher:
         async with asyncio.timeout(20):
             results = [result async for result in batcher.map(range(40), max_pending=30)]
     assert results == list(range(40))
@@ -65,7 +62,7 @@ async def test_putting_back_into_its_own_full_queue_deadlocks() -> None:
 @virtual
 async def test_only_one_batch_is_in_flight() -> None:
     model = Model()
-    async with batcher_of(model, max_batch_size=1, max_concurrent_batches=4) as batcher:
+    async with dynamic_batcher(model, max_batch_size=1, max_concurrent_batches=4) as batcher:
         await asyncio.gather(*(await batcher.submit_batch(range(8))))
     assert model.most_in_flight == 4
 
@@ -73,7 +70,7 @@ async def test_only_one_batch_is_in_flight() -> None:
 @virtual
 async def test_partial_batches_are_frozen_early() -> None:
     model = Model(0.3)
-    async with batcher_of(model, max_batch_size=64, batch_timeout_s=0.02) as batcher:
+    async with dynamic_batcher(model, max_batch_size=64, batch_timeout_s=0.02) as batcher:
         futures = []
         for i in range(100):
             futures.append(await batcher.submit(i))
@@ -85,7 +82,7 @@ async def test_partial_batches_are_frozen_early() -> None:
 
 @virtual
 async def test_a_lone_request_on_an_idle_batcher_waits_the_whole_timeout() -> None:
-    async with batcher_of(Model(0.3)) as batcher:
+    async with dynamic_batcher(Model(0.3)) as batcher:
         for _ in range(10):
             before = now()
             await (await batcher.submit("x"))
@@ -100,7 +97,7 @@ async def test_a_cancelled_error_in_the_function_kills_the_loop() -> None:
             raise asyncio.CancelledError
         return batch
 
-    async with batcher_of(process) as batcher:
+    async with dynamic_batcher(process) as batcher:
         bad = await batcher.submit("bad")
         with pytest.raises(RuntimeError, match="cancelled from inside"):
             await bad
@@ -111,7 +108,7 @@ async def test_a_cancelled_error_in_the_function_kills_the_loop() -> None:
 @virtual
 async def test_cancelled_records_are_still_run() -> None:
     model = Model()
-    async with batcher_of(model) as batcher:
+    async with dynamic_batcher(model) as batcher:
         futures = [await batcher.submit(i) for i in range(4)]
         futures[0].cancel()
         await blocked()
@@ -128,7 +125,7 @@ async def test_a_poison_record_fails_its_whole_batch_with_one_shared_error() -> 
             raise ValueError("poison")
         return batch
 
-    async with batcher_of(process) as batcher:
+    async with dynamic_batcher(process) as batcher:
         futures = await batcher.submit_batch(range(8))
         results = await asyncio.gather(*futures, return_exceptions=True)
     assert [result for result in results if not isinstance(result, ValueError)] == [0, 1, 2, 4, 6, 7]
@@ -137,7 +134,7 @@ async def test_a_poison_record_fails_its_whole_batch_with_one_shared_error() -> 
 
 @virtual
 async def test_records_submitted_during_a_stop_hang() -> None:
-    batcher = batcher_of(Model())
+    batcher = dynamic_batcher(Model())
     await batcher.start()
     future = await batcher.submit("before")
     stopping = asyncio.create_task(batcher.stop())
@@ -151,7 +148,7 @@ async def test_records_submitted_during_a_stop_hang() -> None:
 
 @virtual
 async def test_two_stops_poison_the_next_start() -> None:
-    batcher = batcher_of(Model())
+    batcher = dynamic_batcher(Model())
     await batcher.start()
     await batcher.submit(1)
     await asyncio.gather(batcher.stop(), batcher.stop())
@@ -162,7 +159,7 @@ async def test_two_stops_poison_the_next_start() -> None:
 
 @virtual
 async def test_utilization_reads_zero_in_the_middle_of_a_batch() -> None:
-    async with batcher_of(Model(10.0)) as batcher:
+    async with dynamic_batcher(Model(10.0)) as batcher:
         future = await batcher.submit(1)
         await asyncio.sleep(5)
         assert batcher.stats.utilization > 0.99
@@ -179,7 +176,7 @@ async def test_a_dict_is_taken_apart_by_its_keys() -> None:
     async def process(batch: list[str]) -> Any:
         return {record: record.upper() for record in batch}
 
-    async with batcher_of(process) as batcher:
+    async with dynamic_batcher(process) as batcher:
         future = await batcher.submit("a")
         with pytest.raises(ValueError, match="sequence with one result per record, not dict"):
             await future
@@ -222,7 +219,7 @@ def test_a_record_costs_many_times_what_a_future_does() -> None:
 
 @virtual
 async def test_the_queue_is_unbounded() -> None:
-    async with batcher_of(Model(), max_queue_size=10, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(Model(), max_queue_size=10, max_batch_size=1, prefetch_batches=0) as batcher:
         for i in range(11):
             batcher.submit_nowait(i)
         with pytest.raises(QueueFull):
@@ -232,7 +229,7 @@ async def test_the_queue_is_unbounded() -> None:
 @virtual
 async def test_batches_form_while_the_worker_is_busy() -> None:
     model = Model(1.0)
-    async with batcher_of(model, max_batch_size=8, batch_timeout_s=0.01) as batcher:
+    async with dynamic_batcher(model, max_batch_size=8, batch_timeout_s=0.01) as batcher:
         futures = [await batcher.submit(0)]
         await blocked()
         for i in range(1, 7):
@@ -246,7 +243,7 @@ async def test_batches_form_while_the_worker_is_busy() -> None:
 @virtual
 async def test_a_deferred_record_goes_to_the_back_and_can_starve() -> None:
     model = Model(0.1)
-    async with batcher_of(model, target_batch_cost=10) as batcher:
+    async with dynamic_batcher(model, target_batch_cost=10) as batcher:
         futures = [await batcher.submit("first", estimated_cost=1)]
         await blocked()
         futures.append(await batcher.submit("small", estimated_cost=3))
@@ -266,7 +263,7 @@ async def test_the_size_function_is_called_again_and_again() -> None:
         calls += 1
         return 1
 
-    async with batcher_of(Model(), cost_estimator=cost, max_batch_size=16) as batcher:
+    async with dynamic_batcher(Model(), cost_estimator=cost, max_batch_size=16) as batcher:
         await asyncio.gather(*(await batcher.submit_batch(range(100))))
     assert calls == 100
 
@@ -278,7 +275,7 @@ async def test_an_error_in_the_size_function_stops_the_queue_for_good() -> None:
             raise KeyError(record)
         return 1
 
-    async with batcher_of(Model(), cost_estimator=cost) as batcher:
+    async with dynamic_batcher(Model(), cost_estimator=cost) as batcher:
         before = await batcher.submit("before")
         with pytest.raises(KeyError):
             await batcher.submit("bad")
@@ -291,7 +288,7 @@ async def test_an_error_in_the_size_function_stops_the_queue_for_good() -> None:
 
 @virtual
 async def test_a_full_queue_does_not_say_when_to_come_back() -> None:
-    async with batcher_of(Model(2.0), max_queue_size=3, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(Model(2.0), max_queue_size=3, max_batch_size=1, prefetch_batches=0) as batcher:
         await (await batcher.submit("measured"))
         for i in range(4):
             batcher.submit_nowait(i)
@@ -303,7 +300,7 @@ async def test_a_full_queue_does_not_say_when_to_come_back() -> None:
 @virtual
 async def test_one_tenant_keeps_all_others_waiting() -> None:
     model = Model(0.1)
-    async with batcher_of(model, max_batch_size=4, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(model, max_batch_size=4, prefetch_batches=0) as batcher:
         greedy = [await batcher.submit("greedy", tenant="greedy") for _ in range(400)]
         await asyncio.sleep(0.05)
         before = now()
@@ -315,7 +312,7 @@ async def test_one_tenant_keeps_all_others_waiting() -> None:
 @virtual
 async def test_work_is_done_that_nobody_waits_for_any_more() -> None:
     model = Model(1.0)
-    async with batcher_of(model, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(model, max_batch_size=1, prefetch_batches=0) as batcher:
         futures = [await batcher.submit(i, deadline=now() + 2.5) for i in range(10)]
         results = await asyncio.gather(*futures, return_exceptions=True)
     assert results[:3] == [0, 1, 2]

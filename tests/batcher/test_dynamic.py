@@ -1,75 +1,24 @@
 """DynamicBatcher: when a batch is decided, what is in it, and that every future ends."""
 
 import asyncio
-import contextvars
-import functools
-import gc
 import inspect
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from batcher import Aborted, BatchStats, Closed, DynamicBatcher, Expired, Oversize, QueueFull
+from batcher import BatchStats, Closed, DynamicBatcher, Expired, Oversize, QueueFull, TokenBatcher
+from tests.batcher.helpers import Machine, check_books, dynamic_batcher, one_by_one, results_of
 from tests.batcher.virtual import Clock, blocked, now, until, virtual
-
-
-class Machine:
-    """A process function that takes a second per batch, or waits to be told, and remembers its batches."""
-
-    def __init__(self, seconds: float = 1.0, *, held: bool = False) -> None:
-        self.seconds = seconds
-        self.batches: list[list[Any]] = []
-        self.starts: list[float] = []
-        self.running = 0
-        self.most = 0
-        self._go = asyncio.Event()
-        if not held:
-            self._go.set()
-
-    async def __call__(self, batch: list[Any]) -> list[Any]:
-        self.batches.append(list(batch))
-        self.starts.append(now())
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            await self._go.wait()
-            await asyncio.sleep(self.seconds)
-        finally:
-            self.running -= 1
-        return [f"<{record}>" for record in batch]
-
-    def go(self) -> None:
-        self._go.set()
-
-    @property
-    def sizes(self) -> list[int]:
-        return [len(batch) for batch in self.batches]
-
-
-def batcher_of(machine: Callable[[list[Any]], Any], **settings: Any) -> DynamicBatcher[Any, Any]:
-    return DynamicBatcher(machine, clock=now, **settings)
-
-
-async def results_of(futures: Sequence["asyncio.Future[Any]"]) -> list[Any]:
-    return await asyncio.gather(*futures, return_exceptions=True)
-
-
-def check_books(batcher: DynamicBatcher[Any, Any]) -> None:
-    stats = batcher.stats
-    ended = stats.total_completed + stats.total_failed + stats.total_cancelled + stats.total_expired
-    assert stats.total_submitted == ended + stats.queue_depth + stats.running
-
 
 # When a batch is decided
 
 
 @virtual
 async def test_results_go_to_their_records() -> None:
-    async with batcher_of(Machine()) as batcher:
+    async with dynamic_batcher(Machine()) as batcher:
         futures = [await batcher.submit(i) for i in range(5)]
         assert all(isinstance(future, asyncio.Future) for future in futures)
         assert await asyncio.gather(*futures) == ["<0>", "<1>", "<2>", "<3>", "<4>"]
@@ -79,7 +28,7 @@ async def test_results_go_to_their_records() -> None:
 @virtual
 async def test_a_lone_record_leaves_at_once() -> None:
     machine = Machine()
-    async with batcher_of(machine) as batcher:
+    async with dynamic_batcher(machine) as batcher:
         for _ in range(20):
             before = now()
             await (await batcher.submit("x"))
@@ -111,7 +60,7 @@ async def test_what_arrives_together_leaves_together() -> None:
             await asyncio.sleep(0)
         await (await batcher.submit("x"))
 
-    async with batcher_of(machine) as batcher:
+    async with dynamic_batcher(machine) as batcher:
         await asyncio.gather(*(caller(batcher, i % 6) for i in range(40)))
     assert machine.sizes == [40]
 
@@ -119,7 +68,7 @@ async def test_what_arrives_together_leaves_together() -> None:
 @virtual
 async def test_a_batch_stays_open_while_the_processor_is_busy() -> None:
     machine = Machine()
-    async with batcher_of(machine, batch_timeout_s=0.02) as batcher:
+    async with dynamic_batcher(machine, batch_timeout_s=0.02) as batcher:
         futures = [await batcher.submit("first")]
         await blocked()
         for _ in range(9):
@@ -132,7 +81,7 @@ async def test_a_batch_stays_open_while_the_processor_is_busy() -> None:
 @virtual
 async def test_a_full_batch_leaves_without_a_look_round() -> None:
     machine = Machine()
-    async with batcher_of(machine, max_batch_size=4, min_batch_size=4, batch_timeout_s=9) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=4, min_batch_size=4, batch_timeout_s=9) as batcher:
         futures = [await batcher.submit(i) for i in range(4)]
         await asyncio.sleep(0)
         assert machine.sizes == [4]
@@ -142,7 +91,7 @@ async def test_a_full_batch_leaves_without_a_look_round() -> None:
 @virtual
 async def test_burst_of_100_records_drains_in_time() -> None:
     machine = Machine(0.3)
-    async with batcher_of(machine, max_batch_size=64, batch_timeout_s=0.02) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=64, batch_timeout_s=0.02) as batcher:
         futures = []
         for i in range(100):
             futures.append(await batcher.submit(i))
@@ -152,129 +101,13 @@ async def test_burst_of_100_records_drains_in_time() -> None:
     assert len(machine.sizes) == 3
 
 
-async def burst(batcher: DynamicBatcher[Any, Any], count: int, gap: float) -> None:
-    futures = []
-    for i in range(count):
-        futures.append(await batcher.submit(i))
-        await asyncio.sleep(gap)
-    await results_of(futures)
-    await asyncio.sleep(1)
-
-
-@virtual
-async def test_a_batch_waits_for_others_once_it_has_learned_that_it_comes() -> None:
-    machine = Machine(0.4)
-    async with batcher_of(machine) as batcher:
-        for _ in range(4):
-            await burst(batcher, 10, 0.002)
-    assert machine.sizes == [1, 9, 10, 10, 10]
-
-
-@virtual
-async def test_it_stops_waiting_when_others_no_longer_comes() -> None:
-    machine = Machine(0.4)
-    async with batcher_of(machine) as batcher:
-        for _ in range(4):
-            await burst(batcher, 10, 0.002)
-        latencies = []
-        for _ in range(20):
-            before = now()
-            await (await batcher.submit("lone"))
-            latencies.append(now() - before)
-        assert latencies[0] == pytest.approx(0.45)
-        assert latencies[14:] == pytest.approx([0.4] * 6)
-
-
-@virtual
-async def test_waiting_for_others_ends_at_the_timeout() -> None:
-    machine = Machine(0.4)
-    async with batcher_of(machine, batch_timeout_s=0.005) as batcher:
-        for _ in range(3):
-            await burst(batcher, 10, 0.002)
-    assert machine.sizes == [1, 9, 3, 7, 3, 7]
-
-
-@virtual
-async def test_waiting_for_others_takes_a_quarter_of_a_batch_at_most() -> None:
-    machine = Machine(0.04)
-    async with batcher_of(machine, batch_timeout_s=60.0) as batcher:
-        for _ in range(3):
-            await burst(batcher, 10, 0.004)
-    assert machine.sizes == [1, 9, 3, 7, 3, 7]
-
-
-@virtual
-async def test_a_batch_does_not_wait_for_few_when_many_are_there() -> None:
-    machine = Machine(0.4)
-
-    async def crowd(batcher: DynamicBatcher[Any, Any]) -> None:
-        futures = [await batcher.submit(i) for i in range(50)]
-        await asyncio.sleep(0.01)
-        futures.append(await batcher.submit("follower"))
-        await results_of(futures)
-        await asyncio.sleep(1)
-
-    async with batcher_of(machine) as batcher:
-        for _ in range(5):
-            await crowd(batcher)
-    assert machine.sizes == [50, 1] * 5
-
-
-@virtual
-async def test_a_timeout_of_zero_never_waits() -> None:
-    machine = Machine(10.0)
-    async with batcher_of(machine, batch_timeout_s=0.0, min_batch_size=5) as batcher:
-        before = now()
-        await (await batcher.submit("a"))
-        assert now() - before == pytest.approx(10.0)
-
-
-@virtual
-async def test_min_batch_size_holds_a_batch_back_until_the_timeout() -> None:
-    machine = Machine()
-    async with batcher_of(machine, min_batch_size=3, batch_timeout_s=0.5) as batcher:
-        future = await batcher.submit("lone")
-        await future
-        assert machine.starts == [pytest.approx(0.5, abs=0.01)]
-        futures = [await batcher.submit("one"), await batcher.submit("two")]
-        await asyncio.sleep(0.1)
-        assert len(machine.batches) == 1
-        futures.append(await batcher.submit("three"))
-        await blocked()
-        await results_of(futures)
-    assert machine.sizes == [1, 3]
-    assert machine.starts[1] < 1.7
-
-
-@virtual
-async def test_what_a_full_batch_leaves_over_is_looked_at_anew() -> None:
-    machine = Machine(0.1)
-    async with batcher_of(machine, max_batch_size=4, min_batch_size=2, batch_timeout_s=10) as batcher:
-        futures = [await batcher.submit("first")]
-        await asyncio.sleep(1.0)
-        futures += await batcher.submit_batch(range(6))
-        await results_of(futures)
-    assert machine.sizes == [4, 3]
-    assert machine.starts == pytest.approx([1.0, 1.1], abs=0.01)
-
-
-@virtual
-async def test_min_batch_size_counts_from_the_oldest_record_left_over() -> None:
-    machine = Machine(0.1)
-    async with batcher_of(machine, max_batch_size=4, min_batch_size=2, batch_timeout_s=0.5) as batcher:
-        futures = [await batcher.submit(i) for i in range(5)]
-        await results_of(futures)
-    assert machine.sizes == [4, 1]
-    assert machine.starts[1] == pytest.approx(0.5, abs=0.01)
-
-
 # What is in a batch
 
 
 @virtual
 async def test_cost_and_size_bound_a_batch() -> None:
     machine = Machine()
-    async with batcher_of(machine, target_batch_cost=100, max_batch_size=4) as batcher:
+    async with dynamic_batcher(machine, target_batch_cost=100, max_batch_size=4) as batcher:
         costs = [60, 50, 10, 10, 10, 10, 10, 100, 1]
         futures = [await batcher.submit(cost, estimated_cost=cost) for cost in costs]
         await results_of(futures)
@@ -284,7 +117,7 @@ async def test_cost_and_size_bound_a_batch() -> None:
 @virtual
 async def test_priority_tenant_and_arrival_decide_the_order() -> None:
     machine = Machine()
-    async with batcher_of(machine, max_batch_size=3, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=3, prefetch_batches=0) as batcher:
         futures = [await batcher.submit("first")]
         await blocked()
         futures += [await batcher.submit(name, priority=1) for name in ("late1", "late2")]
@@ -298,7 +131,7 @@ async def test_priority_tenant_and_arrival_decide_the_order() -> None:
 @pytest.mark.parametrize("forming", ["arrival", "sorted", "bucketed"])
 async def test_a_more_urgent_record_passes_batches_that_were_chosen_ahead(forming: str) -> None:
     machine = Machine(held=True)
-    async with batcher_of(machine, max_batch_size=3, prefetch_batches=2, forming=forming) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=3, prefetch_batches=2, forming=forming) as batcher:
         futures = [await batcher.submit(i) for i in range(3)]
         await blocked()
         futures += [await batcher.submit(i) for i in range(3, 11)]
@@ -311,7 +144,7 @@ async def test_a_more_urgent_record_passes_batches_that_were_chosen_ahead(formin
 async def chosen(lengths: Sequence[int], prefetch: int, cancel: int | None = None) -> list[int]:
     """Return the lengths of the next batch, when 50 and 51 come after it could be chosen."""
     machine = Machine(held=True)
-    async with batcher_of(
+    async with dynamic_batcher(
         machine, max_batch_size=3, prefetch_batches=prefetch, forming="sorted", cost_estimator=int
     ) as batcher:
         futures = [await batcher.submit(1) for _ in range(3)]
@@ -345,7 +178,7 @@ async def test_a_batch_that_is_not_full_is_not_chosen_ahead() -> None:
 async def test_a_prefetched_batch_starts_before_the_callers_of_the_last_one_go_on() -> None:
     machine = Machine()
     started = []
-    async with batcher_of(machine, max_batch_size=2) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=2) as batcher:
         futures = [await batcher.submit(i) for i in range(4)]
 
         async def caller() -> None:
@@ -359,7 +192,7 @@ async def test_a_prefetched_batch_starts_before_the_callers_of_the_last_one_go_o
 @virtual
 async def test_several_batches_may_run_at_once() -> None:
     machine = Machine()
-    async with batcher_of(machine, max_batch_size=2, max_concurrent_batches=3) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=2, max_concurrent_batches=3) as batcher:
         futures = [await batcher.submit(i) for i in range(12)]
         await results_of(futures)
         assert now() == pytest.approx(2.0, abs=0.01)
@@ -368,7 +201,7 @@ async def test_several_batches_may_run_at_once() -> None:
 
 @virtual
 async def test_an_oversize_record_is_refused_if_so_set() -> None:
-    async with batcher_of(Machine(), target_batch_cost=10, oversize="reject") as batcher:
+    async with dynamic_batcher(Machine(), target_batch_cost=10, oversize="reject") as batcher:
         with pytest.raises(Oversize, match="costs 11, at most 10 is allowed"):
             await batcher.submit("x", estimated_cost=11)
         assert await (await batcher.submit("x", estimated_cost=10)) == "<x>"
@@ -379,7 +212,7 @@ async def test_an_oversize_record_is_refused_if_so_set() -> None:
 async def test_static_batches_have_one_size_whatever_the_cost() -> None:
     machine = Machine()
     settings = {"forming": "static", "max_batch_size": 4, "target_batch_cost": 5, "batch_timeout_s": 0.2}
-    async with batcher_of(machine, **settings) as batcher:
+    async with dynamic_batcher(machine, **settings) as batcher:
         futures = [await batcher.submit(i, estimated_cost=100) for i in range(10)]
         await results_of(futures)
     assert machine.sizes == [4, 4, 2]
@@ -389,7 +222,7 @@ async def test_static_batches_have_one_size_whatever_the_cost() -> None:
 @pytest.mark.parametrize("forming", ["sorted", "bucketed"])
 async def test_batches_by_length_give_each_record_its_own_result(forming: str) -> None:
     machine = Machine()
-    async with batcher_of(
+    async with dynamic_batcher(
         machine, forming=forming, max_batch_size=4, padded=True, prefetch_batches=0
     ) as batcher:
         await batcher.submit(0)
@@ -418,7 +251,7 @@ async def test_a_cost_is_given_or_estimated_or_known_by_the_record_or_the_defaul
         return batch
 
     async def cost_of(record: Any, given: int | None = None, **settings: Any) -> int:
-        async with batcher_of(nothing, **settings) as batcher:
+        async with dynamic_batcher(nothing, **settings) as batcher:
             await (await batcher.submit(record, estimated_cost=given))
             return batcher.stats.total_batch_cost
 
@@ -433,7 +266,7 @@ async def test_a_cost_is_given_or_estimated_or_known_by_the_record_or_the_defaul
 
 @virtual
 async def test_a_cost_that_is_none_is_refused() -> None:
-    async with batcher_of(Machine(), cost_estimator=lambda record: record) as batcher:
+    async with dynamic_batcher(Machine(), cost_estimator=lambda record: record) as batcher:
         with pytest.raises(ValueError, match="estimated_cost must be a finite number >= 0, not -5"):
             await batcher.submit("x", estimated_cost=-5)
         with pytest.raises(ValueError, match="cost_estimator's result must be a finite number >= 0, not nan"):
@@ -443,13 +276,30 @@ async def test_a_cost_that_is_none_is_refused() -> None:
         check_books(batcher)
 
 
+@virtual
+async def test_cost_has_one_name_and_an_alias() -> None:
+    async with dynamic_batcher(Machine()) as batcher:
+        await (await batcher.submit("x", cost=3))
+        await (await batcher.submit("x", estimated_cost=4))
+        await asyncio.gather(*await batcher.submit_batch("xy", cost=[5, 6]))
+        assert batcher.stats.total_batch_cost == 18
+        with pytest.raises(ValueError, match="either cost or estimated_cost"):
+            await batcher.submit("x", cost=3, estimated_cost=3)
+        with pytest.raises(ValueError, match="either cost or estimated_cost"):
+            await batcher.submit_batch("x", cost=[3], estimated_cost=[3])
+    async with TokenBatcher[Any, Any](Machine(), clock=now) as tokens:
+        await (await tokens.submit("x", cost=7))
+        await (await tokens.submit("x", cost=9, estimated_tokens=8))
+        assert tokens.stats.total_batch_cost == 15
+
+
 # Backpressure
 
 
 @virtual
 async def test_submit_waits_while_the_queue_is_full() -> None:
     machine = Machine(held=True)
-    async with batcher_of(machine, max_queue_size=2, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, max_queue_size=2, max_batch_size=1, prefetch_batches=0) as batcher:
         futures = [await batcher.submit(i) for i in range(3)]
         waiting = [asyncio.create_task(batcher.submit(i)) for i in range(3, 6)]
         await blocked()
@@ -464,7 +314,7 @@ async def test_submit_waits_while_the_queue_is_full() -> None:
 @virtual
 async def test_submit_nowait_says_when_to_come_back() -> None:
     machine = Machine(4.0)
-    async with batcher_of(machine, max_queue_size=2, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, max_queue_size=2, max_batch_size=1, prefetch_batches=0) as batcher:
         await (await batcher.submit("warm-up"))
         futures = [batcher.submit_nowait(i) for i in range(3)]
         await asyncio.sleep(1)
@@ -478,7 +328,7 @@ async def test_submit_nowait_says_when_to_come_back() -> None:
 @virtual
 async def test_the_waiting_cost_is_bounded() -> None:
     machine = Machine(held=True)
-    async with batcher_of(machine, max_queue_cost=20, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, max_queue_cost=20, max_batch_size=1, prefetch_batches=0) as batcher:
         futures = [batcher.submit_nowait(i, estimated_cost=10) for i in range(3)]
         with pytest.raises(QueueFull, match="max_queue_cost=20"):
             batcher.submit_nowait("x", estimated_cost=1)
@@ -489,7 +339,7 @@ async def test_the_waiting_cost_is_bounded() -> None:
 @virtual
 async def test_cancelling_a_record_lets_the_next_one_in() -> None:
     machine = Machine(held=True)
-    async with batcher_of(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
         first, second = [await batcher.submit(i) for i in range(2)]
         outside = asyncio.create_task(batcher.submit("outside"))
         await blocked()
@@ -503,7 +353,7 @@ async def test_cancelling_a_record_lets_the_next_one_in() -> None:
 @virtual
 async def test_a_cancelled_submit_leaves_nothing_behind() -> None:
     machine = Machine(held=True)
-    async with batcher_of(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
         futures = [await batcher.submit(i) for i in range(2)]
         outside = [asyncio.create_task(batcher.submit(i)) for i in range(2, 4)]
         await blocked()
@@ -518,7 +368,7 @@ async def test_a_cancelled_submit_leaves_nothing_behind() -> None:
 @virtual
 async def test_a_submit_cancelled_as_space_is_made_leaves_nothing_behind() -> None:
     machine = Machine()
-    async with batcher_of(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
         futures = [await batcher.submit(i) for i in range(2)]
         outside = asyncio.create_task(batcher.submit("outside"))
         await until(lambda: batcher.stats.outside == 1)
@@ -545,7 +395,7 @@ async def test_the_estimated_wait_is_within_a_factor_of_two_under_steady_load() 
         if estimate > 0.5:
             ratios.append((now() - before - machine.seconds) / estimate)
 
-    async with batcher_of(machine, max_batch_size=16) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=16) as batcher:
         assert batcher.estimate_wait(1) == 0.0
         tasks = []
         for i in range(3000):
@@ -560,7 +410,7 @@ async def test_the_estimated_wait_is_within_a_factor_of_two_under_steady_load() 
 
 @virtual
 async def test_the_estimate_is_a_guess_as_long_as_nothing_was_measured() -> None:
-    async with batcher_of(Machine()) as batcher:
+    async with dynamic_batcher(Machine()) as batcher:
         future = await batcher.submit("x")
         await blocked()
         assert batcher.estimate_wait(1) == 1.0
@@ -568,8 +418,33 @@ async def test_the_estimate_is_a_guess_as_long_as_nothing_was_measured() -> None
 
 
 @virtual
+async def test_an_estimate_divides_batches_among_processors_but_not_the_rest_of_one() -> None:
+    async with one_by_one(Machine(4.0), max_concurrent_batches=4) as batcher:
+        await (await batcher.submit("measured"))
+        futures = [batcher.submit_nowait(number) for number in range(4)]
+        await asyncio.sleep(1.0)
+        assert batcher.estimate_wait(1) == pytest.approx(3.0)
+        await results_of(futures)
+
+
+@virtual
+async def test_a_batch_that_was_cancelled_before_it_ran_teaches_nothing() -> None:
+    async with one_by_one(Machine(4.0)) as batcher:
+        await (await batcher.submit("measured"))
+        for _ in range(20):
+            futures = [batcher.submit_nowait(number) for number in range(2)]
+            for future in futures:
+                future.cancel()
+            await blocked()
+        running = batcher.submit_nowait("x")
+        await blocked()
+        assert batcher.estimate_wait(1) == pytest.approx(4.0, abs=0.01)
+        await running
+
+
+@virtual
 async def test_a_batch_that_is_about_to_leave_takes_more_without_a_wait() -> None:
-    async with batcher_of(Machine()) as batcher:
+    async with dynamic_batcher(Machine()) as batcher:
         await (await batcher.submit("measured"))
         future = await batcher.submit("x")
         assert batcher.estimate_wait(1) == 0.0
@@ -582,7 +457,7 @@ async def test_a_batch_that_is_about_to_leave_takes_more_without_a_wait() -> Non
 @virtual
 async def test_cancelling_a_future_gives_its_place_back_at_once() -> None:
     machine = Machine()
-    async with batcher_of(machine, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, prefetch_batches=0) as batcher:
         first = await batcher.submit("first")
         await blocked()
         futures = [await batcher.submit(i, estimated_cost=5) for i in range(3)]
@@ -597,7 +472,7 @@ async def test_cancelling_a_future_gives_its_place_back_at_once() -> None:
 @virtual
 async def test_cancelling_the_caller_cancels_the_record() -> None:
     machine = Machine()
-    async with batcher_of(machine) as batcher:
+    async with dynamic_batcher(machine) as batcher:
         first = await batcher.submit("first")
         await blocked()
 
@@ -616,7 +491,7 @@ async def test_cancelling_the_caller_cancels_the_record() -> None:
 @virtual
 async def test_a_record_cancelled_while_it_runs_does_not_disturb_the_others() -> None:
     machine = Machine()
-    async with batcher_of(machine) as batcher:
+    async with dynamic_batcher(machine) as batcher:
         futures = [await batcher.submit(i) for i in range(3)]
         await asyncio.sleep(0.5)
         futures[1].cancel()
@@ -628,7 +503,7 @@ async def test_a_record_cancelled_while_it_runs_does_not_disturb_the_others() ->
 @virtual
 async def test_a_record_that_can_not_start_in_time_fails() -> None:
     machine = Machine(2.0)
-    async with batcher_of(machine, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, prefetch_batches=0) as batcher:
         first = await batcher.submit("first", deadline=now() + 1)
         await blocked()
         late = await batcher.submit("late", deadline=now() + 1)
@@ -647,7 +522,7 @@ async def test_a_record_that_can_not_start_in_time_fails() -> None:
 @virtual
 async def test_a_prefetched_record_can_expire_too() -> None:
     machine = Machine(2.0)
-    async with batcher_of(machine, max_batch_size=2) as batcher:
+    async with dynamic_batcher(machine, max_batch_size=2) as batcher:
         futures = [await batcher.submit(i) for i in range(2)]
         await blocked()
         late = await batcher.submit("late", deadline=now() + 1)
@@ -658,6 +533,22 @@ async def test_a_prefetched_record_can_expire_too() -> None:
         assert isinstance(results[-1], Expired)
         check_books(batcher)
     assert machine.batches == [[0, 1], [2, 3]]
+
+
+@virtual
+async def test_a_prefetched_record_learns_in_time_that_it_is_late() -> None:
+    machine = Machine(10.0)
+    async with dynamic_batcher(machine, max_batch_size=2) as batcher:
+        futures = [batcher.submit_nowait(number) for number in range(2)]
+        await blocked()
+        futures += [batcher.submit_nowait(number, deadline=3.0 + number) for number in range(2)]
+        with pytest.raises(Expired):
+            await futures[2]
+        assert now() == pytest.approx(3.0, abs=0.01)
+        with pytest.raises(Expired):
+            await futures[3]
+        assert now() == pytest.approx(4.0, abs=0.01)
+        check_books(batcher)
 
 
 @virtual
@@ -678,7 +569,7 @@ async def test_a_record_that_expires_as_its_turn_comes_is_not_run() -> None:
 @virtual
 async def test_an_earlier_deadline_sets_the_alarm_forward() -> None:
     machine = Machine(10.0)
-    async with batcher_of(machine, prefetch_batches=0) as batcher:
+    async with dynamic_batcher(machine, prefetch_batches=0) as batcher:
         first = await batcher.submit("first")
         await blocked()
         futures = [await batcher.submit("x", deadline=now() + seconds) for seconds in (5, 2, 3)]
@@ -691,280 +582,6 @@ async def test_an_earlier_deadline_sets_the_alarm_forward() -> None:
             future.add_done_callback(note)
         await results_of([first, *futures])
     assert ends == [(2, 2), (3, 3), (5, 5)]
-
-
-# Errors
-
-
-@virtual
-async def test_a_poison_record_fails_alone() -> None:
-    calls = []
-
-    async def process(batch: list[int]) -> list[int]:
-        calls.append(list(batch))
-        if 13 in batch:
-            raise KeyError("poison")
-        return batch
-
-    async with batcher_of(process) as batcher:
-        futures = [await batcher.submit(i) for i in range(64)]
-        results = await results_of(futures)
-        assert [i for i, result in enumerate(results) if isinstance(result, KeyError)] == [13]
-        assert [result for result in results if not isinstance(result, KeyError)] == [
-            i for i in range(64) if i != 13
-        ]
-        assert (batcher.stats.total_completed, batcher.stats.total_failed) == (63, 1)
-    assert len(calls) <= 2 * 6 + 1
-
-
-@virtual
-async def test_several_poison_records_fail_alone() -> None:
-    async def process(batch: list[int]) -> list[int]:
-        if any(i % 20 == 7 for i in batch):
-            raise ValueError(batch)
-        return batch
-
-    async with batcher_of(process) as batcher:
-        results = await results_of([await batcher.submit(i) for i in range(100)])
-    assert [i for i, result in enumerate(results) if isinstance(result, ValueError)] == [7, 27, 47, 67, 87]
-
-
-@virtual
-async def test_an_outage_does_not_call_for_every_record() -> None:
-    calls = []
-
-    async def process(batch: list[int]) -> list[int]:
-        calls.append(len(batch))
-        raise OSError(5, "the device is gone")
-
-    async with batcher_of(process) as batcher:
-        results = await results_of([await batcher.submit(i) for i in range(256)])
-    assert all(isinstance(result, OSError) and result.errno == 5 for result in results)
-    assert len({id(result) for result in results}) == 256
-    assert len(calls) < 50
-
-
-@virtual
-async def test_on_error_fail_fails_the_whole_batch_with_an_error_for_each() -> None:
-    calls = []
-
-    async def process(batch: list[int]) -> list[int]:
-        calls.append(len(batch))
-        raise KeyError("x")
-
-    async with batcher_of(process, on_error="fail") as batcher:
-        results = await results_of([await batcher.submit(i) for i in range(3)])
-    assert calls == [3]
-    assert [repr(result) for result in results] == ["KeyError('x')"] * 3
-    assert len({id(result) for result in results}) == 3
-
-
-@virtual
-async def test_a_record_cancelled_between_the_parts_of_a_batch_is_left_out() -> None:
-    calls = []
-
-    async def process(batch: list[int]) -> list[int]:
-        calls.append(list(batch))
-        if len(batch) == 4:
-            futures[3].cancel()
-            raise ValueError
-        return batch
-
-    async with batcher_of(process) as batcher:
-        futures = [await batcher.submit(i) for i in range(4)]
-        assert await results_of(futures[:3]) == [0, 1, 2]
-        check_books(batcher)
-    assert calls == [[0, 1, 2, 3], [0, 1], [2]]
-
-
-@virtual
-async def test_a_result_may_be_an_exception() -> None:
-    shared = ValueError("shared")
-
-    async def process(batch: list[Any]) -> list[Any]:
-        odd = {"stop": StopIteration(), "cancel": asyncio.CancelledError(), "shared": shared}
-        return [odd.get(record, record) for record in batch]
-
-    async with batcher_of(process) as batcher:
-        futures = [await batcher.submit(record) for record in ("fine", "shared", "shared", "stop", "cancel")]
-        results = await results_of(futures)
-        assert (batcher.stats.total_completed, batcher.stats.total_failed) == (1, 4)
-    assert results[0] == "fine"
-    assert [str(result) for result in results[1:3]] == ["shared", "shared"]
-    assert results[1] is not results[2]
-    assert all(isinstance(result, RuntimeError) for result in results[3:])
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (None, "must return a sequence with one result per record, not NoneType"),
-        ("ab", "not str"),
-        ({"a": 1, "b": 2}, "not dict"),
-        ({1, 2}, "not set"),
-        (5, "not int"),
-        ([1], "returned 1 results for a batch of 2 records"),
-        ((1, 2, 3), "returned 3 results for a batch of 2 records"),
-    ],
-)
-def test_a_wrong_answer_fails_its_batch_and_no_other(answer: Any, message: str) -> None:
-    calls = []
-
-    async def process(batch: list[str]) -> Any:
-        calls.append(batch)
-        return answer if "bad" in batch else batch
-
-    @virtual
-    async def scenario() -> None:
-        async with batcher_of(process) as batcher:
-            results = await results_of([await batcher.submit(record) for record in ("bad", "x")])
-            for result in results:
-                assert isinstance(result, ValueError)
-                assert message in str(result)
-            assert results[0] is not results[1]
-            assert len(calls) == 1
-            assert await (await batcher.submit("fine")) == "fine"
-
-    scenario()
-
-
-@virtual
-async def test_the_rows_of_an_array_are_results() -> None:
-    class Rows:
-        def __len__(self) -> int:
-            return 2
-
-        def __iter__(self) -> Iterator[str]:
-            return iter(("row 0", "row 1"))
-
-    async def process(batch: list[str]) -> Any:
-        return Rows()
-
-    async with batcher_of(process) as batcher:
-        assert await results_of([await batcher.submit(i) for i in range(2)]) == ["row 0", "row 1"]
-
-
-@virtual
-async def test_the_list_that_a_function_is_given_is_its_own() -> None:
-    async def process(batch: list[int]) -> list[int]:
-        results = [2 * record for record in batch]
-        batch.clear()
-        return results
-
-    async with batcher_of(process) as batcher:
-        assert await results_of([await batcher.submit(i) for i in range(3)]) == [0, 2, 4]
-
-
-def test_an_exit_of_the_process_is_passed_on_and_still_ends_every_future() -> None:
-    futures: list[asyncio.Future[Any]] = []
-
-    async def process(batch: list[int]) -> list[int]:
-        raise KeyboardInterrupt
-
-    async def main() -> None:
-        batcher = DynamicBatcher(process)
-        await batcher.start()
-        futures.extend([await batcher.submit(i) for i in range(3)])
-        await asyncio.Event().wait()
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(main())
-    assert all(isinstance(future.exception(), Aborted) for future in futures)
-
-
-# Functions that are not asynchronous
-
-
-async def test_a_synchronous_function_runs_in_a_thread() -> None:
-    loop_thread = threading.get_ident()
-    threads = set()
-
-    def process(batch: list[int]) -> list[int]:
-        threads.add(threading.get_ident())
-        return [2 * record for record in batch]
-
-    async with DynamicBatcher(process, max_batch_size=2) as batcher:
-        async with asyncio.timeout(10):
-            assert await results_of([await batcher.submit(i) for i in range(6)]) == [0, 2, 4, 6, 8, 10]
-    assert loop_thread not in threads
-    assert len(threads) == 1
-
-
-async def test_the_event_loop_goes_on_while_a_synchronous_function_runs() -> None:
-    go = threading.Event()
-
-    def process(batch: list[int]) -> list[int]:
-        assert go.wait(10)
-        return batch
-
-    async with DynamicBatcher(process) as batcher:
-        future = await batcher.submit(1)
-        await until(lambda: batcher.stats.running == 1)
-        go.set()
-        async with asyncio.timeout(10):
-            assert await future == 1
-
-
-@pytest.mark.parametrize("error", [KeyError("x"), StopIteration(), SystemExit(1)])
-async def test_an_error_in_a_thread_reaches_its_record(error: BaseException) -> None:
-    def process(batch: list[int]) -> list[int]:
-        raise error
-
-    async with DynamicBatcher(process) as batcher:
-        future = await batcher.submit(1)
-        async with asyncio.timeout(10):
-            (result,) = await results_of([future])
-        assert isinstance(result, KeyError if isinstance(error, KeyError) else RuntimeError)
-        assert batcher.is_running
-
-
-async def test_what_a_function_is_decides_how_it_is_called() -> None:
-    async def double(factor: int, batch: list[int]) -> list[int]:
-        return [factor * record for record in batch]
-
-    class Model:
-        async def process(self, batch: list[int]) -> list[int]:
-            return [2 * record for record in batch]
-
-        async def __call__(self, batch: list[int]) -> list[int]:
-            return await self.process(batch)
-
-    model = Model()
-    functions: list[Any] = [
-        functools.partial(double, 2),
-        model,
-        model.process,
-        lambda batch: double(2, batch),
-        lambda batch: [2 * record for record in batch],
-    ]
-    for function in functions:
-        async with DynamicBatcher(function) as batcher, asyncio.timeout(10):
-            assert await (await batcher.submit(21)) == 42
-
-
-async def test_the_context_of_a_caller_does_not_leak_into_the_function() -> None:
-    variable = contextvars.ContextVar("variable", default="nothing")
-    variable.set("of the start")
-    seen = []
-
-    async def process(batch: list[int]) -> list[int]:
-        seen.append(variable.get())
-        variable.set("inside")
-        return batch
-
-    def process_in_thread(batch: list[int]) -> list[int]:
-        seen.append(variable.get())
-        return batch
-
-    async def caller(batcher: DynamicBatcher[int, int]) -> None:
-        variable.set("caller")
-        await (await batcher.submit(1))
-
-    for function in (process, process_in_thread):
-        async with DynamicBatcher[int, int](function) as batcher, asyncio.timeout(10):
-            for _ in range(2):
-                await asyncio.create_task(caller(batcher))
-    assert seen == ["of the start"] * 4
 
 
 # Life
@@ -982,7 +599,7 @@ async def test_a_batcher_that_was_not_started_says_so() -> None:
 
 @virtual
 async def test_it_can_not_be_started_twice() -> None:
-    async with batcher_of(Machine()) as batcher:
+    async with dynamic_batcher(Machine()) as batcher:
         with pytest.raises(RuntimeError, match="DynamicBatcher is already running"):
             await batcher.start()
 
@@ -990,7 +607,9 @@ async def test_it_can_not_be_started_twice() -> None:
 @virtual
 async def test_stop_finishes_everything_that_was_submitted() -> None:
     machine = Machine()
-    batcher = batcher_of(machine, max_queue_size=5, max_batch_size=4, min_batch_size=4, batch_timeout_s=60)
+    batcher = dynamic_batcher(
+        machine, max_queue_size=5, max_batch_size=4, min_batch_size=4, batch_timeout_s=60
+    )
     await batcher.start()
     tasks = [asyncio.create_task(batcher.submit(i)) for i in range(30)]
     await blocked()
@@ -1005,7 +624,7 @@ async def test_stop_finishes_everything_that_was_submitted() -> None:
 @virtual
 async def test_stop_without_draining_fails_what_waits_and_finishes_what_runs() -> None:
     machine = Machine()
-    batcher = batcher_of(machine, max_batch_size=2, max_queue_size=3, prefetch_batches=1)
+    batcher = dynamic_batcher(machine, max_batch_size=2, max_queue_size=3, prefetch_batches=1)
     await batcher.start()
     tasks = [asyncio.create_task(batcher.submit(i)) for i in range(10)]
     await blocked()
@@ -1031,7 +650,7 @@ async def test_stop_ends_at_its_timeout_even_if_the_function_does_not() -> None:
             except asyncio.CancelledError:
                 continue
 
-    batcher = batcher_of(stubborn, max_batch_size=2)
+    batcher = dynamic_batcher(stubborn, max_batch_size=2)
     await batcher.start()
     futures = [await batcher.submit(i) for i in range(6)]
     await batcher.stop(timeout=3)
@@ -1053,7 +672,7 @@ async def test_stop_ends_at_its_timeout_even_if_the_function_does_not() -> None:
 @virtual
 async def test_stop_cancels_what_runs_at_its_timeout() -> None:
     machine = Machine(1000.0)
-    batcher = batcher_of(machine)
+    batcher = dynamic_batcher(machine)
     await batcher.start()
     future = await batcher.submit(1)
     await batcher.stop(timeout=1)
@@ -1080,7 +699,7 @@ async def test_stop_does_not_wait_for_a_thread_beyond_its_timeout() -> None:
 @virtual
 async def test_a_batcher_can_be_started_again() -> None:
     machine = Machine()
-    batcher = batcher_of(machine)
+    batcher = dynamic_batcher(machine)
     for i in range(3):
         async with batcher:
             assert await (await batcher.submit(i)) == f"<{i}>"
@@ -1092,7 +711,7 @@ async def test_a_batcher_can_be_started_again() -> None:
 
 
 def test_a_deadline_is_watched_on_the_next_loop_too() -> None:
-    batcher = batcher_of(Machine(5.0), prefetch_batches=0, max_batch_size=1)
+    batcher = dynamic_batcher(Machine(5.0), prefetch_batches=0, max_batch_size=1)
 
     @virtual
     async def first_life() -> None:
@@ -1114,7 +733,7 @@ def test_a_deadline_is_watched_on_the_next_loop_too() -> None:
 
 
 def test_what_was_being_waited_for_is_forgotten_on_the_next_loop() -> None:
-    batcher = batcher_of(Machine(), min_batch_size=2, batch_timeout_s=5.0)
+    batcher = dynamic_batcher(Machine(), min_batch_size=2, batch_timeout_s=5.0)
 
     @virtual
     async def first_life() -> None:
@@ -1135,7 +754,7 @@ def test_what_was_being_waited_for_is_forgotten_on_the_next_loop() -> None:
 
 @virtual
 async def test_a_stop_does_not_end_the_life_after() -> None:
-    batcher = batcher_of(Machine())
+    batcher = dynamic_batcher(Machine())
     await batcher.start()
     await batcher.submit("x")
 
@@ -1151,7 +770,7 @@ async def test_a_stop_does_not_end_the_life_after() -> None:
 @virtual
 async def test_cancelling_the_last_record_lets_stop_end() -> None:
     machine = Machine(1.0)
-    batcher = batcher_of(machine, prefetch_batches=0)
+    batcher = dynamic_batcher(machine, prefetch_batches=0)
     await batcher.start()
     running = await batcher.submit("running")
     await blocked()
@@ -1170,7 +789,7 @@ async def test_cancelling_the_last_record_lets_stop_end() -> None:
 @virtual
 async def test_submit_batch_returns_futures_in_order() -> None:
     machine = Machine()
-    async with batcher_of(machine) as batcher:
+    async with dynamic_batcher(machine) as batcher:
         futures = await batcher.submit_batch(iter("abc"), estimated_cost=[1, 2, 3])
         assert await asyncio.gather(*futures) == ["<a>", "<b>", "<c>"]
         assert batcher.stats.total_batch_cost == 6
@@ -1182,7 +801,7 @@ async def test_submit_batch_returns_futures_in_order() -> None:
 @virtual
 async def test_submit_batch_takes_back_what_it_submitted_if_one_is_refused() -> None:
     machine = Machine()
-    async with batcher_of(machine, target_batch_cost=10, oversize="reject") as batcher:
+    async with dynamic_batcher(machine, target_batch_cost=10, oversize="reject") as batcher:
         with pytest.raises(Oversize):
             await batcher.submit_batch("abc", estimated_cost=[1, 2, 30])
         await blocked()
@@ -1190,151 +809,12 @@ async def test_submit_batch_takes_back_what_it_submitted_if_one_is_refused() -> 
     assert machine.batches == []
 
 
-async def collect(results: AsyncIterator[Any], got: list[Any]) -> None:
-    async for result in results:
-        got.append(result)
-
-
-async def numbers(count: int) -> AsyncIterator[int]:
-    for i in range(count):
-        yield i
-
-
-@virtual
-async def test_map_yields_results_in_order() -> None:
-    machine = Machine()
-    async with batcher_of(machine, max_batch_size=8) as batcher:
-        assert [result async for result in batcher.map(range(30))] == [f"<{i}>" for i in range(30)]
-        assert [result async for result in batcher.map(numbers(30))] == [f"<{i}>" for i in range(30)]
-        assert [result async for result in batcher.map([])] == []
-
-
-@virtual
-async def test_map_yields_results_as_they_come() -> None:
-    async def process(batch: list[int]) -> list[int]:
-        await asyncio.sleep(100 - 10 * batch[0])
-        return batch
-
-    async with batcher_of(process, max_batch_size=1, max_concurrent_batches=4) as batcher:
-        assert [result async for result in batcher.map(range(4), ordered=False)] == [3, 2, 1, 0]
-        assert [result async for result in batcher.map(range(4))] == [0, 1, 2, 3]
-
-
-@virtual
-@pytest.mark.parametrize("ordered", [True, False])
-async def test_map_reads_no_further_than_it_must(ordered: bool) -> None:
-    read = 0
-
-    def source() -> Iterator[int]:
-        nonlocal read
-        for i in range(1000):
-            read = i + 1
-            yield i
-
-    async with batcher_of(Machine(), max_batch_size=4) as batcher:
-        taken = 0
-        async for _ in batcher.map(source(), ordered=ordered, max_pending=16):
-            taken += 1
-            assert read - taken <= 17
-    assert taken == 1000
-
-
-@virtual
-async def test_map_yields_what_is_done_while_its_source_is_slow() -> None:
-    async def slow() -> AsyncIterator[int]:
-        for i in range(3):
-            yield i
-            await asyncio.sleep(100)
-
-    async with batcher_of(Machine()) as batcher:
-        times = [round(now()) async for _ in batcher.map(slow())]
-    assert times == [1, 101, 201]
-
-
-@virtual
-async def test_map_ends_at_the_first_error_or_yields_it() -> None:
-    async def process(batch: list[int]) -> list[Any]:
-        await asyncio.sleep(1)
-        return [ValueError(record) if record == 5 else record for record in batch]
-
-    async with batcher_of(process, max_batch_size=4, target_batch_cost=4, oversize="reject") as batcher:
-        got: list[Any] = []
-        with pytest.raises(ValueError, match="5"):
-            await collect(batcher.map(range(100), max_pending=8), got)
-        assert got == [0, 1, 2, 3, 4]
-        await asyncio.sleep(10)
-        check_books(batcher)
-        assert batcher.stats.total_submitted < 20
-        results = [result async for result in batcher.map(range(8), return_exceptions=True)]
-        assert [repr(result) for result in results[4:7]] == ["4", "ValueError(5)", "6"]
-
-
-@virtual
-async def test_map_yields_the_refusal_of_a_record_in_its_place() -> None:
-    async with batcher_of(Machine(), cost_estimator=len, target_batch_cost=4, oversize="reject") as batcher:
-        results = [
-            result async for result in batcher.map(["a", "much too long", "b"], return_exceptions=True)
-        ]
-    assert [type(result) for result in results] == [str, Oversize, str]
-
-
-@virtual
-async def test_map_gives_each_record_the_time_to_start_that_submit_would() -> None:
-    async with batcher_of(Machine(seconds=1.0), max_batch_size=2, batch_timeout_s=0.0) as batcher:
-        results = [
-            result async for result in batcher.map("abcdef", return_exceptions=True, timeout=1.5, tenant="t")
-        ]
-    assert [type(result) for result in results] == [str] * 4 + [Expired] * 2
-
-
-@virtual
-async def test_map_raises_what_its_source_raises() -> None:
-    def source() -> Iterator[int]:
-        yield 1
-        raise OSError("no more")
-
-    async with batcher_of(Machine()) as batcher:
-        got: list[Any] = []
-        with pytest.raises(OSError, match="no more"):
-            await collect(batcher.map(source()), got)
-        assert got == ["<1>"]
-
-
-@virtual
-async def test_leaving_a_map_cancels_what_it_submitted() -> None:
-    machine = Machine()
-    async with batcher_of(machine, max_batch_size=2, max_queue_size=5) as batcher:
-        results = batcher.map(range(100))
-        assert await anext(results) == "<0>"
-        await results.aclose()
-        assert batcher.stats.total_cancelled >= 3
-        await asyncio.sleep(10)
-        assert len(machine.batches) <= 2
-        check_books(batcher)
-
-
-@virtual
-async def test_map_ends_when_the_batcher_stops() -> None:
-    batcher = batcher_of(Machine(), max_batch_size=1, max_queue_size=3)
-    await batcher.start()
-
-    async def consume() -> None:
-        async for _ in batcher.map(range(1000), return_exceptions=True):
-            pass
-
-    task = asyncio.create_task(consume())
-    await asyncio.sleep(5)
-    await batcher.stop()
-    with pytest.raises(Closed):
-        await task
-
-
 # Statistics
 
 
 @virtual
 async def test_statistics_are_true_in_the_middle_of_a_batch() -> None:
-    async with batcher_of(Machine(4.0), max_batch_size=2, prefetch_batches=1) as batcher:
+    async with dynamic_batcher(Machine(4.0), max_batch_size=2, prefetch_batches=1) as batcher:
         await asyncio.sleep(1.0)
         futures = [await batcher.submit(i, estimated_cost=i + 1) for i in range(5)]
         await asyncio.sleep(3.0)
@@ -1365,29 +845,6 @@ def test_a_fresh_snapshot_is_all_zeros() -> None:
     assert stats == BatchStats()
     assert stats.utilization == 0.0
     assert "utilization        0.0%" in stats.report()
-
-
-# Memory
-
-
-@virtual
-async def test_a_record_is_let_go_when_it_has_ended() -> None:
-    class Record:
-        pass
-
-    async def process(batch: list[Record]) -> list[int]:
-        await asyncio.sleep(1)
-        return [0] * len(batch)
-
-    async with batcher_of(process) as batcher:
-        records = [Record() for _ in range(3)]
-        watch = [weakref.ref(record) for record in records]
-        futures = [await batcher.submit(record) for record in records]
-        futures[1].cancel()
-        del records
-        await results_of(futures)
-        gc.collect()
-        assert [reference() for reference in watch] == [None] * 3
 
 
 # Arguments
@@ -1422,6 +879,11 @@ async def test_a_record_is_let_go_when_it_has_ended() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DynamicBatcher(Machine(), **settings)
+
+
+def test_a_queue_must_hold_the_smallest_batch() -> None:
+    with pytest.raises(ValueError, match="min_batch_size must be at most max_queue_size=4, not 8"):
+        DynamicBatcher(list, min_batch_size=8, max_queue_size=4)
 
 
 def test_what_is_not_a_function_is_refused() -> None:

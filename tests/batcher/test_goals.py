@@ -6,7 +6,7 @@ import pytest
 
 from batcher import ContinuousBatcher, Goals, QueueFull
 from batcher.goals import Background
-from tests.batcher.test_continuous import Holders, check_empty
+from tests.batcher.helpers import Holders, check_empty
 from tests.batcher.virtual import blocked, now, virtual
 
 GOALS = Goals(ttft_p99_s=0.1)

@@ -6,78 +6,44 @@ from typing import Any
 
 import pytest
 
-from batcher import Closed, ContinuousBatcher, Entry, Expired, Goals, Oversize, QueueFull, RequestQueue
-from tests.batcher.virtual import Clock, blocked, now, virtual
-
-
-class Holders:
-    """Tasks that hold slots until they are told to end; `started` is the order in which they began."""
-
-    def __init__(self, batcher: ContinuousBatcher) -> None:
-        self.batcher = batcher
-        self.started: list[str] = []
-        self.ends: dict[str, asyncio.Event] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def hold(self, name: str, records: int = 1, **options: Any) -> None:
-        self.ends[name] = asyncio.Event()
-
-        async def work() -> None:
-            async with self.batcher.slot(**{"cost": 1, "records": records, **options}):
-                self.started.append(name)
-                await self.ends[name].wait()
-
-        self.tasks[name] = asyncio.create_task(work())
-        await blocked()
-
-    async def end(self, *names: str) -> None:
-        for name in names:
-            self.ends[name].set()
-        await blocked()
-
-    async def end_all(self) -> None:
-        for event in self.ends.values():
-            event.set()
-        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
-
-
-def batcher_of(**options: Any) -> ContinuousBatcher:
-    return ContinuousBatcher(**{"capacity": 1_000, "clock": now, **options})
+from batcher import Closed, Entry, Expired, Goals, Oversize, QueueFull
+from tests.batcher.helpers import Holders, continuous_batcher, queue_of
+from tests.batcher.virtual import blocked, virtual
 
 
 @pytest.mark.parametrize("bound", ["max_running", "places"])
 @virtual
 async def test_the_records_of_a_slot_take_as_many_places(bound: str) -> None:
     options = {"max_running": 4} | ({} if bound == "max_running" else {"places": 4})
-    async with batcher_of(**options) as batcher:
+    async with continuous_batcher(1_000, **options) as batcher:
         holders = Holders(batcher)
-        await holders.hold("three", 3)
-        await holders.hold("two", 2)
+        await holders.enter("three", 1, records=3)
+        await holders.enter("two", 1, records=2)
         assert holders.started == ["three"]
         assert (batcher.stats.running, batcher.stats.queue_depth) == (3, 2)
-        await holders.end("three")
+        await holders.leave("three")
         assert holders.started == ["three", "two"]
         assert batcher.stats.running == 2
-        await holders.end_all()
+        await holders.leave_all()
 
 
 @virtual
 async def test_later_ones_do_not_pass_a_slot_that_waits_for_all_its_places() -> None:
-    async with batcher_of(max_running=4) as batcher:
+    async with continuous_batcher(1_000, max_running=4) as batcher:
         holders = Holders(batcher)
         for name in "abc":
-            await holders.hold(name)
-        await holders.hold("all", 4)
-        await holders.hold("later")
+            await holders.enter(name, 1)
+        await holders.enter("all", 1, records=4)
+        await holders.enter("later", 1)
         # One place is free, for the slot at the head.
         assert holders.started == ["a", "b", "c"]
-        await holders.end("a", "b")
+        await holders.leave("a", "b")
         assert holders.started == ["a", "b", "c"]
-        await holders.end("c")
+        await holders.leave("c")
         assert holders.started == ["a", "b", "c", "all"]
-        await holders.end("all")
+        await holders.leave("all")
         assert holders.started[-1] == "later"
-        await holders.end_all()
+        await holders.leave_all()
 
 
 @pytest.mark.parametrize("oversize", ["reject", "alone"])
@@ -94,7 +60,7 @@ async def test_later_ones_do_not_pass_a_slot_that_waits_for_all_its_places() -> 
 async def test_more_records_than_can_run_together_are_refused_at_once(
     options: dict[str, int], what: str, oversize: str
 ) -> None:
-    async with batcher_of(**options, oversize=oversize) as batcher:
+    async with continuous_batcher(1_000, **options, oversize=oversize) as batcher:
         with pytest.raises(Oversize, match=rf"^5 records must run together, at most {what}=4 can$"):
             async with batcher.slot(1, records=5, wait=True):
                 raise AssertionError("it must not start")
@@ -111,20 +77,20 @@ def test_the_error_survives_a_pickle() -> None:
 
 @virtual
 async def test_a_window_that_shrinks_refuses_what_no_longer_fits_into_it() -> None:
-    async with batcher_of(max_running=4, oversize="alone", max_queue_size=3) as batcher:
+    async with continuous_batcher(1_000, max_running=4, oversize="alone", max_queue_size=3) as batcher:
         holders = Holders(batcher)
-        await holders.hold("runs", 4)
-        await holders.hold("waits", 3)
-        await holders.hold("outside", 3, wait=True)
-        await holders.hold("fits", 2, wait=True)
+        await holders.enter("runs", 1, records=4)
+        await holders.enter("waits", 1, records=3)
+        await holders.enter("outside", 1, records=3, wait=True)
+        await holders.enter("fits", 1, records=2, wait=True)
         batcher.set_capacity(1_000, max_running=2)
         await blocked()
         for name in ("waits", "outside"):
             with pytest.raises(Oversize, match="max_running=2"):
                 await holders.tasks[name]
-        await holders.end("runs")
+        await holders.leave("runs")
         assert holders.started == ["runs", "fits"]
-        await holders.end_all()
+        await holders.leave_all()
         stats = batcher.stats
         assert (stats.total_failed, stats.total_rejected, stats.total_completed) == (3, 3, 6)
 
@@ -135,7 +101,7 @@ async def test_a_bad_number_of_records_is_refused_by_name(records: Any) -> None:
     async def work(record: int) -> int:
         return record
 
-    async with batcher_of() as batcher:
+    async with continuous_batcher(1_000) as batcher:
         with pytest.raises((TypeError, ValueError), match=r"^records must be a whole number"):
             batcher.slot(1, records=records)
         with pytest.raises((TypeError, ValueError), match=r"^records must be a whole number"):
@@ -149,27 +115,27 @@ async def test_a_bad_number_of_records_is_refused_by_name(records: Any) -> None:
 
 @virtual
 async def test_the_bound_of_the_queue_counts_records() -> None:
-    async with batcher_of(max_running=2, max_queue_size=10) as batcher:
+    async with continuous_batcher(1_000, max_running=2, max_queue_size=10) as batcher:
         holders = Holders(batcher)
-        await holders.hold("runs", 2)
+        await holders.enter("runs", 1, records=2)
         for name in "abcd":
-            await holders.hold(name, 2)
+            await holders.enter(name, 1, records=2)
         # Eight wait, four fifths of the bound; a ninth and tenth of the one tenant there is may come.
-        await holders.hold("e", 2)
+        await holders.enter("e", 1, records=2)
         assert batcher.stats.queue_depth == 10
         with pytest.raises(QueueFull, match="max_queue_size=10"):
             async with batcher.slot(1):
                 pass
-        await holders.hold("outside", 2, wait=True)
+        await holders.enter("outside", 1, records=2, wait=True)
         assert (batcher.stats.outside, batcher.stats.queue_classes) == (2, {0: (10, 5)})
-        await holders.end("runs")
+        await holders.leave("runs")
         # One slot started: its two places in the queue are free for the one outside.
         assert (batcher.stats.outside, batcher.stats.queue_depth) == (0, 10)
-        await holders.end_all()
+        await holders.leave_all()
 
 
 def test_the_share_of_a_tenant_counts_records() -> None:
-    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock(), max_size=20)
+    queue = queue_of(max_size=20)
     queue.add(Entry(0, 1, tenant="neighbour", records=9))
     queue.add(Entry(1, 1, tenant="wide", records=7))
     # The 16 places for all are taken; a half of the 20 is the share of each.
@@ -181,7 +147,7 @@ def test_the_share_of_a_tenant_counts_records() -> None:
 
 
 def test_an_empty_queue_takes_any_one_entry() -> None:
-    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=Clock(), max_size=4)
+    queue = queue_of(max_size=4)
     queue.add(Entry(0, 1, records=7))
     with pytest.raises(QueueFull):
         queue.add(Entry(1, 1))
@@ -192,17 +158,17 @@ def test_an_empty_queue_takes_any_one_entry() -> None:
 
 @virtual
 async def test_the_books_count_records() -> None:
-    async with batcher_of(max_running=4) as batcher:
+    async with continuous_batcher(1_000, max_running=4) as batcher:
         observations = batcher.observe()
         holders = Holders(batcher)
-        await holders.hold("completes", 3, cost=10)
-        await holders.hold("expires", 2, timeout=1.0)
-        await holders.hold("cancelled", 4)
+        await holders.enter("completes", 10, records=3)
+        await holders.enter("expires", 1, records=2, timeout=1.0)
+        await holders.enter("cancelled", 1, records=4)
         await asyncio.sleep(2.0)
         with pytest.raises(Expired):
             await holders.tasks["expires"]
         holders.tasks["cancelled"].cancel()
-        await holders.end_all()
+        await holders.leave_all()
         stats = batcher.stats
         assert (stats.total_submitted, stats.total_completed) == (9, 3)
         assert (stats.total_expired, stats.total_cancelled) == (2, 4)
@@ -225,7 +191,7 @@ async def test_a_submit_may_stand_for_several_records() -> None:
         await asyncio.sleep(1.0)
         return record
 
-    async with batcher_of(max_running=4) as batcher:
+    async with continuous_batcher(1_000, max_running=4) as batcher:
         first = await batcher.submit(work, 1, 1, records=3)
         second = await batcher.submit(work, 2, 1, records=3)
         await blocked()
@@ -237,40 +203,40 @@ async def test_a_submit_may_stand_for_several_records() -> None:
 
 @virtual
 async def test_the_estimate_of_a_wait_counts_records() -> None:
-    async with batcher_of(max_running=4) as batcher:
+    async with continuous_batcher(1_000, max_running=4) as batcher:
         for _ in range(20):
             async with batcher.slot(1, records=4):
                 await asyncio.sleep(1.0)
         holders = Holders(batcher)
-        await holders.hold("runs", 3)
+        await holders.enter("runs", 1, records=3)
         assert batcher.estimate_wait(1) == 0.0
         assert batcher.estimate_wait(1, records=2) == pytest.approx(1 / 3)
-        await holders.hold("waits", 3)
+        await holders.enter("waits", 1, records=3)
         assert batcher.estimate_wait(1) == pytest.approx(1.0)
-        await holders.end_all()
+        await holders.leave_all()
 
 
 @virtual
 async def test_the_records_of_the_background_count_against_its_window() -> None:
-    async with batcher_of(max_running=100, goals=Goals(1.0)) as batcher:
+    async with continuous_batcher(1_000, max_running=100, goals=Goals(1.0)) as batcher:
         holders = Holders(batcher)
-        await holders.hold("first", 5, priority=1)
-        await holders.hold("second", 5, priority=1)
+        await holders.enter("first", 1, records=5, priority=1)
+        await holders.enter("second", 1, records=5, priority=1)
         # The window starts with 8.
         assert holders.started == ["first"]
         assert batcher.stats.background_running == 5
-        await holders.end("first")
+        await holders.leave("first")
         assert batcher.stats.background_running == 5
-        await holders.hold("wide", 20, priority=1)
-        await holders.end("second")
+        await holders.enter("wide", 1, records=20, priority=1)
+        await holders.leave("second")
         # More than the window: it runs by itself.
         assert holders.started == ["first", "second", "wide"]
-        await holders.end_all()
+        await holders.leave_all()
 
 
 @virtual
 async def test_outputs_are_learned_per_record() -> None:
-    async with batcher_of(policy="max_utilization") as batcher:
+    async with continuous_batcher(1_000, policy="max_utilization") as batcher:
         for _ in range(40):
             async with batcher.slot(prompt_tokens=1, max_tokens=400, records=4) as slot:
                 slot.report(40)

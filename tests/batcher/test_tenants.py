@@ -9,8 +9,8 @@ import pytest
 
 from batcher import ContinuousBatcher, QueueFull
 from batcher.stats import percentiles
+from tests.batcher.helpers import Holders
 from tests.batcher.stepping import Costs, StepEngine
-from tests.batcher.test_continuous import Holders
 from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
 
 PLACES = 32

@@ -193,3 +193,60 @@ async def test_a_continuous_batcher_serves_threads_too() -> None:
 
         assert await in_thread(lambda: client.process(process, 7, 5, timeout=WAIT_S)) == "<7>"
     assert threading.active_count() < 50
+
+
+def start_thread(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """Start a thread and return it with what its work will have returned or raised."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def test_a_thread_that_waits_for_space_learns_that_the_loop_has_ended() -> None:
+    threads: list[tuple[threading.Thread, list[Any]]] = []
+
+    async def main() -> None:
+        async def process(batch: list[int]) -> list[int]:
+            await asyncio.Event().wait()
+            return batch
+
+        batcher = DynamicBatcher(process, max_batch_size=1, max_queue_size=1, prefetch_batches=0)
+        await batcher.start()
+        client = ThreadClient(batcher)
+        for number in range(2):
+            await batcher.submit(number)
+        threads.append(start_thread(lambda: client.submit(2)))
+        threads.append(start_thread(lambda: ThreadClient(batcher).process(3)))
+        while batcher.stats.outside < 2:  # noqa: ASYNC110 - a thread can't set an event of this loop
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    for thread, found in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+        assert isinstance(found[0], Closed)
+
+
+def test_a_thread_is_told_that_the_loop_does_not_run() -> None:
+    async def process(batch: list[int]) -> list[int]:
+        return batch
+
+    loop = asyncio.new_event_loop()
+    batcher = DynamicBatcher(process)
+    loop.run_until_complete(batcher.start())
+    client = ThreadClient(batcher)
+    thread, found = start_thread(lambda: client.process(1))
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert isinstance(found[0], Closed)
+    loop.close()
+    with pytest.raises(Closed, match="closed"):
+        client.submit(1)

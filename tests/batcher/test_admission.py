@@ -1,0 +1,338 @@
+"""What both batchers share: waiting for space, deadlines, event loops and stops."""
+
+import asyncio
+import gc
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from batcher import Closed, ContinuousBatcher, DynamicBatcher, Expired, Oversize, QueueFull
+from tests.batcher.helpers import (
+    Holders,
+    Machine,
+    check_books,
+    check_empty,
+    dynamic_batcher,
+    one_by_one,
+    results_of,
+)
+from tests.batcher.lines import count_lines
+from tests.batcher.virtual import Clock, blocked, now, virtual
+
+WAIT_S = 10.0
+
+# Waiting for space
+
+
+@virtual
+async def test_space_that_an_expired_record_leaves_is_given_to_the_one_that_waits() -> None:
+    machine = Machine(held=True)
+    batcher = one_by_one(machine, max_queue_size=1)
+    await batcher.start()
+    await batcher.submit(0)
+    await blocked()
+    late = await batcher.submit(1, deadline=now() + 0.05)
+    outside = asyncio.create_task(batcher.submit(2))
+    await asyncio.sleep(0.15)
+    assert isinstance(late.exception(), Expired)
+    assert outside.done()
+    machine.go()
+    async with asyncio.timeout(WAIT_S):
+        await batcher.stop()
+    assert outside.result().result() == "<2>"
+
+
+@virtual
+async def test_a_cancelled_caller_for_space_makes_way_for_those_behind_in_order() -> None:
+    machine = Machine(held=True)
+    async with one_by_one(machine, max_queue_cost=10) as batcher:
+        futures = [await batcher.submit(name, cost=cost) for name, cost in (("a", 1), ("b", 4))]
+        tasks = [asyncio.create_task(batcher.submit(name, cost=cost)) for name, cost in (("C", 9), ("d", 6))]
+        await blocked()
+        assert batcher.stats.outside == 2
+        tasks[0].cancel()
+        await blocked()
+        assert batcher.stats.outside == 0
+        late = await batcher.submit("e", cost=0)
+        machine.go()
+        await results_of([*futures, tasks[1].result(), late])
+    assert machine.batches == [["a"], ["b"], ["d"], ["e"]]
+
+
+@virtual
+async def test_a_waiter_for_space_costs_the_same_whatever_tenants_wait() -> None:
+    async def lines_per_record(tenants: int) -> float:
+        waiting = 2_000
+        async with ContinuousBatcher(capacity=1, max_queue_size=10, clock=now) as batcher:
+
+            async def send(tenant: str) -> None:
+                async with batcher.slot(1, tenant=tenant, wait=True):
+                    await asyncio.sleep(0)
+
+            with count_lines() as lines:
+                await asyncio.gather(*(send(f"t{number % tenants}") for number in range(waiting)))
+            return lines.count / waiting
+
+    assert 100 < await lines_per_record(2_000) < 1.5 * await lines_per_record(1)
+
+
+@virtual
+async def test_a_large_record_that_waits_for_space_is_served_in_its_turn() -> None:
+    machine = Machine(0.01)
+    started = []
+    async with one_by_one(machine, max_queue_cost=100) as batcher:
+
+        async def send(name: str, cost: int, tenant: str) -> None:
+            await (await batcher.submit(name, estimated_cost=cost, tenant=tenant))
+            started.append(name)
+
+        tasks = [asyncio.create_task(send("small", 5, "many")) for _ in range(100)]
+        await blocked()
+        large = asyncio.create_task(send("LARGE", 90, "one"))
+        for _ in range(300):
+            tasks.append(asyncio.create_task(send("small", 5, "many")))
+            await asyncio.sleep(0.01)
+            if large.done():
+                break
+        assert started.index("LARGE") < 30
+        await asyncio.gather(*tasks)
+
+
+@virtual
+async def test_priority_counts_while_waiting_for_space_too() -> None:
+    machine = Machine(0.01)
+    async with one_by_one(machine, max_queue_size=10) as batcher:
+
+        async def send(record: int, priority: int) -> None:
+            await (await batcher.submit(record, priority=priority))
+
+        tasks = [asyncio.create_task(send(number, 5)) for number in range(500)]
+        await blocked()
+        await send(1_000, -5)
+        assert len(machine.batches) <= 3
+        await asyncio.gather(*tasks)
+
+
+@virtual
+async def test_polling_of_one_tenant_does_not_inflate_the_retry_after_of_another() -> None:
+    async with ContinuousBatcher(capacity=1, max_queue_size=4, clock=now) as batcher:
+        for _ in range(20):
+            async with batcher.slot(1, tenant="a"):
+                await asyncio.sleep(0.01)
+        holders = Holders(batcher)
+        for number in range(5):
+            await holders.enter(f"a{number}", 1, tenant="a")
+
+        async def told(tenant: str) -> float:
+            with pytest.raises(QueueFull) as caught:
+                await batcher.slot(1, tenant=tenant).__aenter__()
+            return caught.value.retry_after_s
+
+        for _ in range(1_000):
+            await told("a")
+            await asyncio.sleep(0.001)
+        waits = await told("b"), await told("a")
+        await batcher.stop(drain=False, timeout=0)
+    assert waits[0] < 0.1
+    assert waits[1] <= 75.0
+
+
+@virtual
+async def test_capacity_that_shrinks_counts_for_those_outside_too() -> None:
+    async with ContinuousBatcher(capacity=100, max_queue_size=1, clock=now) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("runs", 100)
+        await holders.enter("waits", 5)
+        await holders.enter("OUTSIDE", 90, wait=True)
+        assert batcher.stats.outside == 1
+        batcher.set_capacity(10)
+        await blocked()
+        assert isinstance(holders.tasks["OUTSIDE"].exception(), Oversize)
+        assert batcher.stats.outside == 0
+        await holders.leave("runs", "waits")
+        check_empty(batcher)
+
+
+# Deadlines
+
+
+@virtual
+async def test_a_deadline_may_be_given_in_seconds_from_now() -> None:
+    machine = Machine(5.0)
+    async with one_by_one(machine) as batcher, ContinuousBatcher(capacity=1, clock=now) as window:
+        await asyncio.sleep(100)
+        first = await batcher.submit("first", timeout=1.0)
+        late = await batcher.submit("late", timeout=1.0)
+        with pytest.raises(Expired):
+            await late
+        assert now() == pytest.approx(101.0, abs=0.01)
+        assert await first == "<first>"
+        for submit in (batcher.submit, batcher.submit_batch):
+            with pytest.raises(ValueError, match="either deadline"):
+                await submit("x", deadline=1e6, timeout=1.0)
+        for submit_nowait in (batcher.submit_nowait, window.slot):
+            with pytest.raises(ValueError, match="either deadline"):
+                submit_nowait(1, deadline=1e6, timeout=1.0)
+
+
+# Event loops
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks came with Python 3.12")
+async def test_eager_tasks_do_not_recurse() -> None:
+    async def process(batch: list[int]) -> list[int]:
+        return batch
+
+    asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined,unused-ignore]
+    try:
+        async with DynamicBatcher(process, max_batch_size=1, max_concurrent_batches=2) as batcher:
+            futures = await batcher.submit_batch(range(3_000))
+            async with asyncio.timeout(WAIT_S):
+                assert await asyncio.gather(*futures) == list(range(3_000))
+    finally:
+        asyncio.get_running_loop().set_task_factory(None)
+
+
+def test_a_submit_from_another_loop_is_refused() -> None:
+    batcher: DynamicBatcher[Any, Any] = DynamicBatcher(Machine())
+    window = ContinuousBatcher(capacity=1)
+
+    async def at_home() -> None:
+        async with batcher, window:
+            found = await asyncio.to_thread(abroad)
+            assert all("belongs to another event loop" in str(error) for error in found)
+            assert batcher.stats.total_submitted == window.stats.total_submitted == 0
+
+    def abroad() -> list[BaseException]:
+        async def submit() -> list[BaseException]:
+            found = await asyncio.gather(
+                batcher.submit(1), window.slot(1).__aenter__(), batcher.stop(), return_exceptions=True
+            )
+            return [error for error in found if isinstance(error, BaseException)]
+
+        errors = asyncio.run(submit())
+        with pytest.raises(RuntimeError, match="another event loop") as caught:
+            batcher.submit_nowait(1)
+        return [*errors, caught.value]
+
+    with asyncio.Runner() as runner:
+        runner.run(at_home())
+
+
+def test_a_loop_is_told_from_another_one_of_its_thread_and_may_change_its_thread() -> None:
+    batcher: DynamicBatcher[Any, Any] = DynamicBatcher(Machine(0.0))
+    window = ContinuousBatcher(capacity=1)
+
+    async def start() -> None:
+        await batcher.start()
+        await window.start()
+
+    async def submit() -> Any:
+        async with window.slot(1):
+            return await batcher.submit_nowait(1)
+
+    async def stop() -> None:
+        await batcher.stop()
+        await window.stop()
+
+    home, abroad = asyncio.new_event_loop(), asyncio.new_event_loop()
+    home.run_until_complete(start())
+    with pytest.raises(RuntimeError, match="another event loop"):
+        abroad.run_until_complete(submit())
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(home.run_until_complete, submit()).result() == home.run_until_complete(submit())
+    home.run_until_complete(stop())
+    home.close()
+    abroad.close()
+
+
+def test_a_batcher_recovers_from_a_loop_that_was_closed_without_a_stop() -> None:
+    clock = Clock()
+    window = ContinuousBatcher(capacity=1, clock=clock)
+    batchers: list[Any] = [
+        DynamicBatcher(Machine(5.0), max_batch_size=1, max_queue_size=1, clock=clock),
+        window,
+    ]
+
+    @virtual
+    async def first_life() -> None:
+        for batcher in batchers:
+            await batcher.start()
+        for number in range(2):
+            await batchers[0].submit(number)
+        asyncio.get_running_loop().outside = asyncio.ensure_future(batchers[0].submit(3))  # type: ignore[attr-defined]
+        await Holders(batchers[1]).enter("a", 1)
+        await blocked()
+
+    @virtual
+    async def second_life() -> None:
+        for batcher in batchers:
+            await batcher.start()
+        assert await (await batchers[0].submit("x")) == "<x>"
+        async with batchers[1].slot(1):
+            pass
+        check_books(batchers[0])
+        check_empty(batchers[1])
+        for batcher in batchers:
+            await batcher.stop()
+
+    first_life()
+    second_life()
+
+
+# Stopping
+
+
+@virtual
+async def test_stop_from_what_it_waits_for_is_refused() -> None:
+    async def process(batch: list[int]) -> list[int]:
+        await batcher.stop()
+        return batch
+
+    async with dynamic_batcher(process, on_error="fail") as batcher:
+        with pytest.raises(RuntimeError, match="wait for its own caller"):
+            await (await batcher.submit(1))
+        assert batcher.is_running
+    async with ContinuousBatcher(capacity=1, clock=now) as window:
+        async with window.slot(1):
+            with pytest.raises(RuntimeError, match="wait for its own caller"):
+                await window.stop()
+        with pytest.raises(RuntimeError, match="wait for its own caller"):
+            await (await window.submit(lambda _: window.stop(), None, 1))
+
+
+async def test_errors_of_a_stop_that_are_not_awaited_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def process(batch: list[int]) -> list[int]:
+        return batch
+
+    gc.collect()
+    batcher = DynamicBatcher(process, min_batch_size=256, batch_timeout_s=60)
+    await batcher.start()
+    for number in range(100):
+        await batcher.submit(number)
+    with caplog.at_level(logging.ERROR):
+        await batcher.stop(drain=False)
+        gc.collect()
+        await asyncio.sleep(0)
+    assert not [record for record in caplog.records if "DynamicBatcher was stopped" in record.getMessage()]
+
+
+@virtual
+async def test_an_error_in_the_block_is_not_held_up_by_what_waits() -> None:
+    machine = Machine(100.0)
+    batcher = one_by_one(machine)
+
+    async def block() -> None:
+        async with batcher:
+            futures.extend(await batcher.submit_batch(range(50)))
+            await blocked()
+            raise KeyError("mine")
+
+    futures: list[Any] = []
+    with pytest.raises(KeyError):
+        await block()
+    assert now() == pytest.approx(100.0, abs=0.01)
+    assert sum(isinstance(future.exception(), Closed) for future in futures) == 49
