@@ -1,0 +1,57 @@
+import asyncio
+
+import grpc
+import pytest
+from ray.exceptions import ActorDiedError, RayActorError
+
+from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.ingress.engine_call import EngineGoneError, EngineUnreachedError
+from serve_app.ingress.retry import BACKOFF_S, back_off, is_lost, ran_there
+from tests.batcher.virtual import VirtualLoop
+
+
+class RpcError(grpc.RpcError):  # type: ignore[misc]
+    """An error of a gRPC call with a status."""
+
+    def __init__(self, status: grpc.StatusCode) -> None:
+        self._status = status
+
+    def code(self) -> grpc.StatusCode:
+        return self._status
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "ran"),
+    [
+        (ActorDiedError(), True, True),
+        (RayActorError(), True, True),
+        (EngineLostError(), True, True),
+        (EngineUnreachedError(), True, False),
+        (EngineGoneError(), True, False),
+        (RpcError(grpc.StatusCode.UNAVAILABLE), True, True),
+        (RpcError(grpc.StatusCode.INTERNAL), True, True),
+        (RpcError(grpc.StatusCode.CANCELLED), True, False),
+        (RpcError(grpc.StatusCode.INVALID_ARGUMENT), False, False),
+        (grpc.RpcError(), False, False),
+        (RequestError(400, "invalid_request_error", "wrong"), False, False),
+        (ValueError("wrong"), False, False),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, bool) else type(value).__name__,
+)
+def test_an_error_tells_whether_the_replica_is_gone_and_had_the_request(
+    error: Exception, lost: bool, ran: bool
+) -> None:
+    assert (is_lost(error), ran_there(error)) == (lost, ran)
+
+
+@pytest.mark.parametrize("tried", [1, 2, 3])
+def test_the_wait_doubles_with_each_try_and_is_spread(tried: int) -> None:
+    async def wait() -> float:
+        before = asyncio.get_running_loop().time()
+        await back_off(tried)
+        return asyncio.get_running_loop().time() - before
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        waits = [runner.run(wait()) for _ in range(50)]
+    mean = BACKOFF_S * 2 ** (tried - 1)
+    assert mean / 2 <= min(waits) < max(waits) <= 1.5 * mean + 1e-9
