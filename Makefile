@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve configs test test-all pytest service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-gpu soak clean
+.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,6 +55,12 @@ test-all: test ## The same, and then the long tests.
 
 pytest: install ## Run some tests; ARGS="tests/batcher -k order".
 	$(BIN)/python -m pytest $(ARGS)
+
+# The library needs no other package, so these tests run on a Python for which there is no Ray or vLLM.
+test-batcher: ## Run the tests of batcher/ alone, on another Python; PYTHON=python3.14, ARGS="-m long".
+	$(PYTHON) -m venv --clear .venv-batcher
+	.venv-batcher/bin/python -m pip install --quiet pytest pytest-asyncio pytest-timeout hypothesis
+	.venv-batcher/bin/python -m pytest -W ignore::pytest.PytestConfigWarning tests/batcher $(ARGS)
 
 service-tests: install
 	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%) $(ARGS)
@@ -111,4 +117,4 @@ soak: install ## Run half an hour of load with faults at random; ARGS="--minutes
 	@$(BIN)/python -m tests.soak $(ARGS)
 
 clean: ## Remove what the other targets made.
-	rm -rf .venv .venv-gpu .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-gpu .venv-batcher .bench .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
