@@ -10,6 +10,7 @@ from tests.e2e.service import Service
 
 TOKENS = 200
 STREAMS = 40
+TRIES = 3
 TOKENIZER = build_tokenizer(2048)
 
 
@@ -34,17 +35,18 @@ async def stream(client: openai.AsyncOpenAI, **extra: Any) -> tuple[list[str], l
 
 async def test_streams_that_travel_together_lose_no_token(service: Service) -> None:
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=60) as client:
-        single = await stream(client)
+        singles = [await stream(client) for _ in range(TRIES)]
         # The number of streams that travel together changes while the first ones run.
         first = await asyncio.gather(*(stream(client) for _ in range(STREAMS)))
         many = await asyncio.gather(*(stream(client) for _ in range(STREAMS)))
-        tens, _ = spaced = await stream(client, stream_interval=10)
-    for pieces, tokens in [single, *first, *many, spaced]:
+        spaced = [await stream(client, stream_interval=10) for _ in range(TRIES)]
+    for pieces, tokens in [*singles, *first, *many, *spaced]:
         assert len(tokens) == TOKENS
         # Rounding differs with the size of a batch, so only the sum is the same text in all of them.
         assert "".join(pieces) == TOKENIZER.decode(tokens, skip_special_tokens=True)
         assert "".join(pieces).startswith("75")
-    # The interval that the client asks for holds, but the first token doesn't wait for nine others. Where the
-    # machine is busy, it may have one or two beside it that were made meanwhile.
-    assert len(tens) <= TOKENS / 10 + 2
-    assert len(tens[0]) < 10
+    # The interval that the client asks for holds; the first token waits for no other. On a busy machine vLLM
+    # joins tokens that were made before the first was read, but not in each try.
+    assert all(len(pieces) <= TOKENS / 10 + 2 for pieces, _ in spaced)
+    for streams in (singles, spaced):
+        assert min(len(pieces[0]) for pieces, _ in streams) == 1
