@@ -1,7 +1,7 @@
-"""What many tests of the batchers use: something to run, those who hold slots, and checks of the books."""
+"""Helpers for the tests of the batchers: a process function, holders of slots, and checks of the books."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue
@@ -43,6 +43,14 @@ class Machine:
         return [len(batch) for batch in self.batches]
 
 
+async def refusing_bad(batch: list[str]) -> list[str]:
+    """Take a second, and raise a ValueError if a record is "bad"."""
+    await asyncio.sleep(1)
+    if "bad" in batch:
+        raise ValueError
+    return batch
+
+
 def dynamic_batcher(process: Callable[[list[Any]], Any], **settings: Any) -> DynamicBatcher[Any, Any]:
     """Return a batcher on virtual time."""
     return DynamicBatcher(process, clock=now, **settings)
@@ -54,7 +62,7 @@ def one_by_one(process: Callable[[list[Any]], Any], **settings: Any) -> DynamicB
 
 
 async def results_of(futures: Sequence["asyncio.Future[Any]"]) -> list[Any]:
-    """Return what became of each record, its result or its error."""
+    """Return the result or the error of each record."""
     return await asyncio.gather(*futures, return_exceptions=True)
 
 
@@ -93,6 +101,11 @@ class Holders:
         self._exits[name] = asyncio.Event()
         self.tasks[name] = asyncio.create_task(self._hold(name, cost, options))
         await blocked()
+
+    async def enter_all(self, names: Iterable[str]) -> None:
+        """Start holders, one after the other."""
+        for name in names:
+            await self.enter(name)
 
     async def leave(self, *names: str) -> None:
         """Let some leave as soon as they are inside."""

@@ -1,4 +1,4 @@
-"""What both batchers share: waiting for space, deadlines, event loops and stops."""
+"""Rules that both batchers share: waiting for space, deadlines, event loops and stops."""
 
 import asyncio
 import gc
@@ -15,6 +15,7 @@ from tests.batcher.helpers import (
     Machine,
     check_books,
     check_empty,
+    continuous_batcher,
     dynamic_batcher,
     one_by_one,
     results_of,
@@ -162,7 +163,7 @@ async def test_capacity_that_shrinks_counts_for_those_outside_too() -> None:
 @virtual
 async def test_a_deadline_may_be_given_in_seconds_from_now() -> None:
     machine = Machine(5.0)
-    async with one_by_one(machine) as batcher, ContinuousBatcher(capacity=1, clock=now) as window:
+    async with one_by_one(machine) as batcher, continuous_batcher(1) as window:
         await asyncio.sleep(100)
         first = await batcher.submit("first", timeout=1.0)
         late = await batcher.submit("late", timeout=1.0)
@@ -296,7 +297,7 @@ async def test_stop_from_what_it_waits_for_is_refused() -> None:
         with pytest.raises(RuntimeError, match="wait for its own caller"):
             await (await batcher.submit(1))
         assert batcher.is_running
-    async with ContinuousBatcher(capacity=1, clock=now) as window:
+    async with continuous_batcher(1) as window:
         async with window.slot(1):
             with pytest.raises(RuntimeError, match="wait for its own caller"):
                 await window.stop()

@@ -19,13 +19,25 @@ async def burst(batcher: DynamicBatcher[Any, Any], count: int, gap: float) -> No
     await asyncio.sleep(1)
 
 
+async def sizes_of_bursts(count: int, seconds: float = 0.4, gap: float = 0.002, **settings: Any) -> list[int]:
+    """Return the sizes of the batches of some bursts of ten records.
+
+    Args:
+        count: The bursts.
+        seconds: The time of a batch.
+        gap: Seconds between two records of a burst.
+        settings: Those of the batcher.
+    """
+    machine = Machine(seconds)
+    async with dynamic_batcher(machine, **settings) as batcher:
+        for _ in range(count):
+            await burst(batcher, 10, gap)
+    return machine.sizes
+
+
 @virtual
 async def test_a_batch_waits_for_others_once_it_has_learned_that_they_come() -> None:
-    machine = Machine(0.4)
-    async with dynamic_batcher(machine) as batcher:
-        for _ in range(4):
-            await burst(batcher, 10, 0.002)
-    assert machine.sizes == [1, 9, 10, 10, 10]
+    assert await sizes_of_bursts(4) == [1, 9, 10, 10, 10]
 
 
 @virtual
@@ -45,20 +57,12 @@ async def test_it_stops_waiting_when_others_no_longer_come() -> None:
 
 @virtual
 async def test_waiting_for_others_ends_at_the_timeout() -> None:
-    machine = Machine(0.4)
-    async with dynamic_batcher(machine, batch_timeout_s=0.005) as batcher:
-        for _ in range(3):
-            await burst(batcher, 10, 0.002)
-    assert machine.sizes == [1, 9, 3, 7, 3, 7]
+    assert await sizes_of_bursts(3, batch_timeout_s=0.005) == [1, 9, 3, 7, 3, 7]
 
 
 @virtual
 async def test_waiting_for_others_takes_a_quarter_of_a_batch_at_most() -> None:
-    machine = Machine(0.04)
-    async with dynamic_batcher(machine, batch_timeout_s=60.0) as batcher:
-        for _ in range(3):
-            await burst(batcher, 10, 0.004)
-    assert machine.sizes == [1, 9, 3, 7, 3, 7]
+    assert await sizes_of_bursts(3, 0.04, 0.004, batch_timeout_s=60.0) == [1, 9, 3, 7, 3, 7]
 
 
 @virtual

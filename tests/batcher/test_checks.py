@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue, checks
-from tests.batcher.helpers import Machine, dynamic_batcher
-from tests.batcher.virtual import Clock, now, virtual
+from tests.batcher.helpers import Machine, continuous_batcher, dynamic_batcher
+from tests.batcher.virtual import Clock, virtual
 
 
 async def nothing(record: Any) -> None:
@@ -39,7 +39,7 @@ def test_a_wrong_argument_of_a_submit_is_named_and_nothing_is_queued(options: di
 
     @virtual
     async def scenario() -> None:
-        async with dynamic_batcher(Machine()) as batcher, ContinuousBatcher(capacity=9, clock=now) as window:
+        async with dynamic_batcher(Machine()) as batcher, continuous_batcher(9) as window:
             for submit in (batcher.submit, batcher.submit_batch):
                 given = (
                     {name: [options[name]]} if submit == batcher.submit_batch and "cost" in name else options
@@ -122,7 +122,7 @@ def test_a_wrong_setting_is_named(kind: Any, name: str, value: Any) -> None:
 
 @virtual
 async def test_other_wrong_numbers_are_named() -> None:
-    async with ContinuousBatcher(capacity=10, clock=now) as batcher, batcher.slot(1) as slot:
+    async with continuous_batcher(10) as batcher, batcher.slot(1) as slot:
         calls: list[tuple[str, Callable[[Any], Any]]] = [
             ("capacity", batcher.set_capacity),
             ("max_running", lambda value: batcher.set_capacity(1, value)),

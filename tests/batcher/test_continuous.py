@@ -304,8 +304,7 @@ async def test_a_record_that_started_in_time_does_not_expire() -> None:
 async def test_a_cancelled_waiter_is_dropped_and_its_cost_returns() -> None:
     async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
-        for name in "abc":
-            await holders.enter(name)
+        await holders.enter_all("abc")
         await holders.cancel("b")
         assert (batcher.stats.queue_depth, batcher.stats.queue_cost) == (1, 10)
         await holders.leave("a")
@@ -331,8 +330,7 @@ async def test_a_cancelled_holder_gives_its_slot_back() -> None:
 async def test_a_grant_that_meets_a_cancel_is_not_lost() -> None:
     async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
-        for name in "abc":
-            await holders.enter(name)
+        await holders.enter_all("abc")
         # In one step of the loop: b is granted its slot, then its task is cancelled before it runs.
         holders._exits["a"].set()
         await until(lambda: batcher.stats.queue_depth == 1)
@@ -349,8 +347,7 @@ async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
         holders = Holders(batcher)
         slot = batcher.slot(10)
         await slot.__aenter__()
-        for name in "bc":
-            await holders.enter(name)
+        await holders.enter_all("bc")
         # b's task is cancelled but has not run yet when the slot becomes free.
         holders.tasks["b"].cancel()
         slot.release()
@@ -438,7 +435,7 @@ async def test_a_slot_is_released_once() -> None:
 
 @virtual
 async def test_a_slot_that_is_released_while_it_waits_ends_the_wait() -> None:
-    async with ContinuousBatcher(capacity=10, clock=now) as batcher:
+    async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)
         await holders.enter("a")
         slot = batcher.slot(10)
@@ -644,8 +641,7 @@ async def test_a_stop_that_is_cancelled_can_be_called_again() -> None:
 async def test_capacity_can_grow_while_it_runs() -> None:
     async with continuous_batcher(10, max_running=1) as batcher:
         holders = Holders(batcher)
-        for name in "abc":
-            await holders.enter(name)
+        await holders.enter_all("abc")
         assert holders.inside == ["a"]
         batcher.set_capacity(30, max_running=2)
         await blocked()
@@ -663,8 +659,7 @@ async def test_capacity_can_grow_while_it_runs() -> None:
 async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
     async with continuous_batcher(10, max_running=1, max_queue_size=1) as batcher:
         holders = Holders(batcher)
-        for name in "ab":
-            await holders.enter(name)
+        await holders.enter_all("ab")
         with pytest.raises(QueueFull):
             await batcher.slot(1).__aenter__()
         waiting = asyncio.create_task(batcher.slot(1, wait=True).__aenter__())
@@ -695,8 +690,7 @@ async def test_goals_can_change_only_where_there_are_some() -> None:
 async def test_capacity_can_shrink_while_it_runs() -> None:
     async with continuous_batcher(30) as batcher:
         holders = Holders(batcher)
-        for name in "abc":
-            await holders.enter(name)
+        await holders.enter_all("abc")
         await holders.enter("d")
         await holders.enter("E", 25)
         batcher.set_capacity(20)

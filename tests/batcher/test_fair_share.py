@@ -15,6 +15,12 @@ from tests.batcher.footprint import footprint
 from tests.batcher.helpers import add, queue_of, taken
 from tests.batcher.virtual import Clock
 
+
+def by_tenant(queue: RequestQueue[Entry[Any]], records: int) -> Counter[str]:
+    """Take records, and return how many there are of each tenant."""
+    return Counter(entry.tenant for entry in queue.take(max_records=records))
+
+
 # Order
 
 
@@ -166,12 +172,11 @@ def test_large_costs_keep_a_queue_fair() -> None:
     for tenant in "cd":
         for _ in range(100):
             queue.add(Entry(None, 1, tenant=tenant))
-    taken = [entry.tenant for entry in queue.take(max_records=101)]
-    assert abs(taken.count("c") - taken.count("d")) <= 1
+    served = by_tenant(queue, 101)
+    assert abs(served["c"] - served["d"]) <= 1
 
 
 # Load
-
 
 TOKENS_PER_S = 10_000.0
 
@@ -186,7 +191,7 @@ def waits_of_modest(greedy_load: float, *, fair: bool = True, seconds: float = 3
         seconds: How long they send.
     """
     clock = Clock()
-    queue: RequestQueue[Entry[Any]] = RequestQueue(clock=clock)
+    queue = queue_of(clock)
     arrivals: list[tuple[float, str, int]] = []
     for tenant, load in (("modest", 0.2), ("greedy", greedy_load)):
         rng = random.Random(tenant)
@@ -244,20 +249,21 @@ def test_all_backlogged_tenants_are_served_alike(tenants: int) -> None:
 # Weights
 
 
+def share_of_a(queue: RequestQueue[Entry[Any]], records: int) -> float:
+    served = by_tenant(queue, records)
+    return served["a"] / served.total()
+
+
 def test_a_weight_may_change_while_records_wait() -> None:
     queue = queue_of()
     for i in range(400):
         queue.add(Entry(None, 1, tenant="ab"[i % 2]))
 
-    def share(records: int) -> float:
-        taken = [entry.tenant for entry in queue.take(max_records=records)]
-        return taken.count("a") / len(taken)
-
-    assert share(40) == 0.5
+    assert share_of_a(queue, 40) == 0.5
     queue.tenants.weigh("a", 3.0)
-    assert share(80) == pytest.approx(0.75, abs=0.05)
+    assert share_of_a(queue, 80) == pytest.approx(0.75, abs=0.05)
     queue.tenants.weigh("a", 1.0)
-    assert share(40) == pytest.approx(0.5, abs=0.05)
+    assert share_of_a(queue, 40) == pytest.approx(0.5, abs=0.05)
     with pytest.raises(ValueError, match="weight"):
         queue.tenants.weigh("a", 0)
 
@@ -267,8 +273,7 @@ def test_a_weight_given_before_a_tenant_comes_holds_from_its_first_record() -> N
     queue.tenants.weigh("a", 3.0)
     for i in range(80):
         queue.add(Entry(None, 1, tenant="ab"[i % 2]))
-    taken = [entry.tenant for entry in queue.take(max_records=40)]
-    assert taken.count("a") == 30
+    assert by_tenant(queue, 40)["a"] == 30
 
 
 def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
@@ -280,15 +285,11 @@ def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
         queue.add(Entry(None, 1, tenant="a"))
         queue.add(Entry(None, 1, tenant="b"))
 
-    def share() -> float:
-        taken = [entry.tenant for entry in queue.take(max_records=16)]
-        return taken.count("a") / len(taken)
-
-    assert share() == pytest.approx(0.75)
+    assert share_of_a(queue, 16) == pytest.approx(0.75)
     queue.tenants.weigh("a", 1.0)
-    assert share() == pytest.approx(0.5)
+    assert share_of_a(queue, 16) == pytest.approx(0.5)
     queue.tenants.weigh("a", None)
-    assert share() == pytest.approx(0.75)
+    assert share_of_a(queue, 16) == pytest.approx(0.75)
 
 
 # Memory of tenants

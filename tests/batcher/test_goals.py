@@ -6,7 +6,7 @@ import pytest
 
 from batcher import ContinuousBatcher, Goals, QueueFull
 from batcher.goals import Background
-from tests.batcher.helpers import Holders, check_empty
+from tests.batcher.helpers import Holders, check_empty, continuous_batcher
 from tests.batcher.virtual import blocked, now, virtual
 
 GOALS = Goals(ttft_p99_s=0.1)
@@ -15,7 +15,7 @@ FLEX = {"priority": 1}
 
 def batcher_of(capacity: int = 1_000, **settings: object) -> ContinuousBatcher:
     settings = {"goals": GOALS, "max_running": 32, "priority_aging_s": None} | settings
-    return ContinuousBatcher(capacity=capacity, clock=now, **settings)  # type: ignore[arg-type]
+    return continuous_batcher(capacity, **settings)
 
 
 async def fill(holders: Holders, count: int, cost: int = 1) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from batcher import Aborted, DynamicBatcher
 from batcher.processing import OUTAGE
-from tests.batcher.helpers import check_books, dynamic_batcher, results_of
+from tests.batcher.helpers import check_books, dynamic_batcher, refusing_bad, results_of
 from tests.batcher.virtual import now, until, virtual
 
 # Errors
@@ -296,13 +296,7 @@ async def test_single_runs_each_record_of_a_failed_batch_again() -> None:
 
 @virtual
 async def test_a_record_that_started_in_time_does_not_expire_in_a_split() -> None:
-    async def process(batch: list[str]) -> list[str]:
-        await asyncio.sleep(1)
-        if "bad" in batch:
-            raise ValueError
-        return batch
-
-    async with dynamic_batcher(process) as batcher:
+    async with dynamic_batcher(refusing_bad) as batcher:
         futures = [batcher.submit_nowait(name, deadline=now() + 0.5) for name in ("bad", "good", "fine")]
         results = await results_of(futures)
     assert results[1:] == ["good", "fine"]

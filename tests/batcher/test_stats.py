@@ -15,7 +15,7 @@ from batcher import (
     Observation,
 )
 from batcher.stats import RECENT, Recorder, percentiles
-from tests.batcher.helpers import dynamic_batcher, results_of
+from tests.batcher.helpers import dynamic_batcher, refusing_bad, results_of
 from tests.batcher.virtual import Clock, virtual
 
 
@@ -118,13 +118,7 @@ def test_the_report_leaves_out_what_there_is_not() -> None:
 
 @virtual
 async def test_the_mean_latency_is_that_of_completed_records() -> None:
-    async def process(batch: list[str]) -> list[str]:
-        await asyncio.sleep(1)
-        if "bad" in batch:
-            raise ValueError
-        return batch
-
-    async with dynamic_batcher(process, max_batch_size=4, on_error="fail") as batcher:
+    async with dynamic_batcher(refusing_bad, max_batch_size=4, on_error="fail") as batcher:
         await results_of([batcher.submit_nowait("good")])
         await results_of([batcher.submit_nowait("bad") for _ in range(4)])
         assert batcher.stats.avg_latency_s == pytest.approx(1.0)

@@ -214,19 +214,14 @@ def test_a_thread_that_waits_for_space_learns_that_the_loop_has_ended() -> None:
     threads: list[tuple[threading.Thread, list[Any]]] = []
 
     async def main() -> None:
-        async def process(batch: list[int]) -> list[int]:
-            await asyncio.Event().wait()
-            return batch
-
-        batcher = DynamicBatcher(process, max_batch_size=1, max_queue_size=1, prefetch_batches=0)
+        batcher = DynamicBatcher(Held(), max_batch_size=1, max_queue_size=1, prefetch_batches=0)
         await batcher.start()
         client = ThreadClient(batcher)
         for number in range(2):
             await batcher.submit(number)
         threads.append(start_thread(lambda: client.submit(2)))
         threads.append(start_thread(lambda: ThreadClient(batcher).process(3)))
-        while batcher.stats.outside < 2:  # noqa: ASYNC110 - a thread can't set an event of this loop
-            await asyncio.sleep(0.001)
+        await settled(lambda: batcher.stats.outside >= 2)
 
     asyncio.run(main())
     for thread, found in threads:
@@ -236,11 +231,8 @@ def test_a_thread_that_waits_for_space_learns_that_the_loop_has_ended() -> None:
 
 
 def test_a_thread_is_told_that_the_loop_does_not_run() -> None:
-    async def process(batch: list[int]) -> list[int]:
-        return batch
-
     loop = asyncio.new_event_loop()
-    batcher = DynamicBatcher(process)
+    batcher = DynamicBatcher(double)
     loop.run_until_complete(batcher.start())
     client = ThreadClient(batcher)
     thread, found = start_thread(lambda: client.process(1))

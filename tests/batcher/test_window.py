@@ -54,14 +54,15 @@ def test_the_past_fades() -> None:
 
 # Standby
 
-
 PLACES = 16
 TOKENS = 4
 RECORDS = 400
 
 
 class StepEngine:
-    """Makes one token for up to 16 records per step; who comes during a step is in the next one but one.
+    """Makes one token for up to 16 records per step.
+
+    A record that comes during a step is in the next one but one.
 
     Attributes:
         steps: Steps so far.
@@ -124,8 +125,7 @@ async def test_no_place_of_the_engine_stays_empty_while_records_wait() -> None:
 async def test_as_many_wait_in_the_engine_as_end_within_two_steps() -> None:
     async with continuous_batcher(1_000, places=4, max_queue_size=100) as batcher:
         holders = Holders(batcher)
-        for name in "abcdef":
-            await holders.enter(name)
+        await holders.enter_all("abcdef")
         # Before any has ended, one of four.
         assert holders.inside == [*"abcde"]
         stats = batcher.stats
@@ -134,8 +134,7 @@ async def test_as_many_wait_in_the_engine_as_end_within_two_steps() -> None:
         for _ in range(300):
             async with batcher.slot(prompt_tokens=1, max_tokens=2) as slot:
                 slot.report(2)
-        for name in "ABCDEFGHI":
-            await holders.enter(name)
+        await holders.enter_all("ABCDEFGHI")
         # With two tokens each, four end within two steps.
         assert holders.inside == [*"ABCDEFGH"]
         await holders.leave(*"ABCDEFGHI")
@@ -146,8 +145,7 @@ async def test_as_many_wait_in_the_engine_as_end_within_two_steps() -> None:
 async def test_a_bound_that_is_set_holds() -> None:
     async with continuous_batcher(1_000, places=4, max_running=3) as batcher:
         holders = Holders(batcher)
-        for name in "abcdef":
-            await holders.enter(name)
+        await holders.enter_all("abcdef")
         assert len(holders.inside) == batcher.stats.max_running == 3
         batcher.set_capacity(1_000, max_running=None)
         await holders.leave("a")
@@ -171,8 +169,7 @@ async def standby(outputs: list[int]) -> int:
                 slot.report(tokens)
         holders = Holders(batcher)
         names = [str(number) for number in range(3 * PLACES)]
-        for name in names:
-            await holders.enter(name)
+        await holders.enter_all(names)
         waiting = len(holders.inside) - PLACES
         await holders.leave(*names)
         return waiting
@@ -188,6 +185,6 @@ async def test_the_standby_stays_between_one_and_the_places(outputs: list[int]) 
 @virtual
 async def test_the_standby_follows_the_mean_output() -> None:
     assert await standby([TOKENS] * 500) == 2 * PLACES // TOKENS
-    # What has no tokens, like an embedding, takes a step.
+    # A record without tokens, like an embedding, takes a step.
     assert await standby([0] * 500) == PLACES
     assert await standby([1_000] * 500) == 1

@@ -3,10 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.batches.database import Database
+from serve_app.batches.database import Database, SQLite
 from tests.serve_app.batches.server import Server, start
 
 Place = Callable[[], Path | Database]
+
+
+def database_at(place: Place) -> Database:
+    """Return the database of a place."""
+    where = place()
+    return SQLite(where) if isinstance(where, Path) else where
 
 
 @pytest.fixture(scope="session")

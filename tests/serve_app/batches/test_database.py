@@ -7,20 +7,15 @@ import pytest
 from serve_app.batches import failpoints
 from serve_app.batches.database import Database, SQLite
 from serve_app.batches.errors import DatabaseError, HeldError
-from tests.serve_app.batches.conftest import Place
+from tests.serve_app.batches.conftest import Place, database_at
 
 THREADS, CHANGES = 4, 25
-
-
-def opened(place: Place) -> Database:
-    database = place()
-    return SQLite(database) if isinstance(database, Path) else database
 
 
 @pytest.fixture
 def database(place: Place) -> Iterator[Database]:
     """A database with one table of one number."""
-    database = opened(place)
+    database = database_at(place)
     database.change_schema(["CREATE TABLE counter (id INTEGER PRIMARY KEY, value INTEGER)"], 1)
     with database.transaction() as transaction:
         transaction.change("INSERT INTO counter VALUES (?, ?)", 1, 0)
@@ -108,12 +103,12 @@ def test_a_change_of_the_schema_is_made_whole_or_not_at_all(database: Database) 
 
 
 def test_one_process_has_a_database_open_until_it_closes_it(place: Place) -> None:
-    database = opened(place)
+    database = database_at(place)
     assert database.version() == 0
     with pytest.raises(HeldError, match="another process"):
-        opened(place)
+        database_at(place)
     database.close()
-    opened(place).close()
+    database_at(place).close()
 
 
 def test_a_file_that_is_no_database_is_named_and_not_held(tmp_path: Path) -> None:

@@ -3,10 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.batches.database import SQLite
 from serve_app.batches.errors import StoreError
 from serve_app.batches.store import Store
-from tests.serve_app.batches.conftest import Place
+from tests.serve_app.batches.conftest import Place, database_at
 from tests.serve_app.batches.helpers import batch_of, file_of
 
 
@@ -20,9 +19,7 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_database_of_an_earlier_version_is_brought_to_this_one(place: Place) -> None:
-    database = place()
-    if isinstance(database, Path):
-        database = SQLite(database)
+    database = database_at(place)
     store = Store(database)
     store.add_file(file_of("in"))
     store.add_batch(batch_of("b", "in"), 1)

@@ -1,5 +1,3 @@
-import asyncio
-
 import grpc
 import pytest
 from ray.exceptions import ActorDiedError, RayActorError
@@ -7,7 +5,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.ingress.engine_call import EngineGoneError, EngineUnreachedError
 from serve_app.ingress.retry import BACKOFF_S, back_off, is_lost, ran_there
-from tests.batcher.virtual import VirtualLoop
+from tests.batcher.virtual import now, virtual
 
 
 class RpcError(grpc.RpcError):  # type: ignore[misc]
@@ -45,13 +43,12 @@ def test_an_error_tells_whether_the_replica_is_gone_and_had_the_request(
 
 
 @pytest.mark.parametrize("tried", [1, 2, 3])
-def test_the_wait_doubles_with_each_try_and_is_spread(tried: int) -> None:
-    async def wait() -> float:
-        before = asyncio.get_running_loop().time()
+@virtual
+async def test_the_wait_doubles_with_each_try_and_is_spread(tried: int) -> None:
+    waits = []
+    for _ in range(50):
+        before = now()
         await back_off(tried)
-        return asyncio.get_running_loop().time() - before
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        waits = [runner.run(wait()) for _ in range(50)]
+        waits.append(now() - before)
     mean = BACKOFF_S * 2 ** (tried - 1)
     assert mean / 2 <= min(waits) < max(waits) <= 1.5 * mean + 1e-9
