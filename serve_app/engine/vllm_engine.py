@@ -31,7 +31,7 @@ from serve_app.engine.vllm_prompts import Prompts
 from serve_app.engine.vllm_refusal import hide_refusals
 from serve_app.engine.vllm_sleep import VLLMSleeper
 from serve_app.engine.vllm_steps import StepTimer
-from serve_app.engine.vllm_tokenizing import bound_tokenizing
+from serve_app.engine.vllm_tokenizing import bound_tokenizing, render_short_chats_at_once
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences, set_part
 from serve_app.engine.vllm_warm_up import compile_nothing_on_a_cpu, warm_up
 from serve_app.settings.models import LLMSettings
@@ -124,6 +124,8 @@ class VLLMEngine:
             settings.batcher.tenant_weights,
         )
         bound_tokenizing(self.llm.renderer, self._texts, self.max_tokenize_tokens)
+        if not self._args.trust_request_chat_template:
+            render_short_chats_at_once(self.llm.renderer)
         self.steps = 0
         self._count_steps()
 

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import TextPrompt, TokensPrompt
 from vllm.renderers import BaseRenderer, TokenizeParams
+from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.admission import current
+from serve_app.engine.tokenizing import TokenizingQueue, is_short
 from serve_app.engine.vllm_refusal import RefusedError
 
 PIECE_CHARS = 65_536
@@ -89,6 +91,26 @@ def bound_tokenizing(renderer: BaseRenderer[Any], queue: TokenizingQueue, most: 
         if not hasattr(renderer, name):
             raise RuntimeError(f"this vLLM's renderer has no {name}: it would tokenize past the queue")
         setattr(replaced, name, function)
+
+
+def render_short_chats_at_once(renderer: BaseRenderer[Any]) -> None:
+    """Make a renderer apply the chat template to a short request on the event loop, not in a thread.
+
+    Not for templates that come with a request: vLLM limits their time, which takes a thread.
+
+    Args:
+        renderer: Renders the prompts of all routes. One that isn't Hugging Face's stays as it is.
+    """
+    if not isinstance(renderer, HfRenderer):
+        return
+    in_thread = renderer._apply_chat_template_async
+
+    async def apply(*args: Any, **options: Any) -> Any:
+        if is_short(current().request):
+            return safe_apply_chat_template(*args, **options)
+        return await in_thread(*args, **options)
+
+    renderer._apply_chat_template_async = apply
 
 
 def exceeds(tokenizer: Any, text: str, most: int) -> bool:

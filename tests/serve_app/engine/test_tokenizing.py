@@ -11,7 +11,7 @@ import pytest
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
-from serve_app.engine.tokenizing import LONG_AT_ONCE, LONG_BYTES, TokenizingQueue
+from serve_app.engine.tokenizing import LONG_AT_ONCE, LONG_BYTES, SHORT_AT_ONCE, SHORT_BYTES, TokenizingQueue
 
 LIMIT_S = 20.0
 LONG = LONG_BYTES + 1
@@ -95,6 +95,44 @@ async def test_a_long_request_does_not_hold_up_the_others(
     assert not held.done()
     calls.let_go()
     assert await held == ["long"]
+
+
+def here() -> bool:
+    """Return whether the event loop's thread runs this."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("size", "characters", "at_once"),
+    [
+        (SHORT_BYTES, SHORT_BYTES, True),
+        (SHORT_BYTES + 1, 1, False),
+        (SHORT_BYTES, SHORT_BYTES + 1, False),
+        (0, 1, False),
+    ],
+    ids=["short", "body", "template", "no body"],
+)
+async def test_a_short_request_is_tokenized_without_a_thread(
+    queue: TokenizingQueue, size: int, characters: int, at_once: bool
+) -> None:
+    assert await request(queue, lambda: str(here()), characters, size=size) == [str(at_once)]
+
+
+async def test_only_the_first_text_of_a_short_list_is_tokenized_without_a_thread(
+    queue: TokenizingQueue,
+) -> None:
+    found = await request(queue, lambda: str(here()), size=SHORT_BYTES, times=3)
+    assert found == ["True", "False", "False"]
+
+
+async def test_an_error_of_a_short_request_gives_its_place_back(queue: TokenizingQueue) -> None:
+    def broken() -> str:
+        raise ValueError("not a text")
+
+    for _ in range(SHORT_AT_ONCE + 1):
+        with pytest.raises(ValueError, match="not a text"):
+            await request(queue, broken, size=1)
+    assert await request(queue, lambda: "next", size=1) == ["next"]
 
 
 async def test_texts_for_one_adapter_do_not_go_before_all_those_of_another(calls: Calls) -> None:

@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers import TokenizeParams
+from vllm.renderers.hf import HfRenderer
 from vllm.tokenizers import get_tokenizer
 
-from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.tokenizing import SHORT_BYTES, TokenizingQueue
 from serve_app.engine.vllm_refusal import RefusedError
-from serve_app.engine.vllm_tokenizing import PIECE_CHARS, bound_tokenizing, exceeds
+from serve_app.engine.vllm_tokenizing import (
+    PIECE_CHARS,
+    bound_tokenizing,
+    exceeds,
+    render_short_chats_at_once,
+)
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 
@@ -143,3 +150,28 @@ async def test_another_vllm_does_not_tokenize_past_the_queue(queue: TokenizingQu
     renderer: Any = SimpleNamespace(_tokenize_prompt=None, _decode=None)
     with pytest.raises(RuntimeError, match="_tokenize_prompt_async"):
         bound_tokenizing(renderer, queue, MOST)
+
+
+@pytest.mark.parametrize(("size", "rendered"), [(SHORT_BYTES, "1+2user"), (SHORT_BYTES + 1, "in a thread")])
+async def test_the_chat_template_of_a_short_request_is_applied_without_a_thread(
+    size: int, rendered: str
+) -> None:
+    async def in_thread(*args: Any, **options: Any) -> str:
+        return "in a thread"
+
+    renderer: Any = object.__new__(HfRenderer)
+    renderer._apply_chat_template_async = in_thread
+    render_short_chats_at_once(renderer)
+    set_current(AdmissionRequest(size=size), AdmissionResult())
+    template = "{{ messages[0].content }}{{ messages[0].role }}"
+    messages = [{"role": "user", "content": "1+2"}]
+    found = await renderer._apply_chat_template_async(
+        None, TOKENIZER, messages, chat_template=template, tokenize=False
+    )
+    assert found == rendered
+
+
+def test_a_renderer_of_another_kind_keeps_its_threads() -> None:
+    renderer: Any = SimpleNamespace(_apply_chat_template_async=None)
+    render_short_chats_at_once(renderer)
+    assert renderer._apply_chat_template_async is None
