@@ -51,6 +51,7 @@ class Runner:
         max_bytes: Most bytes of input lines in flight.
         row_timeout_s: Seconds after which a try has failed.
         tick_s: Seconds between two looks at deadlines.
+        gather_s: Seconds for which results are gathered, to be recorded together.
         clock: Seconds since the epoch.
 
     Attributes:
@@ -72,6 +73,7 @@ class Runner:
         max_bytes: int = 64 << 20,
         row_timeout_s: float = 1800.0,
         tick_s: float = 1.0,
+        gather_s: float = 0.0,
         clock: Clock = time.time,
     ) -> None:
         self.rate = Rate()
@@ -85,6 +87,7 @@ class Runner:
         self._sender = Sender(client, self._concurrency, backoff or Backoff(), retries, row_timeout_s)
         self._max_bytes = max_bytes
         self._tick_s = tick_s
+        self._gather_s = gather_s
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
         self._shares = Shares()
@@ -237,9 +240,10 @@ class Runner:
             self._to_write.set()
 
     async def _write(self) -> None:
-        """Record results, all that have come while the ones before were recorded."""
+        """Record results, all that have come meanwhile."""
         while True:
             await self._to_write.wait()
+            await asyncio.sleep(self._gather_s)
             self._to_write.clear()
             taken, self._results = self._results, []
             groups: dict[str, list[Result]] = {}

@@ -336,6 +336,22 @@ async def test_a_stopped_runner_records_what_is_in_flight(tmp_path: Path) -> Non
     assert set(engine.final.values()) == {1}
 
 
+async def test_results_that_come_soon_after_one_another_are_recorded_together(tmp_path: Path) -> None:
+    appended = []
+
+    def count(point: str) -> None:
+        if point == "content.appended" and engine.final:
+            appended.append(sum(engine.final.values()))
+
+    # Its rows end one after the other.
+    engine = Engine()
+    async with running(tmp_path, engine, concurrency=Fixed(20), gather_s=0.2) as bench:
+        bench.at = count
+        bench.add("b", *(row(str(number)) for number in range(20)))
+        await bench.ended("b")
+    assert appended == [20]
+
+
 async def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
     engine = Engine()
     failures = [5]
