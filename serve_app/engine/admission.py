@@ -10,6 +10,7 @@ from typing import NamedTuple
 from batcher import BatcherError, Expired, Oversize, QueueFull
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
+from serve_app.engine.arrivals import Arrival
 from serve_app.relay.resume import StreamTokens
 from serve_app.relay.usage import RequestUsage
 from serve_app.usage.calls import Call
@@ -57,6 +58,7 @@ class AdmissionResult:
         texts: Texts that it has had tokenized, or that wait for it.
         searching: It is a beam search, whose slot covers all that it asks of the engine.
         call: The call that the ledger has for it; None: none is kept.
+        arrival: Its place among those that have no slot yet; None: it goes at once.
     """
 
     admitted: bool = False
@@ -67,6 +69,13 @@ class AdmissionResult:
     texts: int = 0
     searching: bool = False
     call: Call | None = None
+    arrival: Arrival | None = None
+
+    def ask(self) -> None:
+        """Note that it asks for a slot."""
+        self.asked += 1
+        if self.arrival is not None:
+            self.arrival.end()
 
 
 class Admission(NamedTuple):

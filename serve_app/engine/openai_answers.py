@@ -9,6 +9,7 @@ from starlette.types import ASGIApp
 
 from serve_app.api.errors import RequestError, engine_failed
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.arrivals import Arrivals
 from serve_app.engine.error_mapping import application_error, blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import grammars_of
@@ -47,6 +48,7 @@ class OpenAIAnswers:
         self._engine = engine
         self._grammars = grammars
         self._ready_at = ready_at
+        self._arrivals = Arrivals()
 
     async def answer(
         self, request: RelayRequest, began: float, usage: RequestUsage, call: Call
@@ -111,6 +113,7 @@ class OpenAIAnswers:
             return not result.refusal and bool(grammars or not usage.output_tokens)
 
         answered = False
+        arrival = result.arrival = await self._arrivals.enter(scheduling.priority)
         try:
             async with aclosing(messages):
                 async for message in messages:
@@ -126,6 +129,8 @@ class OpenAIAnswers:
             if answered or self._engine.died or not may_blame():
                 raise
             yield blame_request(pack_error(application_error(error), usage=usage))
+        finally:
+            arrival.end()
 
     def _check_tokens(self, request: RelayRequest) -> None:
         """Refuse a list of token ids that is too long before it is parsed, which holds all others up."""

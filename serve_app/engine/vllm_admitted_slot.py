@@ -38,7 +38,7 @@ class AdmittedSlot:
         # its deadline is met: a list may be longer than the queue.
         wait = request.wait or self._result.asked > 0
         deadline = None if self._result.admitted else request.deadline
-        self._result.asked += 1
+        self._result.ask()
         share = request.share
         batcher.weigh(share, request.scheduling.weight)
         self._slot = batcher.slot(

@@ -1,5 +1,6 @@
 """Answers of vLLM's application, as relay messages; the application and its engine are doubles."""
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from serve_app.engine import arrivals
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.openai_answers import OpenAIAnswers
@@ -17,6 +19,8 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.usage.calls import CallBook
 from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
+
+LIMIT_S = 20.0
 
 
 def made(app: Any, ready_at: float = 0.0) -> OpenAIAnswers:
@@ -156,3 +160,36 @@ async def test_the_queues_know_the_adapter_of_a_request() -> None:
     for adapter in ("", "demo:words"):
         await answer(answers, replace(REQUEST, adapter=adapter))
     assert shares == ["default", "default/demo:words"]
+
+
+async def test_a_flex_request_begins_when_the_others_have_asked_for_their_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arrivals, "MOST_WAIT_S", LIMIT_S)
+    begun: list[str] = []
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        admission = current()
+        begun.append("flex" if admission.request.scheduling.priority > 0 else "live")
+        if begun == ["live"]:
+            await asked.wait()
+            admission.result.ask()
+            await ended.wait()
+        raise RuntimeError("oh")
+
+    answers = made(app)
+    live = asyncio.ensure_future(answer(answers))
+    await asyncio.sleep(0)
+    flex = replace(REQUEST, scheduling=REQUEST.scheduling._replace(priority=1))
+    rows = [asyncio.ensure_future(answer(answers, flex)) for _ in range(2)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert begun == ["live"]
+    asked.set()
+    # Each of these ends without a slot.
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.gather(*rows)
+    assert (begun, live.done()) == (["live", "flex", "flex"], False)
+    ended.set()
+    await live

@@ -10,7 +10,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from batcher import ContinuousBatcher, Goals
 from serve_app.api.scheduling import Scheduling
+from serve_app.engine import arrivals as module
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.arrivals import Arrivals
 from serve_app.engine.autoscaling import SEQUENCES, autoscaling_stats
 from serve_app.engine.vllm_refusal import RefusedError
 from tests.serve_app.engine.vllm_doubles import LIMIT_S, TEN, HeldScript, Script, gated, output, run
@@ -156,3 +158,20 @@ async def test_more_answers_than_the_engine_runs_at_once_are_refused(monkeypatch
         with pytest.raises(RefusedError, match="n: 5 answers must start together"):
             await run(llm, params=SamplingParams(max_tokens=4, n=5))
         await run(llm, params=SamplingParams(max_tokens=4, n=4))
+
+
+async def test_a_request_has_arrived_when_it_asks_for_a_slot(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    monkeypatch.setattr(module, "MOST_WAIT_S", LIMIT_S)
+    arrivals = Arrivals()
+    result = AdmissionResult(arrival=await arrivals.enter(0))
+    flex = asyncio.ensure_future(arrivals.enter(1))
+    llm = gated(monkeypatch, Script(output(1)), batcher)
+    set_current(AdmissionRequest(), result)
+    async with batcher.slot(1024):
+        waiting = asyncio.ensure_future(run(llm))
+        async with asyncio.timeout(LIMIT_S):
+            await flex
+        assert not waiting.done()
+    await waiting
