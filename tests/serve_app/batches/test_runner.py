@@ -11,14 +11,16 @@ from pydantic_core import from_json
 from serve_app.api import pacing
 from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
+from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
+from serve_app.batches.client import Answer
 from serve_app.batches.content import Content
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
-from tests.serve_app.batches.engine import USAGE, Engine
+from tests.serve_app.batches.engine import USAGE, Engine, custom_id_of
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, opened, put, row, text_of
 
 
@@ -337,19 +339,26 @@ async def test_a_stopped_runner_records_what_is_in_flight(tmp_path: Path) -> Non
 
 
 async def test_results_that_come_soon_after_one_another_are_recorded_together(tmp_path: Path) -> None:
-    appended = []
+    answered: set[int] = set()
 
     def count(point: str) -> None:
         if point == "content.appended" and engine.final:
-            appended.append(sum(engine.final.values()))
+            answered.add(sum(engine.final.values()))
 
-    # Its rows end one after the other.
-    engine = Engine()
-    async with running(tmp_path, engine, concurrency=Fixed(20), gather_s=0.2) as bench:
+    class Staggered(Engine):
+        """Its rows end one after the other."""
+
+        async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+            await asyncio.sleep(0.001 * int(custom_id_of(body)))
+            return await super().send(endpoint, body, scheduling)
+
+    engine = Staggered()
+    async with running(tmp_path, engine, concurrency=Fixed(20), gather_s=1.0) as bench:
         bench.at = count
         bench.add("b", *(row(str(number)) for number in range(20)))
         await bench.ended("b")
-    assert appended == [20]
+    # Nothing is written before all have come.
+    assert answered == {20}
 
 
 async def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
