@@ -31,7 +31,7 @@ def is_short(request: AdmissionRequest, characters: int = 0) -> bool:
     """Return whether a text of a request is worked on at once, on the event loop.
 
     Args:
-        request: The request; the size of its body is known.
+        request: The request. One whose body has no size, such as a call of the handle, is not short.
         characters: Length of the text, which may be longer than the body: a chat template adds to it.
     """
     return 0 < request.size <= SHORT_BYTES and characters <= SHORT_BYTES
@@ -93,7 +93,9 @@ class TokenizingQueue:
             queue.threads.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, call: Callable[[], T], characters: int) -> T:
-        """Return the result of a call that tokenizes, made when its turn has come: in a thread, if not short.
+        """Return the result of a call that tokenizes, made when its turn has come.
+
+        It is made in a thread, unless the request is short.
 
         Args:
             call: Tokenizes one text of the task's request, or several.
