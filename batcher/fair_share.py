@@ -145,6 +145,31 @@ class Backlog(Turn):
     last: Any = None
     outside: int = 0
 
+    def append(self, entry: Any) -> None:
+        """Put an entry behind the others."""
+        entry._place = self
+        last = entry._previous = self.last
+        if last is None:
+            self.first = entry
+        else:
+            last._next = entry
+        self.last = entry
+        self.total += entry.records
+
+    def unlink(self, entry: Any) -> None:
+        """Take an entry out, wherever it is."""
+        before, after = entry._previous, entry._next
+        if before is None:
+            self.first = after
+        else:
+            before._next = after
+        if after is None:
+            self.last = before
+        else:
+            after._previous = before
+        entry._place = entry._previous = entry._next = None
+        self.total -= entry.records
+
     def __iter__(self) -> Iterator[Any]:
         entry = self.first
         while entry is not None:

@@ -176,7 +176,7 @@ class RequestQueue(Generic[EntryT]):
         if backlog is None or not backlog.total:
             backlog = tier.join(self.tenants.join(entry.tenant))
         tenant = backlog.tenant
-        entry._place = backlog
+        backlog.append(entry)
         admitted = not backlog.outside and (
             (
                 self.total - self.outside + records <= self._open_size
@@ -184,13 +184,6 @@ class RequestQueue(Generic[EntryT]):
             )
             or self._bound(entry) is None
         )
-        last = entry._previous = backlog.last
-        if last is None:
-            backlog.first = entry
-        else:
-            last._next = entry
-        backlog.last = entry
-        backlog.total += records
         tier.total += records
         tier.total_cost += cost
         self.total += records
@@ -446,17 +439,7 @@ class RequestQueue(Generic[EntryT]):
             tenant.cost -= cost
         else:
             self._leave_outside(entry)
-        before, after = entry._previous, entry._next
-        if before is None:
-            backlog.first = after
-        else:
-            before._next = after
-        if after is None:
-            backlog.last = before
-        else:
-            after._previous = before
-        entry._place = entry._previous = entry._next = None
-        backlog.total -= records
+        backlog.unlink(entry)
         tier.total -= records
         tier.total_cost -= cost
         self.total -= records
