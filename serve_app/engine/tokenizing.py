@@ -21,7 +21,7 @@ A thread takes nearly as long to begin, and 5 ms longer where the event loop has
 LONG_QUEUE_CHARS = 1 << 28
 """Characters of long requests that may wait."""
 
-SHORT_AT_ONCE, LONG_AT_ONCE = 16, 2
+OTHERS_AT_ONCE, LONG_AT_ONCE = 16, 2
 """Texts that are handed to their threads at once: these don't run out of work between two texts."""
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class TokenizingQueue:
 
     The texts of a long request take turns with those of other long ones, in one thread. The others never wait
     behind them: a tokenizer leaves the interpreter's lock alone while it works. A request that isn't long
-    waits behind the texts that its thread has, `SHORT_AT_ONCE` of `LONG_BYTES` at most, and has its tenant's
+    waits behind the texts that its thread has, `OTHERS_AT_ONCE` of `LONG_BYTES` at most, and has its tenant's
     share of the thread after them.
 
     Args:
@@ -74,12 +74,12 @@ class TokenizingQueue:
             )
             return _Queue(batcher, ThreadPoolExecutor(threads, thread_name_prefix="tokenize"))
 
-        self._short = queue(threads, SHORT_AT_ONCE)
+        self._others = queue(threads, OTHERS_AT_ONCE)
         self._long = queue(1, LONG_AT_ONCE)
 
     async def start(self) -> None:
         """Admit texts."""
-        for queue in (self._short, self._long):
+        for queue in (self._others, self._long):
             await queue.batcher.start()
 
     async def stop(self, timeout_s: float = 1.0) -> None:
@@ -88,7 +88,7 @@ class TokenizingQueue:
         Args:
             timeout_s: Seconds for those that a thread has begun.
         """
-        for queue in (self._short, self._long):
+        for queue in (self._others, self._long):
             await queue.batcher.stop(drain=False, timeout=timeout_s)
             queue.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -105,7 +105,7 @@ class TokenizingQueue:
             RequestError: 429, too many texts wait; 408, the request's time is over; 503, the replica stops.
         """
         request, result = current()
-        queue = self._long if max(request.size, characters) > LONG_BYTES else self._short
+        queue = self._long if max(request.size, characters) > LONG_BYTES else self._others
         scheduling = request.scheduling
         share = request.share
         queue.batcher.weigh(share, scheduling.weight)

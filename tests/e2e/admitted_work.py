@@ -90,7 +90,7 @@ class Watch:
         core.add_request_async = added
         self._count(type(renderer.get_tokenizer()), "__call__", "tokenized")
         self._count(self._engine.batcher, "slot", "slots")
-        for queue in (self._engine._texts._short, self._engine._texts._long):
+        for queue in (self._engine._texts._others, self._engine._texts._long):
             self._count(queue.batcher, "slot", "texts")
 
     def reset(self) -> None:

@@ -11,7 +11,7 @@ import pytest
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
-from serve_app.engine.tokenizing import LONG_AT_ONCE, LONG_BYTES, SHORT_AT_ONCE, SHORT_BYTES, TokenizingQueue
+from serve_app.engine.tokenizing import LONG_AT_ONCE, LONG_BYTES, OTHERS_AT_ONCE, SHORT_BYTES, TokenizingQueue
 
 LIMIT_S = 20.0
 LONG = LONG_BYTES + 1
@@ -129,7 +129,7 @@ async def test_an_error_of_a_short_request_gives_its_place_back(queue: Tokenizin
     def broken() -> str:
         raise ValueError("not a text")
 
-    for _ in range(SHORT_AT_ONCE + 1):
+    for _ in range(OTHERS_AT_ONCE + 1):
         with pytest.raises(ValueError, match="not a text"):
             await request(queue, broken, size=1)
     assert await request(queue, lambda: "next", size=1) == ["next"]
