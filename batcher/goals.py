@@ -17,13 +17,13 @@ from batcher import checks
 BACKGROUND = 1  # the priority from which on records are background, unless told otherwise
 
 # The judgement of the window.
-AIM = 0.87  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
+AIM = 0.9  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
 PERIOD_S = 0.2  # seconds between two judgements
 LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or two steps later
 FIRST_WINDOW = 8  # records with which the window starts
 GROWTH, CUT = 1.125, 0.5  # how far one judgement widens or narrows it at most
 LATE_CUT = 0.8  # share of it that is left at once by a single late answer
-STEPS_IN_TAILS = 0.35  # part of the answers' tails that is due to the window, and shrinks with it
+TAILS_POWER = 0.25  # the answers' tails change with this power of the window, as measured on two full cores
 FULL = 0.9  # share of it from which on it is full: then it may grow, else the pace
 PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full or nothing more fits
 HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place of others, at most
@@ -79,9 +79,10 @@ class Background:
     pace go that way: down at once, both; up by an eighth per judgement, the window if it is full, else the
     pace, which falls while the window is full or nothing more fits.
 
-    What is remembered shrinks with each cut, the steps' part of it, and lasts a minute at most: a late answer
-    doesn't hold the background back until 200 others have come. For that minute it forbids growth, but it
-    asks for one cut only: answers can be late for reasons that no cut removes.
+    What answers took counts as it would be with the window as it is now, so that a wide window is not judged
+    by answers beside a narrow one. It counts for a minute at most: a late answer doesn't hold the background
+    back until 200 others have come. For that minute it forbids growth, but it asks for one cut only: answers
+    can be late for reasons that no cut removes.
 
     The first pace is one prompt per step. Without goals nothing is background.
 
@@ -112,9 +113,9 @@ class Background:
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._steps = 0
         self._stepped = False
-        # By how much each TTFT exceeded two mean steps of its time, and when; TPOT as a multiple of the mean
-        # step.
-        self._tails: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_ANSWERS)
+        # By how much each TTFT exceeded two mean steps of its time, when, and the width of the background;
+        # TPOT as a multiple of the mean step.
+        self._tails: deque[tuple[float, float, float]] = deque(maxlen=REMEMBERED_ANSWERS)
         self._answers: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
         self._judged_at = self._narrowed_at = clock()
 
@@ -200,7 +201,7 @@ class Background:
         if self.goals is None:
             return
         now = self._clock()
-        self._tails.append((seconds - 2 * self._mean_s, now))
+        self._tails.append((seconds - 2 * self._mean_s, now, self._width()))
         # Until the window has had time to act, other late answers are of the same cause.
         if seconds > self.goals.ttft_p99_s and now - self._narrowed_at > 2 * seconds:
             self._narrow(LATE_CUT)
@@ -227,8 +228,10 @@ class Background:
 
     def _expected_by_answers(self, since: float) -> float:
         """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell."""
-        oldest = self._clock() - LATE_FOR_S
-        latest = [(tail, at) for tail, at in self._tails if at >= oldest]
+        oldest, width = self._clock() - LATE_FOR_S, self._width()
+        latest = [
+            (tail * math.pow(width / then, TAILS_POWER), at) for tail, at, then in self._tails if at >= oldest
+        ]
         late = max(1, int(MAY_BE_LATE * len(latest)))
         found = [tail for tail, at in latest if at >= since]
         if len(self._tails) < ENOUGH_ANSWERS or len(found) <= late:
@@ -278,6 +281,10 @@ class Background:
         elif slack > 1 and self._held_by_pace:
             self._pace *= min(slack, GROWTH)
 
+    def _width(self) -> float:
+        """Return how many background records make the steps what they are; the window if none runs."""
+        return min(self._window, self.running) or self._window
+
     def _narrow(self, factor: float) -> None:
         self._narrowed_at = self._clock()
         # Running records can't be stopped: a second cut before it has left would count the same twice.
@@ -286,8 +293,6 @@ class Background:
         self._pace = max(1.0, self._pace * factor)
         # Fewer prompts make the steps more alike. As they were, they would ask for the same cut again.
         self._excess = deque((excess * factor for excess in self._excess), maxlen=REMEMBERED_STEPS)
-        part = 1 - STEPS_IN_TAILS * (1 - factor)
-        self._tails = deque(((tail * part, at) for tail, at in self._tails), maxlen=REMEMBERED_ANSWERS)
 
 
 def _kept(peak: int, bound: int) -> int:

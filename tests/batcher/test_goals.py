@@ -123,6 +123,16 @@ def test_one_answer_in_a_hundred_may_be_late(late_s: float) -> None:
     assert max(served.run(0.1) for _ in range(10)) == wide
 
 
+def test_a_wide_window_is_not_judged_by_answers_beside_a_narrow_one() -> None:
+    """Answers take 65 ms of 100 beside eight records, and longer beside more; they count for a minute."""
+    served = Served()
+    assert served.run(0.1) <= 8
+    served.answer(*[0.065] * 40)
+    assert 16 < served.run(30) < 64
+    assert served.background.expected_ttft_s() < GOALS.ttft_p99_s
+    assert served.run(60) > 100
+
+
 def test_prompts_are_spread_also_where_the_foreground_leaves_few_places() -> None:
     """With each step a tenth of the records ends: so many may start together, and few more."""
     served = Served()
