@@ -282,7 +282,7 @@ class Background:
             self._pace *= min(slack, GROWTH)
 
     def _width(self) -> float:
-        """Return how many background records make the steps what they are; the window if none runs."""
+        """Return how many background records run within the window; the window itself if none does."""
         return min(self._window, self.running) or self._window
 
     def _narrow(self, factor: float) -> None:
