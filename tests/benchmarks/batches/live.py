@@ -74,10 +74,10 @@ class API:
     """
 
     def __init__(self, server: Server) -> None:
-        self._url = f"http://127.0.0.1:{server.port}"
-        self._client = openai.OpenAI(base_url=f"{self._url}/v1", api_key="none", timeout=120)
+        url = f"http://127.0.0.1:{server.port}"
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
         # One client: another for each call would take 20 ms of CPU, and live requests would wait for it.
-        self._http = httpx.Client(timeout=60)
+        self._http = httpx.Client(base_url=url, timeout=60)
 
     def create(self, path: Path) -> str:
         """Upload a file of requests and begin a batch; return the batch's id."""
@@ -93,7 +93,7 @@ class API:
 
     def tokens(self) -> int:
         """Return the output tokens of the engine so far, of all that it runs."""
-        models = self._http.get(f"{self._url}/stats").json()["models"]
+        models = self._http.get("/stats").json()["models"]
         return sum(int(each["batcher"]["output_tokens"]) for each in models["demo"]["replicas"])
 
     def rate(self, seconds: float) -> float:
