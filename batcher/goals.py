@@ -30,7 +30,8 @@ HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place o
 
 # Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
-REMEMBERED_STEPS, REMEMBERED_ANSWERS = 256, 200
+REMEMBERED_STEPS, REMEMBERED_TPOTS = 256, 200
+REMEMBERED_TTFTS = 1_000  # of at most the last `LATE_FOR_S` seconds: a p99 of fewer jumps with each late one
 LATE_FOR_S = 60.0  # seconds for which a late answer counts: it says nothing of the steps after that
 MAY_BE_LATE = 0.01  # share of the answers of this time that may be late, and one of them in any case
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
@@ -80,9 +81,9 @@ class Background:
     pace, which falls while the window is full or nothing more fits.
 
     What answers took counts as it would be with the window as it is now, so that a wide window is not judged
-    by answers beside a narrow one. It counts for a minute at most: a late answer doesn't hold the background
-    back until 200 others have come. For that minute it forbids growth, but it asks for one cut only: answers
-    can be late for reasons that no cut removes.
+    by answers beside a narrow one. It counts for a minute: one answer in a hundred of that time may be late.
+    More of them forbid growth for as long, but each asks for one cut only: answers can be late for reasons
+    that no cut removes.
 
     The first pace is one prompt per step. Without goals nothing is background.
 
@@ -113,10 +114,10 @@ class Background:
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._steps = 0
         self._stepped = False
-        # By how much each TTFT exceeded two mean steps of its time, when, and the width of the background;
+        # By how much each TTFT exceeded two mean steps of its time, when, and the same for a width of one;
         # TPOT as a multiple of the mean step.
-        self._tails: deque[tuple[float, float, float]] = deque(maxlen=REMEMBERED_ANSWERS)
-        self._answers: deque[float] = deque(maxlen=REMEMBERED_ANSWERS)
+        self._tails: deque[tuple[float, float, float]] = deque(maxlen=REMEMBERED_TTFTS)
+        self._answers: deque[float] = deque(maxlen=REMEMBERED_TPOTS)
         self._judged_at = self._narrowed_at = clock()
 
     def stats(self) -> dict[str, float]:
@@ -201,7 +202,8 @@ class Background:
         if self.goals is None:
             return
         now = self._clock()
-        self._tails.append((seconds - 2 * self._mean_s, now, self._width()))
+        tail = seconds - 2 * self._mean_s
+        self._tails.append((tail, now, tail / math.pow(self._width(), TAILS_POWER)))
         # Until the window has had time to act, other late answers are of the same cause.
         if seconds > self.goals.ttft_p99_s and now - self._narrowed_at > 2 * seconds:
             self._narrow(LATE_CUT)
@@ -228,15 +230,14 @@ class Background:
 
     def _expected_by_answers(self, since: float) -> float:
         """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell."""
-        oldest, width = self._clock() - LATE_FOR_S, self._width()
-        latest = [
-            (tail * math.pow(width / then, TAILS_POWER), at) for tail, at, then in self._tails if at >= oldest
-        ]
+        oldest = self._clock() - LATE_FOR_S
+        latest = [(tail, at) for _, at, tail in self._tails if at >= oldest]
         late = max(1, int(MAY_BE_LATE * len(latest)))
         found = [tail for tail, at in latest if at >= since]
         if len(self._tails) < ENOUGH_ANSWERS or len(found) <= late:
             return 0.0
-        return 2 * self._mean_s + nlargest(late + 1, found)[-1]
+        worst = nlargest(late + 1, found)[-1]
+        return 2 * self._mean_s + worst * math.pow(self._width(), TAILS_POWER)
 
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""

@@ -123,6 +123,19 @@ def test_one_answer_in_a_hundred_may_be_late(late_s: float) -> None:
     assert max(served.run(0.1) for _ in range(10)) == wide
 
 
+def test_the_hundredth_answer_is_counted_over_a_minute() -> None:
+    """Five of 605 answers of a minute are late, all among the last ones."""
+    served = Served()
+    wide = served.run(20)
+    for _ in range(12):
+        served.answer(*[0.03] * 50)
+        served.run(4)
+    served.answer(*[0.3] * 5)
+    assert 0.7 * wide < served.run(0.1) < wide, "it is narrowed at once, as more may be late"
+    served.run(9)
+    assert max(served.run(0.1) for _ in range(10)) == wide
+
+
 def test_a_wide_window_is_not_judged_by_answers_beside_a_narrow_one() -> None:
     """Answers take 65 ms of 100 beside eight records, and longer beside more; they count for a minute."""
     served = Served()
