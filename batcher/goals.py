@@ -218,12 +218,12 @@ class Background:
         return max(self._expected_by_steps(), self._expected_by_answers(-math.inf))
 
     def _expected_by_steps(self) -> float:
-        mean, tails = self._mean_s, sorted(self._tails)
+        mean, tails = self._mean_s, sorted(tail for tail, _, _ in self._tails)
         if len(tails) < ENOUGH_ANSWERS:
             # The way of the request and its own prompt: half a step, as long as it is unknown.
             return self._wait(2) + mean / 2
         # Half of the arrivals wait for one and a half steps at most, and the way.
-        way = max(0.0, tails[len(tails) // 2][0] + mean / 2)
+        way = max(0.0, tails[len(tails) // 2] + mean / 2)
         # An engine that schedules ahead has planned the next step already when a request comes.
         ahead = 1 if way > AHEAD * mean else 0
         return self._wait(2 + ahead) + way - ahead * mean

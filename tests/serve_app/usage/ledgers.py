@@ -38,8 +38,10 @@ def save(folder: Path, day: str, name: str, rows: list[Row], *, parquet: bool) -
     """Write a segment of a ledger."""
     path = folder / f"day={day}" / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = b"".join(map(encode, rows))
-    path.with_suffix(".parquet" if parquet else ".jsonl").write_bytes(to_parquet(lines) if parquet else lines)
+    content = b"".join(map(encode, rows))
+    if parquet:
+        content = to_parquet(content)
+    path.with_suffix(".parquet" if parquet else ".jsonl").write_bytes(content)
 
 
 def lines(folder: Path, *by: str, **options: Any) -> list[Line]:

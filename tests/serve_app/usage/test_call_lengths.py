@@ -8,11 +8,9 @@ import pytest
 from serve_app.usage import call_lengths
 from serve_app.usage.call_lengths import CallLengths
 from serve_app.usage.disk import LocalDisk
-from serve_app.usage.parquet import to_parquet
 from serve_app.usage.reading import read
-from serve_app.usage.rows import Row, Tokens, encode, utc
-
-START = 1_800_000_000.0
+from serve_app.usage.rows import Row, Tokens, utc
+from tests.serve_app.usage.ledgers import START, save
 
 
 def row(number: int, **fields: Any) -> Row:
@@ -35,10 +33,7 @@ ROWS = [
 
 @pytest.mark.parametrize("parquet", [False, True])
 def test_answered_live_calls_are_taken_with_their_tokens(tmp_path: Path, parquet: bool) -> None:
-    lines = b"".join(map(encode, ROWS))
-    path = tmp_path / "day=2027-01-15" / f"a.00000.{'parquet' if parquet else 'jsonl'}"
-    path.parent.mkdir()
-    path.write_bytes(to_parquet(lines) if parquet else lines)
+    save(tmp_path, "2027-01-15", "a.00000", ROWS, parquet=parquet)
     found = read(LocalDisk(), tmp_path, CallLengths(utc(START)))
     assert found.models == ["m", "m:a", "n"]
     assert found.of("m") == [Tokens(10, 4, 3)]

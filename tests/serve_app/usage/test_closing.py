@@ -40,7 +40,7 @@ def packed(content: bytes) -> bytes:
     return b"PAR1" + content
 
 
-def far(uploaded: list[Path], failures: int = 0) -> Callable[[Path], None]:
+def upload_to(uploaded: list[Path], failures: int = 0) -> Callable[[Path], None]:
     """Return an upload that fails so many times before it works."""
     left = iter([True] * failures)
 
@@ -76,7 +76,7 @@ def test_a_segment_that_can_not_be_compacted_is_tried_once_and_uploaded_as_it_is
         tried.append(content)
         raise ValueError("it has no rows")
 
-    closer = segments.closer(compact=compact, upload=far(uploaded, failures=1))
+    closer = segments.closer(compact=compact, upload=upload_to(uploaded, failures=1))
     with pytest.raises(OSError, match="no such bucket"):
         closer.close_segments()
     assert segments.paths == {path}
@@ -87,7 +87,7 @@ def test_a_segment_that_can_not_be_compacted_is_tried_once_and_uploaded_as_it_is
 def test_an_upload_that_fails_goes_on_with_the_same_segment() -> None:
     segments, uploaded = Segments(), list[Path]()
     first, second = segments.add(0), segments.add(1)
-    closer = segments.closer(upload=far(uploaded, failures=1))
+    closer = segments.closer(upload=upload_to(uploaded, failures=1))
     with pytest.raises(OSError, match="no such bucket"):
         closer.close_segments()
     assert segments.paths == {first, second}
@@ -100,7 +100,7 @@ def test_a_draft_of_a_crash_is_removed_and_never_uploaded() -> None:
     segments, uploaded = Segments(), list[Path]()
     path = segments.add(0)
     segments.store.files[path.with_name(path.name + DRAFT)] = b"half of"
-    segments.closer(upload=far(uploaded)).close_segments()
+    segments.closer(upload=upload_to(uploaded)).close_segments()
     assert uploaded == [path]
     assert not segments.paths
 
@@ -133,7 +133,7 @@ def test_only_the_work_of_dead_processes_is_finished() -> None:
     dead, alive = segments.add(0, name="b"), segments.add(0, name="c")
     segments.store.files[lock_path(FOLDER, "b")] = b""
     assert MemoryDisk(segments.store).lock(lock_path(FOLDER, "c"))
-    segments.closer(upload=far(uploaded)).adopt()
+    segments.closer(upload=upload_to(uploaded)).adopt()
     assert uploaded == [dead]
     assert segments.paths == {alive, lock_path(FOLDER, "c")}
 
@@ -142,7 +142,7 @@ def test_work_of_a_dead_process_that_fails_is_left_to_the_next_call() -> None:
     segments, uploaded = Segments(), list[Path]()
     path, lock = segments.add(0, name="b"), lock_path(FOLDER, "b")
     segments.store.files[lock] = b""
-    closer = segments.closer(upload=far(uploaded, failures=1))
+    closer = segments.closer(upload=upload_to(uploaded, failures=1))
     with pytest.raises(OSError, match="no such bucket"):
         closer.adopt()
     assert segments.paths == {path, lock}
