@@ -282,6 +282,9 @@ class Batcher(ABC, Generic[EntryT]):
             # Something that was started has ended before it gave way, or cancels others.
             self._again = True
             return
+        if self.loop.is_closed():
+            # What is left there ends as garbage, and starts nothing.
+            return
         queue = self._queue
         self._deciding = self._again = True
         try:

@@ -223,6 +223,9 @@ class Processor(Generic[ResultT]):
                     free(search.tests == 1)
                 if ended:
                     self._end(ended, results, started)
+        except GeneratorExit:
+            # The event loop was closed: nobody waits for these entries any more.
+            raise
         except BaseException as cause:
             for entry in batch:
                 if not entry.done():

@@ -99,7 +99,9 @@ class Holders:
     async def enter(self, name: str, cost: int | None = 10, **options: object) -> None:
         """Start a holder and return when it is inside, or blocked."""
         self._exits[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._hold(name, cost, options))
+        task = self.tasks[name] = asyncio.create_task(self._hold(name, cost, options))
+        # One that the end of a test refuses is not asked for its error, which Python would report.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await blocked()
 
     async def enter_all(self, names: Iterable[str]) -> None:

@@ -21,7 +21,7 @@ from tests.batcher.helpers import (
     results_of,
 )
 from tests.batcher.lines import count_lines
-from tests.batcher.virtual import Clock, blocked, now, virtual
+from tests.batcher.virtual import Clock, VirtualLoop, blocked, now, virtual
 
 WAIT_S = 10.0
 
@@ -282,6 +282,44 @@ def test_a_batcher_recovers_from_a_loop_that_was_closed_without_a_stop() -> None
 
     first_life()
     second_life()
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_what_a_closed_loop_leaves_changes_nothing_when_it_is_collected(
+    restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    clock = Clock()
+    batchers: list[Any] = [
+        DynamicBatcher(Machine(5.0), max_batch_size=2, clock=clock),
+        ContinuousBatcher(capacity=1, clock=clock),
+    ]
+
+    async def first_life() -> None:
+        for batcher in batchers:
+            await batcher.start()
+        asyncio.gather(*[batchers[0].submit_nowait(number) for number in range(4)])
+        await Holders(batchers[1]).enter_all("ab")
+
+    async def second_life() -> None:
+        for batcher in batchers:
+            await batcher.start()
+        gc.collect()
+        for batcher in batchers:
+            check_books(batcher)
+            assert batcher.stats.queue_depth == batcher.stats.running == 0
+            await batcher.stop()
+
+    loop = VirtualLoop()
+    loop.run_until_complete(first_life())
+    loop.close()
+    del loop
+    if restarted:
+        virtual(second_life)()
+    batchers.clear()
+    gc.collect()
+    assert unraisable == []
 
 
 # Stopping
