@@ -204,8 +204,8 @@ class Batcher(ABC, Generic[EntryT]):
         self._state = STOPPED
 
     def _abandon_closed_loop(self) -> None:
-        """Forget what is left of a life whose event loop was closed without a stop."""
-        if self._state == STOPPED or not self.loop.is_closed():
+        """Forget what is left of a life whose event loop is closed; slots may be held beyond a stop."""
+        if self._loop is None or not self._loop.is_closed():
             return
         for entry in self._queue.clear():
             self._recorder.unserved(entry)

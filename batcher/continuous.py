@@ -392,9 +392,10 @@ class ContinuousBatcher(Batcher[Slot]):
         elif self._queue.remove(slot):
             if slot.admitted:
                 self._recorder.total_cancelled += slot.records
-            # It was released while its caller waits for it.
-            slot.fail(Aborted("the slot was released before it started"))
-            self._tell(slot)
+            if not isinstance(error, GeneratorExit):
+                # It was released while its caller waits for it.
+                slot.fail(Aborted("the slot was released before it started"))
+                self._tell(slot)
         else:
             return
         if self._queue.total or self._ended is not None:

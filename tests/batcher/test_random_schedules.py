@@ -6,19 +6,21 @@ its number: `run(kind, number)` repeats it.
 """
 
 import asyncio
+import gc
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 
 from batcher import BatcherError, ContinuousBatcher, DynamicBatcher, Entry, Goals, RequestQueue
-from tests.batcher.virtual import Clock, VirtualLoop
+from tests.batcher.virtual import Clock, VirtualLoop, virtual
 
 SCHEDULES = 2_000
 LONG_SCHEDULES = 200_000
 PER_PART = 5_000
+CLOSED_LOOPS = 200
 
 TENANTS = "abc"
 
@@ -503,3 +505,67 @@ def test_the_rules_hold_in_schedules_that_once_failed(kind: Callable[[int], None
     # A timer that came too early by rounding came again at once, for ever; and a batch that starts the next
     # one at once, on eager tasks, was not counted.
     kind(number)
+
+
+@pytest.fixture
+def little_garbage() -> Iterator[None]:
+    """Keep the collector to what the test makes: with all else a collection takes a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def closed_loop(kind: type[DynamicSchedule | ContinuousSchedule], number: int) -> None:
+    """Close the loop of a schedule at any moment, and start its batcher on another one."""
+    draw = random.Random(number)
+    loop = VirtualLoop()
+
+    async def first_life() -> DynamicSchedule | ContinuousSchedule:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        schedule = kind(number)
+        running = asyncio.create_task(schedule.run())
+        await asyncio.wait([running], timeout=draw.uniform(0, 0.5))
+        return schedule
+
+    async def cancel_all() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    schedule = loop.run_until_complete(first_life())
+    if draw.random() < 0.5:
+        # As `asyncio.run` does.
+        loop.run_until_complete(cancel_all())
+    loop.close()
+    del loop
+
+    @virtual
+    async def second_life() -> None:
+        batcher = schedule.batcher
+        await batcher.start()
+        schedule.check()
+        gc.collect()
+        schedule.check()
+        assert (batcher.stats.queue_depth, batcher.stats.running, batcher.stats.outside) == (0, 0, 0)
+        await batcher.stop()
+
+    # A batcher that is not used again is collected with its loop.
+    if draw.random() < 0.7:
+        second_life()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("kind", [DynamicSchedule, ContinuousSchedule])
+def test_the_books_balance_after_a_loop_that_was_closed_at_any_moment(
+    kind: type[DynamicSchedule | ContinuousSchedule],
+    little_garbage: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    for number in range(CLOSED_LOOPS):
+        closed_loop(kind, number)
+        gc.collect()
+        assert unraisable == [], number
