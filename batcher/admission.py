@@ -283,7 +283,7 @@ class Batcher(ABC, Generic[EntryT]):
             self._again = True
             return
         if self.loop.is_closed():
-            # What is left there ends as garbage, and starts nothing.
+            # A coroutine that is collected with its loop gives its place back here; nothing can start there.
             return
         queue = self._queue
         self._deciding = self._again = True

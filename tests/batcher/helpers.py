@@ -100,7 +100,7 @@ class Holders:
         """Start a holder and return when it is inside, or blocked."""
         self._exits[name] = asyncio.Event()
         task = self.tasks[name] = asyncio.create_task(self._hold(name, cost, options))
-        # One that the end of a test refuses is not asked for its error, which Python would report.
+        # The end of a test refuses those that wait, and Python reports errors that nobody asks for.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await blocked()
 

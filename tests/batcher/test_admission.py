@@ -286,10 +286,8 @@ def test_a_batcher_recovers_from_a_loop_that_was_closed_without_a_stop() -> None
 
 @pytest.mark.parametrize("restarted", [True, False])
 def test_what_a_closed_loop_leaves_changes_nothing_when_it_is_collected(
-    restarted: bool, monkeypatch: pytest.MonkeyPatch
+    restarted: bool, unraisable: list[Any]
 ) -> None:
-    unraisable: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     clock = Clock()
     batchers: list[Any] = [
         DynamicBatcher(Machine(5.0), max_batch_size=2, clock=clock),

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -507,19 +507,10 @@ def test_the_rules_hold_in_schedules_that_once_failed(kind: Callable[[int], None
     kind(number)
 
 
-@pytest.fixture
-def little_garbage() -> Iterator[None]:
-    """Keep the collector to what the test makes: with all else a collection takes a second."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def closed_loop(kind: type[DynamicSchedule | ContinuousSchedule], number: int) -> None:
     """Close the loop of a schedule at any moment, and start its batcher on another one."""
     draw = random.Random(number)
-    loop = VirtualLoop()
+    runner = asyncio.Runner(loop_factory=VirtualLoop)
 
     async def first_life() -> DynamicSchedule | ContinuousSchedule:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
@@ -528,18 +519,13 @@ def closed_loop(kind: type[DynamicSchedule | ContinuousSchedule], number: int) -
         await asyncio.wait([running], timeout=draw.uniform(0, 0.5))
         return schedule
 
-    async def cancel_all() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-
-    schedule = loop.run_until_complete(first_life())
+    schedule = runner.run(first_life())
     if draw.random() < 0.5:
-        # As `asyncio.run` does.
-        loop.run_until_complete(cancel_all())
-    loop.close()
-    del loop
+        # The runner cancels all tasks, as `asyncio.run` does.
+        runner.close()
+    else:
+        runner.get_loop().close()
+    del runner
 
     @virtual
     async def second_life() -> None:
@@ -559,12 +545,8 @@ def closed_loop(kind: type[DynamicSchedule | ContinuousSchedule], number: int) -
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.parametrize("kind", [DynamicSchedule, ContinuousSchedule])
 def test_the_books_balance_after_a_loop_that_was_closed_at_any_moment(
-    kind: type[DynamicSchedule | ContinuousSchedule],
-    little_garbage: None,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: type[DynamicSchedule | ContinuousSchedule], unraisable: list[Any]
 ) -> None:
-    unraisable: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     for number in range(CLOSED_LOOPS):
         closed_loop(kind, number)
         gc.collect()
