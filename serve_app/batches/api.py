@@ -148,7 +148,7 @@ class BatchAPI:
         upload = await receive(request, self._content, limits.max_file_bytes)
         try:
             file = self._checked(upload, self._tenant(request), limits.retention_s)
-            await self._run(self._keep, upload, file, limits.max_tenant_bytes)
+            await self._run(self._keep, upload, file, limits)
         except BaseException:
             upload.discard()
             raise
@@ -180,11 +180,11 @@ class BatchAPI:
             expires_at=now + seconds,
         )
 
-    def _keep(self, upload: Upload, file: File, max_tenant_bytes: int) -> None:
+    def _keep(self, upload: Upload, file: File, limits: Limits) -> None:
         if upload.draft is not None:
             self._content.keep(upload.draft, file.id)
             try:
-                self._store.add_file(file, max_tenant_bytes)
+                self._store.add_file(file, limits.max_tenant_bytes, limits.max_files)
             except TooManyError as error:
                 # After any other error the file may be there; if not, the next start deletes the content.
                 self._content.remove(file.id)
@@ -267,7 +267,7 @@ class BatchAPI:
             if file.purpose != "batch":
                 message = f'input_file_id: the purpose of {file.id!r} is not "batch"'
                 raise _bad(message, "input_file_id")
-            await self._run(self._store.add_batch, batch, limits.max_open_batches)
+            await self._run(self._add, batch, limits)
         except NotFoundError:
             message = f"input_file_id: there is no file {body.input_file_id!r}"
             raise _bad(message, "input_file_id") from None
@@ -276,6 +276,14 @@ class BatchAPI:
             raise _bad(f"{error}; wait until one has ended, or cancel one") from None
         self._notice()
         return JSONResponse(self._as_json(batch))
+
+    def _add(self, batch: Batch, limits: Limits) -> None:
+        for id in self._store.add_batch(batch, limits.max_open_batches, limits.max_batches):
+            try:
+                self._content.remove(id)
+            except OSError as error:
+                # The batch is there; the next start deletes the content.
+                logger.error("the results of an old batch can't be deleted: %s", error)
 
     async def _list_batches(self, request: Request) -> Response:
         after = request.query_params.get("after")
@@ -308,7 +316,7 @@ class BatchAPI:
             now = int(self._clock())
             try:
                 batch = await self._run(self._store.move, batch.id, "cancelling", now)
-            except StateError:
+            except (StateError, NotFoundError):
                 state = (await self._find_batch(request)).state
                 message = f"A batch that is {state} can't be cancelled"
                 raise _conflict(message) from None

@@ -1,6 +1,7 @@
 """Deletion of contents that are no longer needed."""
 
 from serve_app.batches.content import Contents
+from serve_app.batches.limits import Limits
 from serve_app.batches.store import Store
 
 
@@ -18,17 +19,21 @@ def remove_orphans(store: Store, content: Contents) -> int:
     return len(orphans)
 
 
-def remove_expired(store: Store, content: Contents, now: int, most_bytes: int) -> int:
-    """Delete files whose time is over, and old results that are too much; return their number.
+def remove_expired(store: Store, content: Contents, now: int, limits: Limits) -> int:
+    """Delete files and batches whose time is over, and old results that are too much.
 
     Args:
         store: The state.
         content: The contents.
         now: Seconds since the epoch.
-        most_bytes: Most bytes of all result files of a tenant.
+        limits: Limits on the results, and the time that batches are kept.
+
+    Returns:
+        The number of deleted files.
     """
     # First the file, then its content: a file without content would be an error for its reader.
-    ids = store.remove_expired(now) + store.remove_excess(most_bytes)
+    ids = store.remove_expired(now) + store.remove_excess(limits.max_result_bytes)
     for id in ids:
         content.remove(id)
+    store.remove_expired_batches(now, limits.retention_s)
     return len(ids)

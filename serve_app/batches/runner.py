@@ -31,7 +31,7 @@ FILL_ROWS = 32
 """Rows that are sent at once: each takes a fraction of a millisecond, in which nothing else is answered."""
 
 TIDY_S = 600.0
-"""Seconds between two deletions of files whose time is over."""
+"""Seconds between two deletions of files and batches whose time is over."""
 
 
 class Runner:
@@ -345,10 +345,10 @@ class Runner:
     async def _tidy(self) -> None:
         while True:
             try:
-                most = self._rules.common.max_result_bytes
-                await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), most)
+                limits = self._rules.common
+                await asyncio.to_thread(remove_expired, self._store, self._content, self._now(), limits)
             except (OSError, DatabaseError) as error:
-                logger.error("files whose time is over can't be deleted: %s", error)
+                logger.error("files and batches whose time is over can't be deleted: %s", error)
             await asyncio.sleep(TIDY_S)
 
     def _now(self) -> int:

@@ -4,7 +4,7 @@ from serve_app.batches.database import Database
 from serve_app.batches.errors import StoreError
 from serve_app.batches.failpoints import reach
 
-VERSION = 3
+VERSION = 4
 
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: (
@@ -15,6 +15,7 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "ALTER TABLE batches ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
     ),
     2: ("ALTER TABLE batches ADD COLUMN api_key TEXT NOT NULL DEFAULT ''",),
+    3: ("CREATE INDEX batches_by_expiry ON batches (expires_at)",),
 }
 """Changes that bring a database of an earlier version to the next one."""
 
@@ -71,6 +72,7 @@ CREATE TABLE batches (
 CREATE INDEX batches_of_tenant ON batches (tenant, number);
 CREATE INDEX batches_by_state ON batches (state);
 CREATE INDEX batches_by_input ON batches (input_file);
+CREATE INDEX batches_by_expiry ON batches (expires_at);
 CREATE TABLE finished (
     batch TEXT NOT NULL,
     line {int} NOT NULL,

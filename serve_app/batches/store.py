@@ -44,21 +44,27 @@ class Store:
         """Close the database."""
         self._database.close()
 
-    def add_file(self, file: File, max_bytes: int | None = None) -> None:
+    def add_file(self, file: File, max_bytes: int | None = None, max_files: int | None = None) -> None:
         """Add a file whose content is on the disk.
 
         Args:
             file: The file.
             max_bytes: Most bytes of all uploaded files of the tenant; None: no limit.
+            max_files: Most uploaded files of the tenant; None: no limit.
 
         Raises:
-            TooManyError: The tenant's files would have more.
+            TooManyError: The tenant would have more.
         """
-        query = "SELECT COALESCE(SUM(bytes), 0) AS used FROM files WHERE tenant = ? AND purpose = 'batch'"
+        query = (
+            "SELECT COUNT(*) AS files, COALESCE(SUM(bytes), 0) AS used FROM files "
+            "WHERE tenant = ? AND purpose = 'batch'"
+        )
         with self._transaction() as db:
-            used = int(db.rows(query, file.tenant)[0]["used"])
-            if max_bytes is not None and used + file.bytes > max_bytes:
+            (own,) = db.rows(query, file.tenant)
+            if max_bytes is not None and int(own["used"]) + file.bytes > max_bytes:
                 raise TooManyError(f"the files of this tenant would have more than {max_bytes} bytes")
+            if max_files is not None and own["files"] >= max_files:
+                raise TooManyError(f"this tenant has {max_files} files, which is the limit")
             _insert(db, "files", _columns(file))
 
     def file(self, tenant: str, id: str) -> File:
@@ -126,8 +132,17 @@ class Store:
         )
         return {row["id"] for row in self._rows(query)}
 
-    def add_batch(self, batch: Batch, max_open: int) -> None:
+    def add_batch(self, batch: Batch, max_open: int, max_batches: int | None = None) -> list[str]:
         """Add a batch. The weight that it states holds for the tenant's open batches from now on.
+
+        Args:
+            batch: The batch.
+            max_open: Most batches of the tenant that haven't ended.
+            max_batches: Most batches of the tenant: the oldest that ended are forgotten beyond it, with their
+                results; None: no limit.
+
+        Returns:
+            Ids of the results that are forgotten, whose contents may be deleted now.
 
         Raises:
             NotFoundError: The tenant has no such input file.
@@ -144,6 +159,18 @@ class Store:
             if batch.weight is not None:
                 change = f"UPDATE batches SET weight = ? WHERE tenant = ? AND state IN ({OPEN_STATES})"
                 db.change(change, batch.weight, batch.tenant)
+            return [] if max_batches is None else _remove_oldest(db, batch.tenant, max_batches)
+
+    def remove_expired_batches(self, now: int, retention_s: int) -> None:
+        """Forget batches that ended, and whose window did, `retention_s` ago; none before its results."""
+        ended = "COALESCE(completed_at, failed_at, expired_at, cancelled_at)"
+        with self._transaction() as db:
+            db.change(
+                f"DELETE FROM batches WHERE expires_at <= ? AND {ended} <= ? AND {ended} + retention_s <= ?",
+                now - retention_s,
+                now - retention_s,
+                now,
+            )
 
     def batch(self, id: str, tenant: str | None = None) -> Batch:
         """Return a batch; raise a NotFoundError if there is none of this id, or another tenant's."""
@@ -333,6 +360,25 @@ def _check(db: Transaction, id: str, to: State) -> Batch:
 def _in_use(db: Transaction, file: str) -> bool:
     query = f"SELECT 1 AS there FROM batches WHERE input_file = ? AND state IN ({OPEN_STATES})"
     return bool(db.rows(query, file))
+
+
+def _remove_oldest(db: Transaction, tenant: str, most: int) -> list[str]:
+    """Forget the oldest ended batches of a tenant that has more than `most`; return their files."""
+    own = db.rows("SELECT COUNT(*) AS batches FROM batches WHERE tenant = ?", tenant)[0]["batches"]
+    if own <= most:
+        return []
+    ended = f"tenant = ? AND state NOT IN ({OPEN_STATES})"
+    query = (
+        f"DELETE FROM batches WHERE number IN (SELECT number FROM batches WHERE {ended} "
+        "ORDER BY number LIMIT ?) RETURNING output_file, error_file"
+    )
+    forgotten = db.rows(query, tenant, own - most)
+    remove = "DELETE FROM files WHERE id IN (?, ?) RETURNING id"
+    return [
+        file["id"]
+        for batch in forgotten
+        for file in db.rows(remove, batch["output_file"], batch["error_file"])
+    ]
 
 
 def _insert(db: Transaction, table: str, columns: dict[str, object]) -> None:

@@ -33,10 +33,14 @@ class BatchesSettings(Strict):
         database_env: Environment variable with that URL, which may hold a password.
         max_file_bytes: Largest upload.
         max_tenant_bytes: Most bytes of all uploads of a tenant.
+        max_files: Most uploads of a tenant.
         max_lines: Most rows of a batch.
         max_line_bytes: Most bytes of a row.
         max_open_batches: Most batches of a tenant that haven't ended.
-        retention_s: Seconds after which a file is deleted, if its upload doesn't say.
+        max_batches: Most batches of a tenant; the oldest that ended are deleted, with their results, for new
+            ones.
+        retention_s: Seconds after which a file is deleted, if its upload doesn't say, and a batch, from the
+            end of its window on.
         max_result_bytes: Most bytes of all result files of a tenant; the oldest are deleted beyond it.
         max_rows_in_flight: Most rows that are sent to the engines at once.
     """
@@ -47,9 +51,11 @@ class BatchesSettings(Strict):
     database_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     max_file_bytes: Positive = 200 << 20
     max_tenant_bytes: Positive = 20 << 30
+    max_files: Positive = 10_000
     max_lines: Positive = 50_000
     max_line_bytes: Positive = 4 << 20
     max_open_batches: Positive = 100
+    max_batches: Positive = 10_000
     retention_s: Annotated[int, Field(strict=True, ge=3600)] = 30 * DAY_S
     max_result_bytes: Positive = 100 << 30
     max_rows_in_flight: Positive = 1024
@@ -66,6 +72,8 @@ class BatchesSettings(Strict):
             raise ValueError(
                 f"max_file_bytes: must be at most max_tenant_bytes, which is {self.max_tenant_bytes}"
             )
+        if self.max_open_batches > self.max_batches:
+            raise ValueError(f"max_open_batches: must be at most max_batches, which is {self.max_batches}")
         return self
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.limits = LIMITS
         self.store, self.content = opened(folder)
         self.engine = Engine(lambda id: 400 if id.startswith("bad") else 200)
         self.runner = Runner(
@@ -45,7 +47,7 @@ class Site:
             tick_s=0.05,
         )
         api = BatchAPI(
-            self.store, self.content, self.runner.notice, limits=lambda key: LIMITS, clock=lambda: NOW
+            self.store, self.content, self.runner.notice, limits=lambda key: self.limits, clock=lambda: NOW
         )
         self.app = Starlette(routes=api.routes())
         self.committed = asyncio.Event()
@@ -298,6 +300,28 @@ async def test_uploads_are_limited(site: Site, client: openai.AsyncOpenAI) -> No
         await upload(client, b"x")
     assert len(site.content.ids()) == 3
     assert list((site.folder / "drafts").iterdir()) == []
+
+
+async def test_the_number_of_uploads_is_limited(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.limits = replace(LIMITS, max_files=2)
+    files = [await upload(client, row("a")) for _ in range(2)]
+    with pytest.raises(openai.BadRequestError, match="has 2 files, which is the limit; delete some first"):
+        await upload(client, row("a"))
+    assert len(site.content.ids()) == 2
+    await client.files.delete(files[0].id)
+    await upload(client, row("a"))
+
+
+async def test_the_oldest_batches_make_space_for_new_ones(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.limits = replace(LIMITS, max_batches=2)
+    file = await upload(client, row("a"), row("bad"))
+    first, second, third = [await site.ended(client, (await create(client, file)).id) for _ in range(3)]
+    assert [batch.id async for batch in client.batches.list()] == [third.id, second.id]
+    with pytest.raises(openai.NotFoundError):
+        await client.batches.retrieve(first.id)
+    kept = {id for batch in (second, third) for id in (batch.output_file_id, batch.error_file_id)}
+    assert site.content.ids() == kept | {file.id}
+    assert {each.id async for each in client.files.list()} == site.content.ids()
 
 
 BOUNDARY = "b0undary"

@@ -8,9 +8,11 @@ from serve_app.settings.batches import BatchesSettings
 SET = [
     "max_file_bytes",
     "max_tenant_bytes",
+    "max_files",
     "max_lines",
     "max_line_bytes",
     "max_open_batches",
+    "max_batches",
     "retention_s",
     "max_result_bytes",
 ]

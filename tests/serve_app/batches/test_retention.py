@@ -1,8 +1,10 @@
 from dataclasses import replace
 from pathlib import Path
 
+from serve_app.batches.limits import Limits
 from serve_app.batches.retention import remove_expired, remove_orphans
-from tests.serve_app.batches.helpers import NOW, batch_of, file_of, opened, put
+from serve_app.batches.stored import Counts
+from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of, opened, put
 
 
 def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
@@ -11,11 +13,11 @@ def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
         content.append(id, 0, b"x")
         store.add_file(replace(file_of(id), expires_at=NOW))
     store.add_batch(batch_of("b", "read"), 1)
-    assert remove_expired(store, content, NOW - 1, 10**9) == 0
-    assert remove_expired(store, content, NOW, 10**9) == 1
+    assert remove_expired(store, content, NOW - 1, Limits()) == 0
+    assert remove_expired(store, content, NOW, Limits()) == 1
     assert content.ids() == {"read"}
     store.end("b", "failed", NOW)
-    assert remove_expired(store, content, NOW, 10**9) == 1
+    assert remove_expired(store, content, NOW, Limits()) == 1
     assert content.ids() == set()
     store.close()
 
@@ -41,7 +43,40 @@ def test_the_oldest_results_go_when_a_tenant_has_too_many_bytes(tmp_path: Path) 
         store.add_file(file_of(f"out-{number}", size=10, purpose="batch_output"))
     put(store, content, "in", b"x" * 100)
     store.add_file(file_of("other", "ben", size=25, purpose="batch_output"))
-    assert remove_expired(store, content, NOW, 25) == 2
+    assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 2
     assert content.ids() == {"out-2", "out-3", "in"}
-    assert remove_expired(store, content, NOW, 25) == 0
+    assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 0
+    store.close()
+
+
+def test_a_batch_goes_with_its_time_and_not_before_its_results(tmp_path: Path) -> None:
+    store, content = opened(tmp_path)
+    put(store, content, "in", b"x")
+    limits = Limits(retention_s=10 * DAY_S)
+    for id, retention_s in (("short", DAY_S), ("long", 20 * DAY_S), ("open", DAY_S)):
+        store.add_batch(batch_of(id, "in", retention_s=retention_s), 9)
+    content.append("file-long-out", 0, b"x")
+    store.finish(store.move("long", "in_progress", NOW, total=1), [1], Counts(1, 0, 0, 1, 0))
+    store.move("long", "finalizing", NOW)
+    store.end("long", "completed", NOW)
+    store.end("short", "failed", NOW)
+    kept = {}
+    for days in (10, 11, 19, 20):
+        remove_expired(store, content, NOW + days * DAY_S, limits)
+        kept[days] = {batch.id for batch in store.batches("anna").items}
+    assert kept == {10: {"short", "long", "open"}, 11: {"long", "open"}, 19: {"long", "open"}, 20: {"open"}}
+    assert content.ids() == {"in"}
+    store.close()
+
+
+def test_a_batch_that_ended_after_its_window_is_kept_as_long(tmp_path: Path) -> None:
+    store, content = opened(tmp_path)
+    put(store, content, "in", b"x")
+    store.add_batch(batch_of("b", "in"), 1)
+    later = NOW + 100 * DAY_S
+    store.end("b", "failed", later)
+    remove_expired(store, content, later + 30 * DAY_S - 1, Limits())
+    assert [batch.id for batch in store.batches("anna").items] == ["b"]
+    remove_expired(store, content, later + 30 * DAY_S, Limits())
+    assert store.batches("anna").items == []
     store.close()

@@ -24,7 +24,8 @@ def test_a_database_of_an_earlier_version_is_brought_to_this_one(place: Place) -
     store.add_file(file_of("in"))
     store.add_batch(batch_of("b", "in"), 1)
     added = ("weight", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "api_key")
-    database.change_schema([f"ALTER TABLE batches DROP COLUMN {name}" for name in added], 1)
+    columns = [f"ALTER TABLE batches DROP COLUMN {name}" for name in added]
+    database.change_schema(["DROP INDEX batches_by_expiry", *columns], 1)
     store.close()
     store = Store(place())
     assert store.batch("b") == batch_of("b", "in")

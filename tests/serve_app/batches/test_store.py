@@ -80,6 +80,16 @@ def test_the_bytes_of_a_tenant_are_limited(store: Store) -> None:
     store.add_file(file_of("b", size=1), 10)
 
 
+def test_the_files_of_a_tenant_are_limited(store: Store) -> None:
+    store.add_file(file_of("result", purpose="batch_output"), max_files=2)
+    store.add_file(file_of("a"), max_files=2)
+    with pytest.raises(TooManyError, match="2 files, which is the limit"):
+        store.add_file(file_of("b"), max_files=2)
+    store.add_file(file_of("c", tenant="ben"), max_files=2)
+    store.remove_file("anna", "a")
+    store.add_file(file_of("b"), max_files=2)
+
+
 def test_pages_of_files(store: Store) -> None:
     for number in range(5):
         store.add_file(file_of(f"f{number}", purpose="batch_output"))
@@ -106,6 +116,24 @@ def test_the_open_batches_of_a_tenant_are_limited(store: Store) -> None:
         store.add_batch(batch_of("b1", "in"), 1)
     store.end("b0", "failed", NOW)
     store.add_batch(batch_of("b1", "in"), 1)
+
+
+def test_the_oldest_ended_batches_of_a_tenant_make_space_for_new_ones(store: Store) -> None:
+    store.add_file(file_of("other", "ben"))
+    store.add_batch(batch_of("ben", "other", "ben"), 9, 3)
+    store.end("ben", "failed", NOW)
+    assert store.add_batch(batch_of("open", "in"), 9, 3) == []
+    for id in ("a", "b"):
+        assert store.add_batch(batch_of(id, "in"), 9, 3) == []
+        store.finish(store.move(id, "in_progress", NOW, total=2), [1, 2], Counts(1, 1, 0, 10, 5))
+        store.move(id, "finalizing", NOW)
+        store.end(id, "completed", NOW)
+    store.remove_file("anna", "file-b-out")
+    found = [store.add_batch(batch_of(id, "in"), 9, 3) for id in ("c", "d", "e")]
+    assert [set(ids) for ids in found] == [{"file-a-out", "file-a-err"}, {"file-b-err"}, set()]
+    assert {batch.id for batch in store.batches("anna").items} == {"open", "c", "d", "e"}
+    assert [batch.id for batch in store.batches("ben").items] == ["ben"]
+    assert {"file-a-out", "file-b-err"}.isdisjoint(store.content_ids())
 
 
 def test_a_batch_takes_the_ways_of_the_table_only(store: Store) -> None:

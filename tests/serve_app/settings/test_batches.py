@@ -19,6 +19,7 @@ from tests.serve_app.settings.helpers import mistakes, one
         ({"max_lines": 0}, "args.batches.max_lines: "),
         ({"retention_s": 10}, "args.batches.retention_s: "),
         ({"max_file_bytes": 5}, "args.batches: max_line_bytes: must be at most max_file_bytes, which is 5"),
+        ({"max_batches": 9}, "args.batches: max_open_batches: must be at most max_batches, which is 9"),
         ({"lines": 5}, "args.batches.lines: unknown key; allowed here: folder, content, database"),
     ],
 )
