@@ -1,6 +1,7 @@
 """The command `saturate plan`."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ NO_PLAN = 3
 
 def _device(value: str) -> Profile:
     """Return the profile of a name or of a file."""
-    path = Path(value).expanduser()
+    path = Path(os.path.expanduser(value))
     if value not in PROFILES and not path.is_file():
         names = ", ".join(PROFILES)
         raise ValueError(f"{value!r} is neither a device ({names}) nor a file")

@@ -257,7 +257,7 @@ def _filesystem(text: str) -> tuple[Any, str]:
         raise InputError(f"reading files needs {extra('driver')}") from None
 
     if "://" not in text:
-        return LocalFileSystem(), Path(text).expanduser().absolute().as_posix()
+        return LocalFileSystem(), Path(os.path.expanduser(text)).absolute().as_posix()
     try:
         system, path = FileSystem.from_uri(_quoted(text))
     except (pa.ArrowException, OSError, ValueError) as error:

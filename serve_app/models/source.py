@@ -1,5 +1,6 @@
 """What the argument of `saturate serve` names: a config, the demo, a directory, or a model of the hub."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ def read_source(name: str, revision: str | None, hub: Callable[[], Hub]) -> Mode
     Raises:
         ModelError: There is no such model, or its files say too little.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if name and path.is_dir():
         return read_folder(path)
     if HUB_ID.fullmatch(name):

@@ -1,5 +1,6 @@
 """Fields that several sections of the settings have."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,8 @@ Host = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
 
 def _folder(path: str) -> str:
-    if not Path(path).expanduser().is_absolute():
+    # A ~name of no user stays as it is.
+    if not os.path.isabs(os.path.expanduser(path)):
         raise ValueError(f"must be an absolute path, or one that begins with ~/, not {path!r}")
     return path
 

@@ -1,6 +1,7 @@
 """Rows of a ledger, read from its files."""
 
 import io
+import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -76,7 +77,7 @@ def open_ledger(place: str) -> tuple[Files, Path]:
         except ValueError as error:
             raise LedgerError(f"{place}: {error}") from None
         return remote, remote.root
-    folder = Path(place).expanduser()
+    folder = Path(os.path.expanduser(place))
     if not folder.is_dir():
         raise LedgerError(f"{place}: there is no such folder")
     return LocalDisk(), folder

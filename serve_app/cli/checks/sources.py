@@ -1,5 +1,6 @@
 """Check of the models' sources: directories, and models of Hugging Face's hub."""
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ def _model(case: Case, model: LLMSettings) -> Iterator[Finding]:
     source = model.source
     if source == DEMO_MODEL or "://" in source:
         return
-    place = Path(source).expanduser()
+    place = Path(os.path.expanduser(source))
     if place.is_dir():
         yield ok(f"{source} is there")
     elif source.startswith(("/", "~", ".")):
@@ -100,7 +101,7 @@ def _reach(case: Case, model: LLMSettings, cached: bool) -> Finding:
 
 def _cache(case: Case) -> Path:
     if given := _variable(case, "HF_HUB_CACHE"):
-        return Path(given).expanduser()
+        return Path(os.path.expanduser(given))
     return _home(case) / "hub"
 
 
@@ -109,13 +110,15 @@ def _token(case: Case) -> str:
     if given := _variable(case, "HF_TOKEN"):
         return given.strip()
     file = _variable(case, "HF_TOKEN_PATH")
-    return (case.machine.read(Path(file).expanduser() if file else _home(case) / "token") or "").strip()
+    return (
+        case.machine.read(Path(os.path.expanduser(file)) if file else _home(case) / "token") or ""
+    ).strip()
 
 
 def _home(case: Case) -> Path:
     home = _variable(case, "HF_HOME")
     caches = case.machine.environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(home or f"{caches}/huggingface").expanduser()
+    return Path(os.path.expanduser(home or f"{caches}/huggingface"))
 
 
 def _variable(case: Case, name: str) -> str:

@@ -147,13 +147,14 @@ def test_bad_lines_of_csv_are_errors_of_their_rows(tmp_path: Path) -> None:
         ("a.txt", "--input-format"),
         ("bad.parquet", "not a readable Parquet file"),
         ("s4://bucket/a.jsonl", "Unrecognized filesystem type"),
+        ("~no user/a.jsonl", "no such file or folder"),
     ],
 )
 def test_an_input_that_can_not_be_read_is_an_error(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "bad.parquet").write_text("x")
     with pytest.raises(InputError, match=message):
-        rows(open_source(name if "://" in name else f"{tmp_path}/{name}"))
+        rows(open_source(name if "://" in name or name.startswith("~") else f"{tmp_path}/{name}"))
 
 
 # Broken files

@@ -48,7 +48,7 @@ def test_an_id_is_read_from_the_hub(tmp_path: Path) -> None:
     assert hub.asked == [("org/model", "main")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "./none", "/none/none", "a/b/c", "org/", ""])
+@pytest.mark.parametrize("name", ["gpt2", "./none", "/none/none", "~no user/none", "a/b/c", "org/", ""])
 def test_anything_else_is_refused(name: str) -> None:
     with pytest.raises(ModelError, match=r"neither a config .* nor a directory, nor a Hugging Face id"):
         read_source(name, None, no_hub)

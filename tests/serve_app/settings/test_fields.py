@@ -52,8 +52,8 @@ def test_what_is_allowed_is_taken_as_it_is(kind: Any, values: list[Any]) -> None
         (Group, ["", "a/b", "a" * 65]),
         (Host, ["", "Example.org", "http://example.org", "example.org:80", "-a"]),
         (File, ["keys.yaml", "~/keys.yaml", ""]),
-        (Folder, ["batches", "./batches", ""]),
-        (FolderOrURL, ["batches", ""]),
+        (Folder, ["batches", "./batches", "~no user/batches", ""]),
+        (FolderOrURL, ["batches", "~no user/batches", ""]),
     ],
 )
 def test_everything_else_is_refused(kind: Any, values: list[Any]) -> None:

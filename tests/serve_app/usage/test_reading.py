@@ -9,7 +9,7 @@ from serve_app.usage.closing import Closer
 from serve_app.usage.files import open_path
 from serve_app.usage.ledger import Ledger
 from serve_app.usage.parquet import to_parquet
-from serve_app.usage.reading import LedgerError, read
+from serve_app.usage.reading import LedgerError, open_ledger, read
 from serve_app.usage.report import Report
 from serve_app.usage.rows import Tokens, encode
 from tests.serve_app.usage.crashing import (
@@ -43,6 +43,12 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"no")
     with pytest.raises(LedgerError, match=r"a\.00000\.parquet: it is no Parquet file"):
         lines(tmp_path, "tenant")
+
+
+@pytest.mark.parametrize("place", ["/no folder", "~no user/usage"])
+def test_a_folder_that_is_not_there_is_named(place: str) -> None:
+    with pytest.raises(LedgerError, match=f"{place}: there is no such folder"):
+        open_ledger(place)
 
 
 class Moving(MemoryDisk):

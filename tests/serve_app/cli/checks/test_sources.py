@@ -77,6 +77,12 @@ def test_a_directory(tmp_path: Path) -> None:
     assert "is no directory here" in found.text
 
 
+def test_a_directory_in_the_home_of_no_user() -> None:
+    found = look("~no user/model")
+    assert found
+    assert "~no user/model is no directory here" in found.text
+
+
 def test_a_model_that_may_be_read(hub: Hub, tmp_path: Path) -> None:
     asked: list[tuple[str, str]] = []
     found = look("org/model", machine(tmp_path, hub(302, asked=asked), "secret"), revision="v2")
