@@ -1,5 +1,8 @@
 """Parts of the service's benchmark that can go wrong without a server."""
 
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from serve_app.engine.vllm_options import vllm_args
 from serve_app.settings.models import LLMSettings
 from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.serve.__main__ import main
-from tests.benchmarks.serve.client import Answer
+from tests.benchmarks.serve.client import Answer, Connections
 from tests.benchmarks.serve.loads import ALL_LOADS, CHUNK, DEVICE_LOADS, SERIES
 from tests.benchmarks.serve.models import MODELS
 from tests.benchmarks.serve.servers import DEFAULT_ON_DEVICE, OURS, VLLM, flags
@@ -22,6 +25,44 @@ def test_time_between_bursts_does_not_count() -> None:
     answers = [Answer(1, 1, sent_at=2.0, ended_at=3.0), Answer(1, 1, sent_at=5.0, ended_at=6.5)]
     assert Run(answers, 0.0, {}).took_s == 4.5
     assert Run(answers, 0.0, {}, idle_s=2.0).took_s == 2.5
+
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@asynccontextmanager
+async def server(*connections: Sequence[bytes]) -> AsyncIterator[int]:
+    """Run a server that sends these answers, one to a request, and then closes; yield its port."""
+    left = iter(connections)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for answer in next(left):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listening, asyncio.timeout(20):
+        yield listening.sockets[0].getsockname()[1]
+
+
+async def statuses(port: int, requests: int) -> list[int]:
+    """Send requests one after the other; return the status of each answer."""
+    connections = Connections(port)
+    found = [(await connections.post("/", b"", Answer(1, 1, 0.0))).status for _ in range(requests)]
+    connections.close()
+    return found
+
+
+async def test_an_idle_connection_that_the_server_closes_costs_no_request() -> None:
+    async with server([WHOLE, b""], [WHOLE]) as port:
+        assert await statuses(port, 2) == [200, 200]
+
+
+@pytest.mark.parametrize("served", [[b""], [WHOLE, WHOLE[:-1]]], ids=["at once", "within an answer"])
+async def test_a_connection_that_breaks_is_an_error(served: Sequence[bytes]) -> None:
+    async with server(served) as port:
+        with pytest.raises(ConnectionError):
+            await statuses(port, 2)
 
 
 def test_texts_of_all_loads_and_series_differ() -> None:

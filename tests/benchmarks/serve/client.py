@@ -203,16 +203,20 @@ class Connections:
         # A server closes idle connections.
         while self._free and self._free[-1].closing:
             self._free.pop()
-        if self._free:
+        idle = bool(self._free)
+        if idle:
             connection = self._free.pop()
         else:
             loop = asyncio.get_running_loop()
             _, connection = await loop.create_connection(Connection, "127.0.0.1", self._port)
         try:
             await connection.post(path, body, answer, header)
-        except BaseException:
+        except BaseException as error:
             # It was cancelled, and the rest of the answer may still come.
             connection.close()
+            if idle and not answer.status and isinstance(error, ConnectionError):
+                # The server closed it while the request was on its way.
+                return await self.post(path, body, answer, header)
             raise
         if connection.closing:
             connection.close()
