@@ -14,6 +14,7 @@ from serve_app.auth.middleware import KeyStore
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.health import Health
 from serve_app.relay.request import RelayRequest
+from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
@@ -48,6 +49,7 @@ class Batches:
         flush_warnings()
         # Imported only here: no other process needs a database.
         from serve_app.batches.engines import EngineClient
+        from serve_app.batches.errors import StoreError
         from serve_app.batches.service import BatchService
 
         assert settings.batches is not None
@@ -58,7 +60,10 @@ class Batches:
             keys.watch()
         self._quotas = CallQuotas(settings.usage.quotas, quotas, context.replica_tag)
         client = EngineClient(settings, engines, health, keys, self._quotas)
-        self._service = await BatchService.open(settings.batches, client, client.models, keys)
+        try:
+            self._service = await BatchService.open(settings.batches, client, client.models, keys)
+        except OSError as error:
+            raise StoreError(_unusable(settings.batches, error)) from error
         self._metrics = None
         if settings.telemetry.metrics:
             from serve_app.batches.metrics import BatchesMetrics
@@ -102,3 +107,10 @@ class Batches:
             await asyncio.shield(service.close(DRAIN_S))
         if quotas := getattr(self, "_quotas", None):
             quotas.stop()
+
+
+def _unusable(settings: BatchesSettings, error: OSError) -> str:
+    """Return the message about a place that can't be used, with the fields that name places."""
+    places = {"batches.folder": settings.folder, "batches.content": settings.content}
+    named = " or ".join(f"{field} ({place})" for field, place in places.items() if place)
+    return f"{named}: {error}; it must be a place where the service can make folders and write files"

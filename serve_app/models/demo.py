@@ -16,8 +16,10 @@ def demo_service(machine: Machine, head: str) -> Service:
         head: Comment at the top of the config.
     """
     gpu = bool(machine.gpus)
+    # The Ingress reserves half a core: on a machine with one, Ray would wait for more.
+    cores, words = (1, "one core") if machine.cores > 1 else (0.5, "half a core")
     options: Section = {
-        "num_cpus": Item(1, f"...that reserves one core, and {'a' if gpu else 'no'} GPU."),
+        "num_cpus": Item(cores, f"...that reserves {words}, and {'a' if gpu else 'no'} GPU."),
     }
     if gpu:
         options["num_gpus"] = Item(1)

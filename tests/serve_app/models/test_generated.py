@@ -132,13 +132,6 @@ def test_lines_are_short(case: str) -> None:
     assert max(map(len, comments)) <= 110
 
 
-def test_the_demo_is_that_of_the_repository(models: FakeHub) -> None:
-    text = generated(*CASES["demo"], models).text
-    local = (ROOT / "configs/local.yaml").read_text()
-    # Their first comments differ.
-    assert text.partition("\n\n")[2] == local.partition("\n\n")[2]
-
-
 @every_case
 def test_the_summary_has_about_ten_lines(case: str, models: FakeHub) -> None:
     summary = generated(*CASES[case], models).summary
@@ -200,11 +193,6 @@ def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub, monkeypatch
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "HF_HUB_OFFLINE" not in variables
     assert deployments(text)[1]["ray_actor_options"] == {"num_cpus": 7}
-
-
-def test_the_demo_takes_a_gpu_where_vllm_needs_one(models: FakeHub) -> None:
-    text = generated("demo", machine(L4), models).text
-    assert deployments(text)[1]["ray_actor_options"] == {"num_cpus": 1, "num_gpus": 1}
 
 
 def test_a_build_for_the_cpu_leaves_gpus_alone(models: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
