@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,12 +44,16 @@ class Run:
         """Return the ids of its living processes, without the launcher."""
         marked = [pid for pid, mark in _marks().items() if mark == self.mark]
         # Some processes of Ray have written their title over their environment.
-        return [*dict.fromkeys([*marked, *descendants(*marked)])] if marked else []
+        found = [*dict.fromkeys([*marked, *descendants(*marked)])] if marked else []
+        # A process of the service may have started this one, which mustn't end itself.
+        return [pid for pid in found if pid != os.getpid()]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to its launcher, if it runs."""
         if self.alive:
-            os.kill(self.launcher, number)
+            # It may end at this moment.
+            with suppress(ProcessLookupError):
+                os.kill(self.launcher, number)
 
     def end(self) -> list[int]:
         """End its processes, of a launcher that is dead; return their ids."""

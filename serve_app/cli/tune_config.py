@@ -1,7 +1,10 @@
 """Puts the settings that `saturate tune` has chosen into a service that runs, or into a config."""
 
 import asyncio
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
@@ -27,17 +30,24 @@ class RunningConfig:
         dashboard: The dashboard of its Ray; None: it is looked for.
 
     Raises:
-        click.UsageError: The service runs on another machine, or its dashboard can't be found.
+        click.UsageError: The URL is wrong, the service runs on another machine, or its dashboard can't be
+            found.
     """
 
     def __init__(self, url: str, dashboard: Dashboard | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.hostname not in LOCAL:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port or 80
+        except ValueError as error:
+            raise click.UsageError(f"--apply: {url}: is no URL: {error}") from None
+        if host is None:
+            raise click.UsageError(f"--apply: {url}: must begin with http:// or https://")
+        if host not in LOCAL:
             raise click.UsageError(
-                f"--apply: {parts.hostname} isn't this machine; run the command there, or change the config "
-                "with --write and deploy it"
+                f"--apply: {host} isn't this machine; run the command there, or change the config with "
+                "--write and deploy it"
             )
-        self._dashboard = dashboard or Dashboard(parts.port or 80)
+        self._dashboard = dashboard or Dashboard(port)
         self._config: JSON = self._dashboard.config()
         if not self._config:
             raise click.UsageError(
@@ -59,12 +69,21 @@ class RunningConfig:
             raise click.ClickException(f"--apply: Ray Serve refuses the settings: {refusal}")
         self._config = change.config
         for _ in range(LOOKS):
-            if (await generator.facts()).max_num_seqs == choice.max_running:
+            arrived = (await generator.facts()).max_num_seqs == choice.max_running
+            # The facts have the least of all replicas, and Ray Serve changes some replicas after the others.
+            if arrived and not await asyncio.to_thread(self._is_updating, model):
                 return change
             await asyncio.sleep(LOOK_S)
         raise click.ClickException(
-            f"--apply: max_running is not {choice.max_running} after {LOOKS * LOOK_S:.0f} s; see the log of "
-            "Serve"
+            f"--apply: not all replicas have max_running {choice.max_running} after {LOOKS * LOOK_S:.0f} s; "
+            "see the log of Serve"
+        )
+
+    def _is_updating(self, model: str) -> bool:
+        """Return whether Ray Serve still changes replicas of a model."""
+        return any(
+            app.get("deployments", {}).get(f"Engine:{model}", {}).get("status") == "UPDATING"
+            for app in self._dashboard.applications().values()
         )
 
 
@@ -72,7 +91,7 @@ def read_config(path: Path) -> JSON:
     """Return a Serve config.
 
     Raises:
-        click.UsageError: It can't be read, or is none.
+        click.UsageError: It can't be read, or is none; the message names the field.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -82,7 +101,37 @@ def read_config(path: Path) -> JSON:
         raise click.UsageError(f"--write {path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
         raise click.UsageError(f"--write {path}: is no config of Ray Serve: it has no applications")
+    try:
+        _check_form(content["applications"])
+    except ValueError as error:
+        raise click.UsageError(f"--write {path}: {error}") from None
     return content
+
+
+def _check_form(applications: Any) -> None:
+    """Raise a ValueError that names the first field of another form than a change of settings takes."""
+    for place, app in _mappings("applications", applications):
+        args = _mapping(f"{place}.args", app.get("args") or {})
+        for name, model in _mappings(f"{place}.args.models", args.get("models") or []):
+            _mapping(f"{name}.batcher", model.get("batcher") or {})
+        for name, deployment in _mappings(f"{place}.deployments", app.get("deployments", [])):
+            user = _mapping(f"{name}.user_config", deployment.get("user_config") or {})
+            _mapping(f"{name}.user_config.batcher", user.get("batcher") or {})
+
+
+def _mappings(place: str, value: Any) -> Iterator[tuple[str, JSON]]:
+    """Yield the mappings of a list, each with its name."""
+    if not isinstance(value, list):
+        raise ValueError(f"{place}: must be a list, not {value!r:.60}")
+    for number, each in enumerate(value):
+        name = f"{place}[{number}]"
+        yield name, _mapping(name, each)
+
+
+def _mapping(place: str, value: Any) -> JSON:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: must be a mapping, not {value!r:.60}")
+    return value
 
 
 def write_config(path: Path, model: str, choice: Choice) -> Change:
@@ -94,7 +143,9 @@ def write_config(path: Path, model: str, choice: Choice) -> Change:
     try:
         change = changed(read_config(path), model, choice, restart=True)
         before = path.with_name(f"{path.name}.before")
-        before.write_text(path.read_text())
+        shutil.copyfile(path, before)
+        # A config may hold secrets.
+        shutil.copymode(path, before)
         path.write_text(yaml.safe_dump(change.config, sort_keys=False, allow_unicode=True))
     except ChangeError as error:
         raise click.ClickException(f"--write {path}: {error}") from None

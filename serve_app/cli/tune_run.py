@@ -1,6 +1,7 @@
 """One run of `saturate tune`: the load steps, the choice, and what is done with it."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -145,6 +146,12 @@ class TuneRun:
             ServiceError: The service can't be measured.
             LoneMissError: A lone request misses the goals.
         """
+        try:
+            await self._run()
+        finally:
+            self._note()
+
+    async def _run(self) -> None:
         question = self._question
         async with self._service(question.url, api_key=question.key) as service:
             model = self.found.model = await service.find(question.model)
@@ -160,7 +167,6 @@ class TuneRun:
                 await self._end(generator, facts)
                 if question.beside_batch:
                     await self._beside(service, generator, facts)
-        self._note()
 
     async def _steps(self, generator: Generator, facts: Facts) -> None:
         """Make the load steps, and choose."""
@@ -234,8 +240,9 @@ class TuneRun:
         self.found.batch = Batch(live, tokens / max(ended - began, 1e-9))
 
     def _life_s(self) -> float:
-        """Return the seconds of an answer that is alone."""
-        return 0.0 if self.found.lone is None else self.found.lone.figure("latency", 50)
+        """Return the seconds of an answer that is alone; 0: none has ended."""
+        life = math.nan if self.found.lone is None else self.found.lone.figure("latency", 50)
+        return life if math.isfinite(life) else 0.0
 
     def _tuner(self, generator: Generator) -> Tuner:
         question, requests = self._question, self._requests

@@ -28,7 +28,7 @@ def draw(tuning: Tuning, path: Path) -> None:
 
     Args:
         tuning: The result.
-        path: The PNG to write.
+        path: The PNG to write, whatever its suffix.
 
     Raises:
         OSError: The file can't be written.
@@ -52,8 +52,10 @@ def draw(tuning: Tuning, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=9, frameon=False, loc="upper left")
     axes[-1][0].set_xlabel("requests per second")
-    axes[0][0].set_title(f"{tuning.model}: {tuning.question}", fontsize=10, loc="left")
-    figure.savefig(path, dpi=150)
+    # A model may have any name, and dollars in it aren't mathematics.
+    title = f"{tuning.model}: {tuning.question}"
+    axes[0][0].set_title(title, fontsize=10, loc="left", parse_math=False)
+    figure.savefig(path, dpi=150, format="png")
     pyplot.close(figure)
 
 

@@ -125,10 +125,12 @@ class Report:
     def _notes(self, plan: Plan) -> Iterable[str]:
         answer, trials = plan.answer, self.trials
         if plan.least > 1 and plan.least == answer.replicas:
-            load = trials.load(plan.least - 1, self._default)
+            fewer = plan.least - 1
+            their = "its" if fewer == 1 else "their"
+            # A load just above the most mustn't look like it.
             yield (
-                f"{plan.least - 1} can't do the work: their load would be {load:.0%}, and {MOST_LOAD:.0%} is "
-                "the most of a plan."
+                f"{fewer} can't do the work: {their} load would be {trials.load(fewer, self._default):.1%}, "
+                f"and {MOST_LOAD:.0%} is the most of a plan."
             )
         for goal in answer.unsure(trials.goals):
             yield f"{goal.name} is closer to its bound than its error; with one replica more it is safer."

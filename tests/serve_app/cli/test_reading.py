@@ -212,24 +212,6 @@ def test_the_entry_about_batches_is_passed_on() -> None:
     assert look(poll(0.0, {})).batches is None
 
 
-def test_the_fields_of_the_json_are_those_of_the_docs() -> None:
-    body = asdict(look(poll(0.0, {"demo": replicas(llm("a"))})))
-    assert list(body) == ["url", "time", "interval_s", "models", "tenants", "batches"]
-    assert body["time"] == "2026-11-01T12:00:00+00:00"
-    (model,) = body["models"]
-    assert list(model) == [
-        "id",
-        "state",
-        "detail",
-        "simulated",
-        "ready_replicas",
-        "figures",
-        "replicas",
-        "adapters",
-    ]
-    assert list(model["replicas"][0]) == ["replica", "statistics", "turn", "figures"]
-
-
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 anything = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=5), scalars, max_size=3)
 entries = st.fixed_dictionaries(

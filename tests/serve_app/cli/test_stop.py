@@ -1,14 +1,10 @@
 """The command `saturate stop`."""
 
-import os
-import signal
-import subprocess
 from collections.abc import Callable
 
-import pytest
 from click.testing import CliRunner, Result
 
-from serve_app.cli.runs import MARK, Run, find_runs, this_run
+from serve_app.cli.runs import find_runs
 from serve_app.cli.stop import stop
 from tests.serve_app.cli.launching import Service
 from tests.serve_app.cli.services import free_port
@@ -72,24 +68,3 @@ def test_leftovers_of_a_killed_service_are_ended(start: Start) -> None:
     assert result.exit_code == 0
     assert f"processes of a killed service on port {service.port}" in result.stderr
     service.wait_gone()
-
-
-def test_a_launcher_is_alive_while_its_id_and_start_time_are_those_of_a_process() -> None:
-    mine = this_run(8000)
-    assert mine.alive
-    assert not Run(8000, os.getpid(), mine.started - 1, mine.namespace).alive
-    assert not Run(8000, 2**22 + 1, mine.started, mine.namespace).alive
-
-
-def test_a_launcher_that_is_gone_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(pid))
-    Run(8000, os.getpid(), 0, 0).signal(signal.SIGTERM)
-    assert sent == []
-
-
-@pytest.mark.parametrize("mark", ["", "8000", "a.b.c.d", "8000.1.1.1"])
-def test_a_mark_of_another_form_or_namespace_is_passed_over(mark: str) -> None:
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, MARK: mark}) as other:
-        assert all(other.pid not in each.processes() for each in find_runs())
-        other.kill()

@@ -186,6 +186,9 @@ class FakeDashboard:
         self._server = server
         self._refusal = refusal
 
+    def applications(self) -> Any:
+        return {}
+
     def config(self) -> Any:
         return self.running
 

@@ -1,38 +1,10 @@
-"""The words of a tuning, its JSON and its chart."""
+"""The words of a tuning, and its JSON."""
 
-import importlib.util
 import json
-from pathlib import Path
 
-import pytest
-
-from serve_app.tuning.choice import Choice
 from serve_app.tuning.edge import Edge
-from serve_app.tuning.goals import parse_goals
-from serve_app.tuning.load_plot import PlotError, check_plot, draw
-from serve_app.tuning.load_report import Batch, Tuning, body, text
-from serve_app.tuning.load_step import Answer, Load, Step
-
-GOALS = parse_goals("ttft_p99<0.5,latency_p95<3")
-
-
-def step(value: float, ttft: float = 0.2, loop: str = "open", failed: bool = False) -> Step:
-    sent = [number / value for number in range(int(10 * value))]
-    found = [Answer(at, 11, at + ttft, at + 2.0, failed) for at in sent]
-    return Step.of(Load(loop, value), GOALS, found, (0.0, 10.0), began_at=0.0, now=20.0)  # type: ignore[arg-type]
-
-
-def tuning() -> Tuning:
-    held, broken = step(20.0), step(21.0, ttft=0.7)
-    edge = Edge(held, broken, (held, broken), (held, broken))
-    return Tuning(
-        "m",
-        "512 tokens in, 128 out",
-        GOALS,
-        lone=step(1.0, loop="closed"),
-        open=edge,
-        choice=Choice(19.0, 40, 15, 38, {"ttft_p99_s": 0.5}),
-    )
+from serve_app.tuning.load_report import Batch, body, text
+from tests.serve_app.tuning.load_results import step, tuning
 
 
 def test_the_text_says_what_holds_and_what_to_change() -> None:
@@ -83,17 +55,3 @@ def test_the_json_is_json_where_requests_failed() -> None:
     assert last["failed"] == last["requests"] == 300
     assert last["seconds"]["ttft_p99"] is None
     assert last["seconds"]["latency_p95"] is None
-
-
-def test_a_chart_needs_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(PlotError, match=r"matplotlib is not installed; saturate\[plot\]"):
-        check_plot()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
-def test_a_chart_is_drawn(tmp_path: Path) -> None:
-    found = tuning()
-    found.single = (step(30.0, failed=True),)
-    draw(found, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

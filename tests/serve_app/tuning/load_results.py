@@ -1,0 +1,36 @@
+"""Steps under a load and the result of a tuning, made by hand."""
+
+from serve_app.tuning.choice import Choice
+from serve_app.tuning.edge import Edge
+from serve_app.tuning.goals import Goal, parse_goals
+from serve_app.tuning.load_report import Tuning
+from serve_app.tuning.load_step import Answer, Load, Loop, Step
+
+GOALS = parse_goals("ttft_p99<0.5,latency_p95<3")
+
+
+def step(
+    value: float,
+    ttft: float = 0.2,
+    loop: Loop = "open",
+    failed: bool = False,
+    goals: tuple[Goal, ...] = GOALS,
+) -> Step:
+    """Return ten seconds with so many requests per second, each of two seconds."""
+    sent = [number / value for number in range(int(10 * value))]
+    found = [Answer(at, 11, at + ttft, at + 2.0, failed) for at in sent]
+    return Step.of(Load(loop, value), goals, found, (0.0, 10.0), began_at=0.0, now=20.0)
+
+
+def tuning() -> Tuning:
+    """Return a result: 20 requests per second hold the goals, and 21 don't."""
+    held, broken = step(20.0), step(21.0, ttft=0.7)
+    edge = Edge(held, broken, (held, broken), (held, broken))
+    return Tuning(
+        "m",
+        "512 tokens in, 128 out",
+        GOALS,
+        lone=step(1.0, loop="closed"),
+        open=edge,
+        choice=Choice(19.0, 40, 15, 38, {"ttft_p99_s": 0.5}),
+    )
