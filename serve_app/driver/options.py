@@ -1,5 +1,7 @@
 """The options of `saturate batch`."""
 
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -14,6 +16,8 @@ from serve_app.api.scheduling import TIER_PRIORITY
 from serve_app.driver.errors import DriverError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+DEFAULT_WINDOW = "24h"
 
 HELP = """\
 Send every row of a dataset through a service, and write one row for each: its result or its error.
@@ -101,6 +105,8 @@ def _number(text: str, least: int) -> int:
         raise click.BadParameter(f"must be a whole number, not {text!r}") from None
     if number < least:
         raise click.BadParameter(f"must be {least} or more, not {number}")
+    if number > sys.maxsize:
+        raise click.BadParameter(f"must be {sys.maxsize} or less, not {number}")
     return number
 
 
@@ -210,7 +216,7 @@ GROUPS: dict[str, list[click.Parameter]] = {
         _option(
             "--window",
             "Time in which the batch is run, 1h to 7d; rows that are not begun by then are errors.",
-            default="24h",
+            default=DEFAULT_WINDOW,
             metavar="TIME",
         ),
     ],
@@ -303,11 +309,14 @@ def chosen(values: Mapping[str, Any]) -> SimpleNamespace:
     """Return the options of one command line as attributes.
 
     Raises:
-        click.UsageError: They contradict each other.
+        click.UsageError: They contradict each other, or one can't be used.
     """
     options = SimpleNamespace(**values)
+    _check_texts(options)
     if options.api:
         _check_api(options)
+    elif options.window != DEFAULT_WINDOW:
+        raise click.UsageError("--window: only with --api")
     if options.overwrite and options.resume:
         raise click.UsageError("--resume: not allowed with --overwrite")
     if options.app and options.url:
@@ -317,6 +326,25 @@ def chosen(values: Mapping[str, Any]) -> SimpleNamespace:
     if not options.app and not options.url:
         options.url = DEFAULT_URL
     return options
+
+
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""Part of a text that came as bytes which are not UTF-8."""
+
+NEVER_EMPTY = ("url", "app", "model")
+"""Options that say where the rows go: an empty one would send them elsewhere."""
+
+
+def _check_texts(options: SimpleNamespace) -> None:
+    """Raise a UsageError for a text that can't be used."""
+    for name in NEVER_EMPTY:
+        if getattr(options, name) == "":
+            raise click.UsageError(f"--{name}: the value is empty; give one, or leave the option out")
+    for parameter in chain.from_iterable(GROUPS.values()):
+        given = getattr(options, str(parameter.name))
+        for text in given if isinstance(given, tuple) else (given,):
+            if isinstance(text, str) and SURROGATE.search(text):
+                raise click.UsageError(f"{parameter.opts[0]}: must be UTF-8 text, not {text!r}")
 
 
 API_OPTIONS = {
@@ -340,7 +368,9 @@ def _check_api(options: SimpleNamespace) -> None:
         name = str(parameter.name)
         default = () if parameter.multiple else parameter.default
         given = getattr(options, name)
-        if name not in API_OPTIONS and given not in (None, False, default):
+        # A 0 equals False.
+        left_out = given is None or given is False or given == default
+        if name not in API_OPTIONS and not left_out:
             raise click.UsageError(f"{parameter.opts[0]}: not with --api, where INPUT has whole requests")
 
 

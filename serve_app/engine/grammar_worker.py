@@ -38,17 +38,26 @@ def main() -> None:
     # Imported here, by the process that needs it: it takes seconds.
     import xgrammar
 
-    vocabulary = sys.stdin.readline().strip()
+    # Bytes, since the locale may name another encoding than the one in which they were written.
+    lines = sys.stdin.buffer
+    vocabulary = lines.readline().decode().strip()
     info = xgrammar.TokenizerInfo.deserialize_json(vocabulary) if vocabulary else None
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most != resource.RLIM_INFINITY:
+        # A process without privileges can't raise the limit that it was started with.
+        memory = min(memory, most)
     os.nice(NICENESS)
+    worker = os.getpid()
     print(READY, flush=True)
     # Memory that a process shares with its forks.
     parsed = mmap.mmap(-1, 1)
-    for line in sys.stdin:
+    for line in lines:
         kind, text, compiles = json.loads(line)
         parsed[0] = 0
         pid = os.fork()
         if pid == 0:
+            # The caller ends a check by ending this process.
+            end_with(worker, signal.SIGKILL)
             resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
             # The kernel ends the process when its time is up: native code doesn't run Python's handlers.
             signal.signal(signal.SIGPROF, signal.SIG_DFL)

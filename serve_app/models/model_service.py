@@ -2,8 +2,8 @@
 
 import re
 
-from serve_app.models.architecture import Architecture
-from serve_app.models.choose import GOOD_CONTEXT, LARGE_GPU, SEQUENCES, Choice
+from serve_app.models.architecture import DTYPE_BYTES, Architecture
+from serve_app.models.choose import BFLOAT16_FROM, GOOD_CONTEXT, LARGE_GPU, SEQUENCES, Choice
 from serve_app.models.document import Item, Section
 from serve_app.models.memory import CPU_RESERVE, RESERVE, Sums, gb
 from serve_app.models.service import ONE_PROCESS, Service
@@ -123,17 +123,18 @@ def _cpu(choice: Choice) -> Section:
 
 
 def _dtype_reason(choice: Choice) -> str:
-    own = choice.architecture.dtype
-    if choice.dtype == "auto":
-        method = choice.architecture.quantization
+    own, method = choice.architecture.dtype, choice.architecture.quantization
+    if method:
         return f"Type of the values that are not quantised. Those of the weights are: {method}."
     if choice.dtype == own:
         return "Type of weights and KV cache: that in which the weights are published."
-    if own == "float32":
-        return (
-            f"Type of weights and KV cache. The weights are published in {own}, which takes twice the memory."
-        )
-    return f"Type of weights and KV cache. The weights are published in {own}, which this GPU lacks."
+    published = f"Type of weights and KV cache. The weights are published in {own}"
+    if own == "float32" and DTYPE_BYTES.get(choice.dtype) == 2:
+        return f"{published}, which takes twice the memory."
+    old = any((gpu.capability or BFLOAT16_FROM) < BFLOAT16_FROM for gpu in choice.machine.gpus)
+    if own == "bfloat16" and old:
+        return f"{published}, which this GPU lacks."
+    return f"{published}."
 
 
 def _sequences_reason(choice: Choice) -> str:
@@ -174,9 +175,8 @@ def _sampling(choice: Choice) -> Item:
 
 def _engine_cores(choice: Choice, spare: float) -> float:
     """Return the cores of a replica. All replicas together have no more than there are, or Ray waits."""
-    if not choice.devices:
-        return max(1, choice.machine.cores - 1) if choice.machine.cores > 1 else 0.5
-    shares = (*range(MOST_CORES, 0, -1), 0.5, 0.25)
+    most = MOST_CORES if choice.devices else choice.machine.cores - 1
+    shares = (*range(most, 0, -1), 0.5, 0.25)
     return next((share for share in shares if share * choice.replicas <= spare), 0)
 
 
@@ -214,6 +214,9 @@ def _deployment(choice: Choice, cores: float) -> Section:
         options["num_cpus"] = Item(cores, "Cores per replica: tokenizing, scheduling, streaming.")
         count = len(choice.machine.gpus)
         reason = f"Copies of the model. This machine has {count} GPU{'s' if count > 1 else ''}."
+    elif choice.replicas > 1:
+        options["num_cpus"] = Item(cores, "Cores per replica; the rest of the service uses what is left.")
+        reason = "Copies of the model, which share the cores of this machine."
     else:
         options["num_cpus"] = Item(cores, "Cores of the engine; one is left to the rest of the service.")
         reason = "One copy of the model."

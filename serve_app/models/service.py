@@ -1,5 +1,6 @@
 """The Serve config of a service with one model on one machine."""
 
+from copy import deepcopy
 from dataclasses import dataclass
 
 from serve_app.ingress.health import engine_name
@@ -94,7 +95,9 @@ class ServeConfig:
 
 
 def serve_config(service: Service) -> ServeConfig:
-    """Return the config of a service."""
+    """Return the config of a service; no part of it is shared with the service."""
+    # A value that is set in a config would change `ONE_PROCESS` for all later ones.
+    service = deepcopy(service)
     model: Section = {
         "id": Item(service.id, "Name of the model for clients (`model`)."),
         "source": Item(

@@ -82,23 +82,6 @@ def test_a_file_of_something_else_is_refused(text: bytes, tmp_path: Path) -> Non
     assert batch(tmp_path / "none.jsonl") == 2
 
 
-@pytest.mark.parametrize("option", [["--model", "demo"], ["--limit", "1"], ["--chat"], ["--stop", "x"]])
-def test_an_option_of_datasets_is_refused(
-    option: list[str], requests: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert batch(requests, *option) == 2
-    assert f"{option[0]}: not with --api" in capsys.readouterr().err
-
-
-def test_without_the_batch_api_an_output_is_needed(
-    requests: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([str(requests)])
-    assert ended.value.code == 2
-    assert "missing argument 'OUTPUT'" in capsys.readouterr().err
-
-
 class Calls(httpx.HTTPTransport):
     """A connection that a test may break before or after a call."""
 

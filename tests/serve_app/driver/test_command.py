@@ -456,19 +456,6 @@ def test_utilization_covers_this_run_only(
     assert report["this_run"]["utilization"] == 0.9
 
 
-def test_help_explains_how_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
-    assert batch("--help") == 0
-    text = capsys.readouterr().out
-    for word in (
-        "hf://openai/gsm8k#main/test",
-        "--max-concurrency",
-        "max_num_seqs",
-        "Exit codes",
-        "--resume",
-    ):
-        assert word in text
-
-
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
 def test_a_first_command_with_a_mistake_does_not_stand_in_the_way_of_the_corrected_one(
     tmp_path: Path, questions: Path, url: str, service: FakeService, name: str

@@ -169,19 +169,6 @@ def test_four_gpus_share_a_large_model(models: FakeHub) -> None:
     assert deployments(text)[1]["ray_actor_options"]["num_gpus"] == 4
 
 
-@pytest.mark.parametrize("cores", [1, 2, 4, 8, 9, 64])
-@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
-def test_ray_has_the_cores_for_every_replica(
-    cores: int, gpus: int, models: FakeHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(installed_vllm, "build", lambda: "gpu" if gpus else "cpu")
-    ingress, engine = deployments(generated(QWEN, machine(*[L4] * gpus, cores=cores), models).text)
-    most = ingress.get("num_replicas") or ingress["autoscaling_config"]["max_replicas"]
-    reserved = most * ingress["ray_actor_options"]["num_cpus"]
-    reserved += engine["num_replicas"] * engine["ray_actor_options"]["num_cpus"]
-    assert reserved <= cores
-
-
 def test_a_cpu_has_the_settings_of_the_local_config(models: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installed_vllm, "build", lambda: "cpu")
     text = generated(QWEN, machine(cores=8), models).text

@@ -1,0 +1,249 @@
+"""The process that parses and compiles grammars: its verdicts, its limits and its end."""
+
+import ctypes
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+import xgrammar
+
+from serve_app.engine.grammar_worker import COMPILING, NICENESS, PARSING, PASSES, READY
+
+LIMIT_S = 60.0
+PARSE_S, COMPILE_S, LONG_S = 0.5, 0.2, 600.0
+MEMORY = 4 << 30
+
+SLOW_TO_PARSE = {"type": "string", "pattern": "^" + "(a|b|c|d|e){1,1000}" * 12 + "$"}
+"""It takes more than 5 seconds of CPU."""
+
+WORDS = [str(number) * 20 for number in range(3000)]
+"""A choice of them parses in 0.1 seconds of CPU, and takes 0.8 to compile for the 256 tokens below."""
+
+
+def vocabulary() -> str:
+    tokens = [bytes([number]) for number in range(256)]
+    info = xgrammar.TokenizerInfo(tokens, vocab_type=xgrammar.VocabType.RAW, stop_token_ids=[0])
+    return str(info.serialize_json())
+
+
+def tag(schema: object) -> str:
+    content = {"type": "json_schema", "json_schema": schema}
+    return json.dumps({"type": "structural_tag", "format": content})
+
+
+def older_tag(schema: object) -> str:
+    structure = {"begin": "<f>", "schema": schema, "end": "</f>"}
+    return json.dumps({"structures": [structure], "triggers": ["<f"]})
+
+
+class Worker:
+    """A worker that has begun.
+
+    Args:
+        process: Its process.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self.process = process
+
+    def send(self, *grammars: tuple[str, str, bool]) -> None:
+        """Send grammars: the kind, the text, and whether each is compiled."""
+        assert self.process.stdin
+        self.process.stdin.write("".join(json.dumps(grammar) + "\n" for grammar in grammars).encode())
+        self.process.stdin.flush()
+
+    def line(self) -> str:
+        """Return its next line."""
+        assert self.process.stdout
+        readable, _, _ = select.select([self.process.stdout], [], [], LIMIT_S)
+        assert readable, f"no line in {LIMIT_S} s"
+        return self.process.stdout.readline().decode().strip()
+
+    def verdict(self, kind: str, text: str, compiles: bool = True) -> str:
+        """Return what it says of a grammar."""
+        self.send((kind, text, compiles))
+        return self.line()
+
+
+@contextmanager
+def started(
+    parse_s: float = PARSE_S,
+    compile_s: float = COMPILE_S,
+    memory: int = MEMORY,
+    tokens: str = "",
+    **more: Any,
+) -> Iterator[Worker]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "serve_app.engine.grammar_worker"]
+        + [str(argument) for argument in (parse_s, compile_s, memory, os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # Lines that are buffered here would be missed by `select`.
+        bufsize=0,
+        **more,
+    )
+    with process:
+        try:
+            assert process.stdin
+            process.stdin.write(f"{tokens}\n".encode())
+            worker = Worker(process)
+            assert worker.line() == READY
+            yield worker
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with started(tokens=vocabulary()) as worker:
+        yield worker
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", json.dumps({"type": "object", "properties": {"é": {"enum": ["模", "\0"]}}})),
+        ("regex", "[a-z]+"),
+        ("grammar", 'root ::= "a" | "b"'),
+        ("grammar", 'start: "a" | "b"'),
+        ("choice", '["a", "\\"", "\\n", "模", 5]'),
+        ("structural_tag", tag({"type": "string"})),
+        ("structural_tag", older_tag({"type": "string"})),
+        # vLLM says what is wrong with the others.
+        ("json", ""),
+        ("json", "[" * 100_000),
+        ("regex", "\0"),
+        ("regex", "\ud800"),
+        ("regex", "(" * 100_000 + ")" * 100_000),
+        ("grammar", "root ::= root root"),
+        ("choice", "{}"),
+        ("choice", '["\\ud800"]'),
+        ("structural_tag", "5"),
+        ("structural_tag", '{"structures": [5]}'),
+        ("structural_tag", "[" * 100_000),
+        ("of no kind", "a"),
+    ],
+)
+def test_a_grammar_that_takes_little_passes(worker: Worker, kind: str, text: str) -> None:
+    assert worker.verdict(kind, text) == PASSES
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", json.dumps(SLOW_TO_PARSE)),
+        ("structural_tag", tag(SLOW_TO_PARSE)),
+        ("structural_tag", older_tag(SLOW_TO_PARSE)),
+    ],
+)
+def test_a_grammar_that_takes_long_to_parse_is_told_whether_or_not_it_compiles(
+    worker: Worker, kind: str, text: str
+) -> None:
+    assert worker.verdict(kind, text) == PARSING
+    assert worker.verdict(kind, text, compiles=False) == PARSING
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json", json.dumps({"enum": WORDS})),
+        ("regex", "|".join(WORDS)),
+        ("grammar", "root ::= " + " | ".join(map(json.dumps, WORDS))),
+        ("choice", json.dumps(WORDS)),
+        ("structural_tag", tag({"enum": WORDS})),
+        ("structural_tag", older_tag({"enum": WORDS})),
+    ],
+)
+def test_a_grammar_that_takes_long_to_compile_passes_where_it_is_only_parsed(
+    worker: Worker, kind: str, text: str
+) -> None:
+    assert worker.verdict(kind, text) == COMPILING
+    assert worker.verdict(kind, text, compiles=False) == PASSES
+
+
+def test_grammars_that_are_sent_at_once_are_answered_in_their_order(worker: Worker) -> None:
+    slow, fast = ("json", json.dumps(SLOW_TO_PARSE), True), ("regex", "a", True)
+    worker.send(fast, slow, fast, ("choice", json.dumps(WORDS), True))
+    assert [worker.line() for _ in range(4)] == [PASSES, PARSING, PASSES, COMPILING]
+
+
+def test_the_steps_of_an_engine_go_before_the_check(worker: Worker) -> None:
+    assert psutil.Process(worker.process.pid).nice() == min(19, os.nice(0) + NICENESS)
+
+
+def test_a_grammar_that_takes_too_much_memory_is_told_and_the_next_one_passes() -> None:
+    with started(parse_s=LONG_S, memory=512 << 20) as worker:
+        # 10 million lists, of 64 bytes each.
+        assert worker.verdict("choice", f"[{'[],' * 10_000_000}[]]") == PARSING
+        assert worker.verdict("choice", "[[]]") == PASSES
+
+
+def test_the_worker_ends_with_its_input() -> None:
+    with started() as worker:
+        worker.send(("regex", "a", False))
+        assert worker.process.stdin
+        worker.process.stdin.close()
+        assert worker.line() == PASSES
+        assert worker.process.wait(LIMIT_S) == 0
+
+
+def test_a_grammar_is_not_parsed_on_when_the_worker_is_killed() -> None:
+    with started(parse_s=LONG_S) as worker:
+        worker.send(("json", json.dumps(SLOW_TO_PARSE), False))
+        parsing = os.pidfd_open(child_of(worker))
+        try:
+            worker.process.kill()
+            # The parse alone takes more than 5 seconds.
+            ended, _, _ = select.select([parsing], [], [], 3.0)
+        finally:
+            os.close(parsing)
+        assert ended
+
+
+def child_of(worker: Worker) -> int:
+    """Return the id of the process that has a grammar."""
+    deadline = time.monotonic() + LIMIT_S
+    while not (children := psutil.Process(worker.process.pid).children()):
+        assert time.monotonic() < deadline
+    return int(children[0].pid)
+
+
+def test_a_worker_whose_parent_is_another_process_ends_at_once() -> None:
+    command = [sys.executable, "-m", "serve_app.engine.grammar_worker", "1", "1", str(MEMORY), "1"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S)
+    assert (ended.returncode, ended.stdout) == (1, b"")
+
+
+def limit_memory() -> Callable[[], None]:
+    """Return what limits the memory of this process below `MEMORY`, for good."""
+    prctl = ctypes.CDLL(None).prctl
+    drop_from_bounds, sys_resource = 24, 24
+
+    def limit() -> None:
+        # Root could raise the limit again; for others this has no effect.
+        prctl(drop_from_bounds, sys_resource, 0, 0, 0)
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY // 2, MEMORY // 2))
+
+    return limit
+
+
+def test_a_process_with_a_lower_limit_of_memory_gives_the_same_verdicts() -> None:
+    with started(preexec_fn=limit_memory()) as worker:
+        assert worker.verdict("regex", "[a-z]+") == PASSES
+        assert worker.verdict("json", json.dumps(SLOW_TO_PARSE)) == PARSING
+
+
+def test_a_vocabulary_is_read_in_any_locale() -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert not vocabulary().isascii()
+    with started(tokens=vocabulary(), env=os.environ | ascii_only) as worker:
+        assert worker.verdict("regex", "[a-z]+") == PASSES

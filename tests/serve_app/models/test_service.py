@@ -1,0 +1,122 @@
+"""The Serve config of a service: what Ray Serve and this application read in it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.serve.schema import ServeDeploySchema
+
+from serve_app.models.document import Item, put
+from serve_app.models.service import ONE_PROCESS, Service, serve_config
+from serve_app.settings.ingress import IngressSettings
+from serve_app.settings.models import BatcherSettings, LLMSettings
+from serve_app.settings.schema import Settings, parse
+from tests.serve_app.test_configs import unexplained
+
+RAY_TIMEOUT = "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"
+
+SERVICE = Service(
+    head="A test.",
+    id="toy",
+    source="org/toy",
+    engine={"max_model_len": Item(2048, "Context."), "distributed_executor_backend": ONE_PROCESS},
+    sampling=Item({"temperature": Item(0.5)}, "Defaults."),
+    long_answers=True,
+    cpu=True,
+    offline=False,
+    folder="toys",
+    ingress={"num_replicas": Item(1, "One.")},
+    deployment={"num_replicas": Item(3, "Three.")},
+)
+
+
+def written(**changes: Any) -> dict[str, Any]:
+    """Return the content of a config that Ray Serve takes."""
+    content: dict[str, Any] = yaml.safe_load(serve_config(replace(SERVICE, **changes)).text())
+    ServeDeploySchema.model_validate(content)
+    return content
+
+
+def settings(content: dict[str, Any]) -> tuple[Settings, LLMSettings]:
+    """Return the settings of a config, and those of its model."""
+    (application,) = content["applications"]
+    found = parse(application["args"])
+    (model,) = found.models
+    assert isinstance(model, LLMSettings)
+    return found, model
+
+
+def environments(content: dict[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables of the controller and of the replicas."""
+    places = content["controller_options"], content["applications"][0]
+    controller, replicas = (place["runtime_env"]["env_vars"] for place in places)
+    return controller, replicas
+
+
+def test_a_config_has_what_differs_between_services() -> None:
+    content = written()
+    found, model = settings(content)
+    assert (model.id, model.source) == ("toy", "org/toy")
+    assert model.engine.max_model_len == 2048
+    assert model.sampling.temperature == 0.5
+    assert found.batches
+    assert found.batches.folder == "~/.local/share/saturate/toys"
+    assert content["applications"][0]["deployments"] == [
+        {"name": "Ingress", "num_replicas": 1},
+        {"name": "Engine:toy", "num_replicas": 3},
+    ]
+    assert content["http_options"] == {"host": "127.0.0.1", "port": 8000}
+
+
+def test_the_limits_that_a_config_shows_are_the_defaults() -> None:
+    found, model = settings(written())
+    assert found.ingress == IngressSettings()
+    assert model.batcher == BatcherSettings()
+
+
+def test_every_value_has_a_comment() -> None:
+    assert unexplained(serve_config(SERVICE).text()) == []
+
+
+@pytest.mark.parametrize("id", ["1", "1e3", "no", "null", "0x10", "2026-01-01", "a.b_c-d", "org/model"])
+def test_a_name_stays_text_whatever_yaml_would_take_it_for(id: str) -> None:
+    content = written(id=id)
+    assert settings(content)[1].id == id
+    assert content["applications"][0]["deployments"][1]["name"] == f"Engine:{id}"
+
+
+@given(st.text("aé模😀 \n\t\"'#:%&*{}[],~/\\-", min_size=1), st.text("aé模😀 \n#:-"))
+def test_a_source_and_a_first_comment_of_any_text_change_nothing_else(source: str, head: str) -> None:
+    expected = written()
+    expected["applications"][0]["args"]["models"][0]["source"] = source
+    assert written(source=source, head=head) == expected
+
+
+@pytest.mark.parametrize("long_answers", [False, True])
+def test_the_controller_and_the_replicas_agree_on_the_variables_of_both(long_answers: bool) -> None:
+    controller, replicas = environments(written(long_answers=long_answers))
+    both = controller.keys() & replicas.keys()
+    assert {name: controller[name] for name in both} == {name: replicas[name] for name in both}
+    assert [RAY_TIMEOUT in place for place in (controller, replicas)] == [long_answers] * 2
+
+
+@pytest.mark.parametrize(
+    ("trait", "variable"), [("cpu", "VLLM_CPU_OMP_THREADS_BIND"), ("offline", "HF_HUB_OFFLINE")]
+)
+def test_the_replicas_have_the_variables_of_the_device_and_of_the_files(trait: str, variable: str) -> None:
+    _, with_it = environments(written(**{trait: True}))
+    _, without = environments(written(**{trait: False}))
+    assert with_it.keys() ^ without.keys() == {variable}
+
+
+def test_a_value_that_is_set_in_a_config_is_set_in_no_other() -> None:
+    mine = serve_config(SERVICE)
+    put(mine.model, ["engine", "distributed_executor_backend"], "mp", "Set.")
+    put(mine.deployment, ["num_replicas"], 5, "Set.")
+    assert ONE_PROCESS.value != "mp"
+    content = written()
+    assert settings(content)[1].engine.distributed_executor_backend == ONE_PROCESS.value
+    assert content["applications"][0]["deployments"][1]["num_replicas"] == 3
