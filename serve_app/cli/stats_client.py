@@ -10,6 +10,7 @@ from typing import Self
 import click
 import httpx
 
+from serve_app.api.base_url import base_url
 from serve_app.api.protocol import JSON
 
 CONNECT_S, ANSWER_S = 5.0, 10.0
@@ -49,7 +50,7 @@ class StatsClient:
         transport: Another transport, for tests.
 
     Raises:
-        StatsError: The URL is none of HTTP.
+        StatsError: The URL is wrong.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class StatsClient:
         clock: Callable[[], float] = time.monotonic,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise StatsError(f"{url}: the URL must begin with http:// or https://")
-        # The address that OpenAI's clients take ends in /v1.
-        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        try:
+            self.url = base_url(url)
+        except ValueError as error:
+            raise StatsError(str(error)) from None
         self._clock = clock
         # /stats is a page for a browser, and JSON for what asks for JSON.
         headers = {"accept": "application/json"}

@@ -277,21 +277,24 @@ def tune(
     run = TuneRun(question, config, progress, service=Service, generator=GENERATORS[generator])
     try:
         asyncio.run(run.run())
-    except ServiceError as error:
-        raise ServiceFailure(str(error)) from None
     except LoneMissError as error:
         run.found.lone = error.step
         _write_files(run, json_file, None)
         click.echo(f"No load: {error}.")
+        _warn(run)
         return NO_PLAN
-    except KeyboardInterrupt:
+    except (ServiceError, click.ClickException, KeyboardInterrupt) as error:
+        # The steps until then took minutes each.
         if run.found.lone is not None:
             click.echo(text(run.found), nl=False)
+            _warn(run)
+            _write_files(run, json_file, None)
+        if isinstance(error, ServiceError):
+            raise ServiceFailure(str(error)) from None
         raise
     found = run.found
     click.echo(text(found), nl=False)
-    for warning in found.warnings:
-        click.echo(f"warning: {warning}", err=True)
+    _warn(run)
     if write is not None and found.choice is not None:
         change = write_config(write, found.model, found.choice)
         restart = "; a deployment of it restarts the model, for the goals" if change.restarts else ""
@@ -335,6 +338,11 @@ def read_prompts(dataset: str) -> Sequence[Prompt]:
     if not prompts:
         raise DriverError(f"{dataset}: it has no rows")
     return prompts
+
+
+def _warn(run: TuneRun) -> None:
+    for warning in run.found.warnings:
+        click.echo(f"warning: {warning}", err=True)
 
 
 def _holds(run: TuneRun) -> bool:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import click
 import yaml
 
+from serve_app.api.base_url import base_url
 from serve_app.api.protocol import JSON
 from serve_app.cli.dashboard import Dashboard
 from serve_app.tuning.choice import Choice
@@ -36,18 +37,15 @@ class RunningConfig:
 
     def __init__(self, url: str, dashboard: Dashboard | None = None) -> None:
         try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port or 80
+            parts = urlsplit(base_url(url))
         except ValueError as error:
-            raise click.UsageError(f"--apply: {url}: is no URL: {error}") from None
-        if host is None:
-            raise click.UsageError(f"--apply: {url}: must begin with http:// or https://")
-        if host not in LOCAL:
+            raise click.UsageError(f"--apply: {error}") from None
+        if parts.hostname not in LOCAL:
             raise click.UsageError(
-                f"--apply: {host} isn't this machine; run the command there, or change the config with "
-                "--write and deploy it"
+                f"--apply: {parts.hostname} isn't this machine; run the command there, or change the config "
+                "with --write and deploy it"
             )
-        self._dashboard = dashboard or Dashboard(port)
+        self._dashboard = dashboard or Dashboard(parts.port or 80)
         self._config: JSON = self._dashboard.config()
         if not self._config:
             raise click.UsageError(

@@ -13,6 +13,7 @@ from uuid import uuid4
 import httpx
 from pydantic_core import from_json, to_json
 
+from serve_app.api.base_url import base_url
 from serve_app.api.pacing import RETRYABLE, Backoff
 from serve_app.api.protocol import JSON
 from serve_app.driver.api_progress import ENDED, Display
@@ -70,8 +71,10 @@ class APIRun:
         sleep: Sleep = time.sleep,
         backoff: Backoff | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise DriverError(f"--url {url}: must begin with http:// or https://")
+        try:
+            url = base_url(url)
+        except ValueError as error:
+            raise DriverError(f"--url {error}") from None
         self.output = output or input.with_name(f"{input.stem}.output.jsonl")
         self.errors = self.output.with_name(
             f"{self.output.name.removesuffix('.jsonl').removesuffix('.output')}.errors.jsonl"
@@ -86,7 +89,7 @@ class APIRun:
         self._display = Display(quiet)
         # The key of one service is not for another one.
         self._http = httpx.Client(
-            base_url=url.rstrip("/").removesuffix("/v1").rstrip("/"),
+            base_url=url,
             headers={"authorization": f"Bearer {api_key or 'none'}"},
             timeout=timeouts or httpx.Timeout(60.0),
             transport=transport,

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 import httpx
 from pydantic_core import from_json, to_json
 
+from serve_app.api.base_url import base_url
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
@@ -67,10 +68,10 @@ class HTTPClient:
         pool_s: float = 10.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise DriverError(f"--url {url}: must begin with http:// or https://")
-        # The address that OpenAI's clients take ends in /v1.
-        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        try:
+            self.url = base_url(url)
+        except ValueError as error:
+            raise DriverError(f"--url {error}") from None
         self._model = model
         self._read_s = read_s
         self._http = httpx.AsyncClient(

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import httpx
 
+from serve_app.api.base_url import base_url
 from serve_app.api.protocol import JSON
 
 TOKENS = range(33, 127)
@@ -82,7 +83,7 @@ class Service:
         transport: Another transport, for tests.
 
     Raises:
-        ServiceError: The URL has no scheme.
+        ServiceError: The URL is wrong.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class Service:
         clock: Callable[[], float] = time.perf_counter,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ServiceError(f"{url}: must begin with http:// or https://")
-        self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
+        try:
+            self.url = base_url(url)
+        except ValueError as error:
+            raise ServiceError(str(error)) from None
         self.clock = clock
         self.headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._numbers = random.Random(seed)

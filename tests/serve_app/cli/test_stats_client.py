@@ -62,7 +62,8 @@ def test_a_url_of_another_kind(url: str) -> None:
 
 
 def test_a_url_that_is_none() -> None:
-    assert "http://[" in reason(StatsClient("http://[::1"))
+    with pytest.raises(StatsError, match=r"http://\[::1: is no URL"):
+        StatsClient("http://[::1")
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,20 @@ def test_a_refusal_of_the_settings_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert "--apply: Ray Serve refuses the settings: 400: no" in message(result)
 
 
+def test_what_was_measured_is_kept_when_the_settings_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "found.json"
+    with served() as server:
+        use(monkeypatch, FakeDashboard(CONFIG, server, "400: no"))
+        result = ask(server.url, *GOAL, *SHORT, "--rate", 40, "--apply", "--json", path)
+    assert code(result) == 1
+    assert "settings for 40 requests/s" in result.stdout
+    found = json.loads(path.read_text())
+    assert [step["value"] for step in found["steps"]] == [1, 40]
+    assert found["applied"] == []
+
+
 def test_a_service_without_a_dashboard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, None)
     result = ask("http://127.0.0.1:8000", *GOAL, "--apply")
