@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, ParamSpec, TypeVar
@@ -29,7 +30,7 @@ from serve_app.batches.result_stream import result_stream, written
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch, File
-from serve_app.batches.upload import Upload, receive
+from serve_app.batches.upload import PendingUploads, Upload, receive
 from serve_app.batches.validate import ENDPOINTS
 
 logger = logging.getLogger("ray.serve")
@@ -70,7 +71,7 @@ class BatchRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    input_file_id: str
+    input_file_id: Annotated[str, Field(pattern=r"^[^\x00]*$")]
     endpoint: str
     completion_window: str
     metadata: (
@@ -123,6 +124,7 @@ class BatchAPI:
         self._scheduling = scheduling
         self._warnings = warnings
         self._clock = clock
+        self._pending = PendingUploads()
         # Threads of their own: those of the loop may be busy with the input and the end of large batches.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="batches-api")
 
@@ -144,14 +146,18 @@ class BatchAPI:
         return [Route(path, _answering(handler), methods=[method]) for method, path, handler in table]
 
     async def _create_file(self, request: Request) -> Response:
-        limits = self._limits(self._scheduling(request).key)
-        upload = await receive(request, self._content, limits.max_file_bytes)
-        try:
-            file = self._checked(upload, self._tenant(request), limits.retention_s)
-            await self._run(self._keep, upload, file, limits)
-        except BaseException:
-            upload.discard()
-            raise
+        scheduling = self._scheduling(request)
+        limits = self._limits(scheduling.key)
+        # A database that is gone is told at once: contents without a file stay until the next start.
+        await self._run(self._store.files, scheduling.tenant, limit=1)
+        with self._pending.count(scheduling.tenant, limits.max_tenant_bytes) as grow:
+            upload = await receive(request, self._content, limits.max_file_bytes, grow)
+            try:
+                file = self._checked(upload, scheduling.tenant, limits.retention_s)
+                await self._run(self._keep, upload, file, limits)
+            except BaseException:
+                upload.discard()
+                raise
         return JSONResponse(file_object(file))
 
     def _checked(self, upload: Upload, tenant: str, seconds: int) -> File:
@@ -182,13 +188,18 @@ class BatchAPI:
 
     def _keep(self, upload: Upload, file: File, limits: Limits) -> None:
         if upload.draft is not None:
-            self._content.keep(upload.draft, file.id)
             try:
+                self._content.keep(upload.draft, file.id)
                 self._store.add_file(file, limits.max_tenant_bytes, limits.max_files)
             except TooManyError as error:
-                # After any other error the file may be there; if not, the next start deletes the content.
                 self._content.remove(file.id)
                 raise _bad(f"{error}; delete some first", "file") from None
+            except (OSError, DatabaseError):
+                # It may be there all the same. If this fails too, the next start deletes what has no file.
+                with suppress(NotFoundError):
+                    self._store.remove_file(file.tenant, file.id)
+                self._content.remove(file.id)
+                raise
 
     async def _list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -368,6 +379,9 @@ def _answering(handler: Handler) -> Handler:
 
     async def answer(request: Request) -> Response:
         try:
+            if any("\0" in text for text in (*request.path_params.values(), *request.query_params.values())):
+                # PostgreSQL refuses it, which would look like a database that fails.
+                raise _bad("The path and the query must not have a NUL")
             return await handler(request)
         except RequestError as error:
             failed = error

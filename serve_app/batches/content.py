@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
 from uuid import uuid4
@@ -39,8 +40,10 @@ class Draft:
 
     def discard(self) -> None:
         """Delete the draft."""
-        self._file.close()
         self.path.unlink(missing_ok=True)
+        # The last bytes may find no space; nobody needs them.
+        with suppress(OSError):
+            self._file.close()
 
 
 class Drafts:

@@ -75,7 +75,7 @@ def read_slice(
             number += 1
             if number == 1:
                 text = text.removeprefix(BOM)
-            if text := text.strip():
+            if (text := text.strip()) or not whole:
                 lines.append(Line(number, text if whole else None))
         return lines, Position(file.tell(), number), False
 

@@ -4,6 +4,7 @@ An object is written as a whole, and can't be appended to. So results are object
 the offset at which it begins, and become one object when the batch has ended.
 """
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,10 @@ except ImportError:
     ) from None
 
 
+BLOCK_BYTES = 1 << 20
+"""Bytes that are asked of the storage at once."""
+
+
 class ObjectFile:
     """An object, with the part of the interface of `Path` that reading takes."""
 
@@ -32,9 +37,36 @@ class ObjectFile:
 
     def open(self, mode: str) -> IO[bytes]:
         """Open it to read."""
+        # The file reads ahead, many megabytes in some storages, and has no `readline` of a size.
         with _translated():
-            file: IO[bytes] = self._fs.open(self._path, mode)
-        return file
+            file = self._fs.open(self._path, mode, cache_type="none")
+        return io.BufferedReader(_Raw(file), BLOCK_BYTES)
+
+
+class _Raw(io.RawIOBase):
+    """An object that is open, whose errors are OSErrors."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        with _translated():
+            piece = self._file.read(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class ObjectContent:
@@ -152,9 +184,7 @@ class ObjectContent:
             length = min(parts[at], size - at)
             if at + length <= start:
                 continue
-            with _translated():
-                file = self._fs.open(self._part(id, at), "rb")
-            with file:
+            with ObjectFile(self._fs, self._part(id, at)).open("rb") as file:
                 yield from _read(id, file, length, max(0, start - at))
 
     def _remove_parts(self, id: str) -> None:
@@ -203,12 +233,9 @@ def _chain(id: str, parts: dict[int, int], size: int) -> list[int]:
 
 
 def _read(id: str, file: IO[bytes], size: int, start: int) -> Iterator[bytes]:
-    if start:
-        with _translated():
-            file.seek(start)
+    file.seek(start)
     while start < size:
-        with _translated():
-            piece = file.read(min(PIECE_BYTES, size - start))
+        piece = file.read(min(PIECE_BYTES, size - start))
         if not piece:
             raise ContentLostError(f"the content of {id} is shorter than it was")
         start += len(piece)

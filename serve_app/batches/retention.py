@@ -30,10 +30,20 @@ def remove_expired(store: Store, content: Contents, now: int, limits: Limits) ->
 
     Returns:
         The number of deleted files.
+
+    Raises:
+        OSError: A content can't be deleted; all else is.
     """
     # First the file, then its content: a file without content would be an error for its reader.
     ids = store.remove_expired(now) + store.remove_excess(limits.max_result_bytes)
+    failed = None
     for id in ids:
-        content.remove(id)
+        try:
+            content.remove(id)
+        except OSError as error:
+            # The next start deletes this one.
+            failed = error
     store.remove_expired_batches(now, limits.retention_s)
+    if failed:
+        raise failed
     return len(ids)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sqlite3
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
@@ -41,6 +42,9 @@ HELD_S = 60.0
 """Seconds to wait for a process that has the folder open: one that is being replaced."""
 
 POLL_S = 0.2
+
+BROKEN = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""SQLite's errors that don't pass: tables are missing, the file is damaged, or isn't a database."""
 
 GATHER_S = 0.02
 """Seconds for which results are gathered: a commit of one takes nearly as long as one of ten."""
@@ -113,6 +117,7 @@ class BatchService:
         Raises:
             StoreError: The folder can't be used.
             OSError: The same.
+            DatabaseError: The database fails for longer, or can never work.
         """
         store = await _open_store(_place(settings), held_s)
         try:
@@ -217,13 +222,16 @@ def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
 async def _open_store(place: Callable[[], Path | Database], held_s: float) -> Store:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + held_s
+    told = ""
     while True:
         try:
             return await asyncio.to_thread(lambda: Store(place()))
         except (HeldError, DatabaseError) as error:
-            if loop.time() > deadline:
+            # The upper bits of an error of SQLite tell the kinds of one apart.
+            if loop.time() > deadline or getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF in BROKEN:
                 raise
-            logger.info("batches: %s; waiting", error)
+            if (message := str(error)) != told:
+                logger.warning("batches: %s; waiting", told := message)
         await asyncio.sleep(POLL_S)
 
 

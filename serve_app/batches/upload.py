@@ -1,7 +1,9 @@
 """Upload of a file: a multipart form of which the file goes to the disk as it comes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -38,11 +40,11 @@ class Upload:
         self.ended = False
         self._content = content
         self._max_bytes = max_bytes
+        self._discarded = False
         self._header = (bytearray(), bytearray())
         self._disposition = b""
         self._name = ""
         self._value: bytearray | None = None
-        self._form_bytes = 0
 
     def parser(self, boundary: bytes) -> MultipartParser:
         """Return a parser that fills this upload."""
@@ -60,8 +62,20 @@ class Upload:
             },
         )
 
+    @property
+    def size(self) -> int:
+        """Bytes of the file so far."""
+        return self.draft.size if self.draft else 0
+
+    def check(self, received: int) -> None:
+        """Raise a RequestError if too many of the bytes received so far are not the file's."""
+        if received - self.size > FORM_BYTES:
+            message = f"The form takes more than {FORM_BYTES} bytes beside its file"
+            raise RequestError(413, "request_too_large", message)
+
     def discard(self) -> None:
-        """Delete what was received."""
+        """Delete what was received, and what a thread still receives that is in the parser meanwhile."""
+        self._discarded = True
         if self.draft is not None:
             self.draft.discard()
 
@@ -71,11 +85,9 @@ class Upload:
         self._value = None
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
-        self._grow(end - start)
         self._header[0].extend(data[start:end])
 
     def _header_value(self, data: bytes, start: int, end: int) -> None:
-        self._grow(end - start)
         self._header[1].extend(data[start:end])
 
     def _header_ends(self) -> None:
@@ -94,10 +106,12 @@ class Upload:
             raise _bad("The form must have one file, in the field `file`", "file")
         self.filename = _text(options[b"filename"])
         self.draft = self._content.draft()
+        if self._discarded:
+            # The thread of a call that was cancelled goes on; `discard` found no draft.
+            self.draft.discard()
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._value is not None:
-            self._grow(end - start)
             self._value.extend(data[start:end])
         elif self.draft is not None:
             if self.draft.size + end - start > self._max_bytes:
@@ -111,20 +125,53 @@ class Upload:
     def _end(self) -> None:
         self.ended = True
 
-    def _grow(self, size: int) -> None:
-        self._form_bytes += size
-        if self._form_bytes > FORM_BYTES:
-            message = f"The fields and headers of the form take more than {FORM_BYTES} bytes"
-            raise RequestError(413, "request_too_large", message)
+
+class PendingUploads:
+    """Bytes of the files that are being received, by tenant. The store counts complete files only."""
+
+    def __init__(self) -> None:
+        self._bytes: Counter[str] = Counter()
+
+    @contextmanager
+    def count(self, tenant: str, max_bytes: int) -> Iterator[Callable[[int], None]]:
+        """Count an upload as long as the context lasts.
+
+        Args:
+            tenant: Its tenant.
+            max_bytes: Most bytes of all uploads of the tenant.
+
+        Yields:
+            A function that takes the bytes by which the file has grown. It raises a RequestError if they are
+            too many.
+        """
+        own = 0
+
+        def grow(size: int) -> None:
+            nonlocal own
+            own += size
+            self._bytes[tenant] += size
+            if self._bytes[tenant] > max_bytes:
+                message = f"the uploads of this tenant that are under way have more than {max_bytes} bytes"
+                raise _bad(message, "file")
+
+        try:
+            yield grow
+        finally:
+            self._bytes[tenant] -= own
+            if not self._bytes[tenant]:
+                del self._bytes[tenant]
 
 
-async def receive(request: Request, content: Contents, max_bytes: int) -> Upload:
+async def receive(
+    request: Request, content: Contents, max_bytes: int, grow: Callable[[int], None] = lambda size: None
+) -> Upload:
     """Receive a form.
 
     Args:
         request: The request.
         content: Gives the draft for the file, which the caller keeps or discards.
         max_bytes: Most bytes of the file.
+        grow: Called with the bytes by which the file has grown. An error that it raises ends the upload.
 
     Raises:
         RequestError: 400, it isn't such a form, or ends early; 408, it stalls; 413, it is too large.
@@ -139,8 +186,13 @@ async def receive(request: Request, content: Contents, max_bytes: int) -> Upload
     upload = Upload(content, max_bytes)
     try:
         parser = upload.parser(boundary)
+        received = 0
         async for piece in _pieces(request):
+            received += len(piece)
+            before = upload.size
             await asyncio.to_thread(parser.write, piece)
+            upload.check(received)
+            grow(upload.size - before)
         if not upload.ended:
             raise _bad("The form ends early")
     except FormParserError as error:
@@ -170,7 +222,8 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 
 
 def _text(data: bytes) -> str:
-    return data.decode("utf-8", "replace")
+    # PostgreSQL stores no NUL.
+    return data.decode("utf-8", "replace").replace("\0", "\ufffd")
 
 
 def _bad(message: str, param: str | None = None) -> RequestError:

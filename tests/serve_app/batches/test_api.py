@@ -20,10 +20,15 @@ from serve_app.auth.middleware import Caller
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.batches import failpoints
 from serve_app.batches.api import BatchAPI
+from serve_app.batches.content import Content
+from serve_app.batches.database import SQLite
+from serve_app.batches.errors import DatabaseError
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import DAY_S, Limits
 from serve_app.batches.runner import Runner
+from serve_app.batches.store import Store
 from serve_app.batches.upload import FORM_BYTES
+from tests.serve_app.batches.conftest import Place
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import CHAT, NOW, opened, row, text_of
 
@@ -302,6 +307,32 @@ async def test_uploads_are_limited(site: Site, client: openai.AsyncOpenAI) -> No
     assert list((site.folder / "drafts").iterdir()) == []
 
 
+async def test_uploads_under_way_are_limited_together(site: Site, client: openai.AsyncOpenAI) -> None:
+    site.limits = replace(LIMITS, max_tenant_bytes=LIMITS.max_file_bytes)
+    counted, go = asyncio.Event(), asyncio.Event()
+    body = form(PURPOSE, ('name="file"; filename="in"', b"x" * 600_000))
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:-10]
+        counted.set()
+        await go.wait()
+        yield body[-10:]
+
+    async with site.http() as http, asyncio.timeout(20):
+        http.headers["authorization"] = "Bearer anna"
+        kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+        first = asyncio.create_task(http.post("/v1/files", content=slowly(), headers=kind))
+        await counted.wait()
+        with pytest.raises(openai.BadRequestError, match="under way"):
+            await upload(client, b"x" * 600_000)
+        assert len(list((site.folder / "drafts").iterdir())) == 1
+        await upload(site.client("ben"), b"x" * 600_000)
+        go.set()
+        assert (await first).status_code == 200
+        await client.files.delete((await first).json()["id"])
+        await upload(client, b"x" * 600_000)
+
+
 async def test_the_number_of_uploads_is_limited(site: Site, client: openai.AsyncOpenAI) -> None:
     site.limits = replace(LIMITS, max_files=2)
     files = [await upload(client, row("a")) for _ in range(2)]
@@ -443,3 +474,54 @@ async def test_a_database_that_fails_is_told(site: Site, client: openai.AsyncOpe
     failpoints.hook = None
     assert list((site.folder / "drafts").iterdir()) == []
     await upload(client, row("a"))
+
+
+async def test_a_database_that_is_gone_takes_no_uploads(
+    site: Site, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> Any:
+        raise DatabaseError("connection refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SQLite, "rows", gone)
+        patch.setattr(SQLite, "transaction", gone)
+        for _ in range(3):
+            with pytest.raises(openai.InternalServerError, match="disk or database fails"):
+                await upload(client, row("a"))
+    assert site.content.ids() == set()
+    assert list((site.folder / "drafts").iterdir()) == []
+
+
+@pytest.mark.parametrize("point", ["content.renamed", "store.commit", "store.committed"])
+async def test_an_upload_that_fails_late_leaves_nothing(
+    site: Site, client: openai.AsyncOpenAI, point: str
+) -> None:
+    def fail(reached: str) -> None:
+        # The runner has commits of its own.
+        if reached == point and threading.current_thread().name.startswith("batches-api"):
+            failpoints.hook = None
+            raise OSError if point == "content.renamed" else DatabaseError
+
+    failpoints.hook = fail
+    with pytest.raises(openai.InternalServerError, match="disk or database fails"):
+        await upload(client, row("a"))
+    assert site.content.ids() == set()
+    assert [found async for found in client.files.list()] == []
+
+
+async def test_a_nul_in_a_request_is_no_failure_of_the_database(place: Place, tmp_path: Path) -> None:
+    store = Store(place())
+    app = Starlette(routes=BatchAPI(store, Content(tmp_path), lambda: None).routes())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://batches/v1") as http:
+        fields = {"input_file_id": "\0", "endpoint": CHAT, "completion_window": "24h"}
+        answers = [
+            await http.get("/files/%00"),
+            await http.get("/files?after=%00"),
+            await http.get("/files?purpose=%00"),
+            await http.delete("/files/%00"),
+            await http.get("/batches/%00"),
+            await http.get("/batches?after=%00"),
+            await http.post("/batches", json=fields),
+        ]
+    assert [answer.status_code for answer in answers] == [400] * len(answers)
+    store.close()

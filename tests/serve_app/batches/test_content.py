@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,15 @@ def test_drafts_of_an_earlier_process_are_deleted(content: Content, tmp_path: Pa
 
 def test_a_discarded_draft_is_gone(content: Content) -> None:
     draft = content.draft()
+    draft.write(b"one")
+    draft.discard()
+    assert not draft.path.exists()
+
+
+def test_a_draft_is_deleted_although_its_last_bytes_find_no_space(content: Content) -> None:
+    draft = content.draft()
+    with draft._file:
+        draft._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
     draft.write(b"one")
     draft.discard()
     assert not draft.path.exists()

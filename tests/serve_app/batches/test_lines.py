@@ -24,6 +24,12 @@ def test_a_long_line_is_not_kept(tmp_path: Path) -> None:
     assert (lines, ended) == ([Line(1, None), Line(2, b"y" * 10), Line(3, None)], True)
 
 
+def test_a_long_line_that_begins_with_spaces_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b" " * 20 + b"{}\n{}\n")
+    assert read_slice(path, Position(), 10)[0] == [Line(1, None), Line(2, b"{}")]
+
+
 def test_a_slice_is_bounded_in_bytes(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes((b"x" * 9 + b"\n") * 100)

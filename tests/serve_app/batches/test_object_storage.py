@@ -1,6 +1,7 @@
-"""Contents in an object storage, which is fsspec's in memory."""
+"""Contents in an object storage, which is in memory."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
 
@@ -8,22 +9,25 @@ import pytest
 from pydantic_core import from_json
 
 from serve_app.batches.errors import ContentLostError, StoreError
+from serve_app.batches.limits import Limits
 from serve_app.batches.service import BatchService
+from serve_app.batches.validate import validate
 from serve_app.settings.batches import BatchesSettings
 from tests.serve_app.batches.engine import Engine
-from tests.serve_app.batches.helpers import batch_of, commits, put, row, text_of
+from tests.serve_app.batches.helpers import CHAT, batch_of, commits, put, row, text_of
 from tests.serve_app.batches.test_service import get
 
 pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
 
-from serve_app.batches.object_storage import ObjectContent
+from serve_app.batches.object_storage import BLOCK_BYTES, ObjectContent
+from tests.serve_app.batches.buffered_storage import PROTOCOL, BufferedStorage
 
 LIMIT_S = 30.0
 
 
-@pytest.fixture
-def url() -> str:
-    return f"memory://{uuid4().hex}"
+@pytest.fixture(params=["memory", PROTOCOL])
+def url(request: pytest.FixtureRequest) -> str:
+    return f"{request.param}://{uuid4().hex}"
 
 
 @pytest.fixture
@@ -91,6 +95,39 @@ def test_parts_that_are_missing_are_told(content: ObjectContent) -> None:
         content.seal("a", 5)
     content.seal("a", 0)
     assert content.ids() == set()
+
+
+def test_an_input_is_read_line_by_line_in_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = ObjectContent(f"{PROTOCOL}://{uuid4().hex}", tmp_path)
+    draft = content.draft()
+    for number in range(600):
+        draft.write(text_of(row(str(number), filler="x" * 4000)))
+    content.keep(draft, "in")
+    fetched: list[int] = []
+    monkeypatch.setattr(BufferedStorage, "fetched", fetched)
+    assert validate(content.path("in"), CHAT, {"demo"}, Limits()) == (600, "demo", [])
+    assert max(fetched) <= BLOCK_BYTES
+    assert sum(fetched) < 3 * draft.size
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda content: content.path("a").open("rb").readline(),
+        lambda content: [*content.pieces("a", 4)],
+        lambda content: [*content.pieces("b", 4)],
+    ],
+)
+def test_a_storage_that_fails_in_the_middle_is_an_error_of_the_system(
+    read: Callable[[ObjectContent], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = ObjectContent(f"{PROTOCOL}://{uuid4().hex}", tmp_path)
+    for id in ("a", "b"):
+        content.append(id, 0, b"one\n")
+    content.seal("a", 4)
+    monkeypatch.setattr(BufferedStorage, "fails", True)
+    with pytest.raises(OSError, match="can't be reached"):
+        read(content)
 
 
 def test_a_storage_that_is_not_known_is_told(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from serve_app.batches import failpoints
 from serve_app.batches.limits import Limits
 from serve_app.batches.retention import remove_expired, remove_orphans
 from serve_app.batches.stored import Counts
@@ -46,6 +49,30 @@ def test_the_oldest_results_go_when_a_tenant_has_too_many_bytes(tmp_path: Path) 
     assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 2
     assert content.ids() == {"out-2", "out-3", "in"}
     assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 0
+    store.close()
+
+
+def test_a_content_that_can_not_be_deleted_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = opened(tmp_path)
+    for number in range(3):
+        put(store, content, f"in-{number}", b"x")
+    remaining = ["the storage fails"]
+
+    def fail(point: str) -> None:
+        if point == "content.remove" and remaining:
+            raise OSError(remaining.pop())
+
+    store.add_batch(batch_of("old", "in-0"), 1)
+    store.end("old", "failed", NOW)
+    with store._transaction() as db:
+        db.change("UPDATE files SET expires_at = ?", NOW)
+    monkeypatch.setattr(failpoints, "hook", fail)
+    with pytest.raises(OSError, match="the storage fails"):
+        remove_expired(store, content, NOW + 100 * DAY_S, Limits())
+    assert len(content.ids()) == 1
+    assert store.batches("anna").items == []
     store.close()
 
 

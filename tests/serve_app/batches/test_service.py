@@ -1,6 +1,7 @@
 """The parts together, opened and closed as the deployment does it."""
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +11,8 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.batches.errors import HeldError, StoreError
+from serve_app.batches import service as service_module
+from serve_app.batches.errors import DatabaseError, HeldError, StoreError
 from serve_app.batches.rate import Rate
 from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
@@ -82,6 +84,48 @@ async def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
     store.close()
     async with asyncio.timeout(LIMIT_S):
         await (await opening).close(1.0)
+
+
+async def test_a_database_that_is_down_is_waited_for_and_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(service_module, "POLL_S", 0.0)
+    errors = ["refused", "refused", "starting up", "starting up", "starting up"]
+
+    def place() -> Path:
+        if errors:
+            raise DatabaseError(errors.pop(0))
+        return tmp_path
+
+    async with asyncio.timeout(LIMIT_S):
+        (await service_module._open_store(place, 2 * LIMIT_S)).close()
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "batches: refused; waiting"),
+        ("WARNING", "batches: starting up; waiting"),
+    ]
+
+
+async def test_a_database_that_can_never_work_is_not_waited_for(tmp_path: Path) -> None:
+    def no_database(path: Path) -> None:
+        path.write_bytes(b"not a database, by far" * 100)
+
+    def without_tables(path: Path) -> None:
+        with sqlite3.connect(path) as db:
+            db.execute("PRAGMA user_version = 1")
+
+    def torn(path: Path) -> None:
+        opened(path.parent)[0].close()
+        data = bytearray(path.read_bytes())
+        data[100:200] = b"x" * 100
+        path.write_bytes(data)
+
+    for make in (no_database, without_tables, torn):
+        folder = tmp_path / make.__name__
+        folder.mkdir()
+        make(folder / "batches.db")
+        with pytest.raises(DatabaseError, match=r"batches\.db: "):
+            async with asyncio.timeout(LIMIT_S):
+                await BatchService.open(BatchesSettings(folder=str(folder)), Engine(), {"demo"})
 
 
 async def test_rows_in_flight_at_the_end_are_sent_by_the_next_process(tmp_path: Path) -> None:

@@ -1,15 +1,20 @@
+import asyncio
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Message
 
-from serve_app.batches.content import Content
-from serve_app.batches.upload import receive
+from serve_app.api.errors import RequestError
+from serve_app.batches.content import Content, Draft
+from serve_app.batches.upload import FORM_BYTES, receive
 
 BOUNDARY = "b0undary"
 HEAD = (
@@ -32,6 +37,18 @@ def site(folder: Path) -> httpx.AsyncClient:
 
     app = Starlette(routes=[Route("/", keep, methods=["POST"])])
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://upload")
+
+
+def request_of(*pieces: bytes) -> Request:
+    """Return the request of a form."""
+    left = [*pieces]
+
+    async def receive() -> Message:
+        piece = left.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(left)}
+
+    headers = [(name.encode(), value.encode()) for name, value in KIND.items()]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
 
 
 async def test_a_form_may_come_in_any_pieces(tmp_path: Path) -> None:
@@ -66,3 +83,46 @@ async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert answer.status_code == 200
     assert (tmp_path / "files" / "kept").stat().st_size == 500 * len(piece)
     assert peak < 3 << 20
+
+
+@pytest.mark.parametrize(
+    ("head", "more"),
+    [
+        (b"\r\n", b"\n" * 10_000),
+        (HEAD + TAIL.rstrip(b"-\r\n") + b"\r\n", f"\r\n--{BOUNDARY}\r\n".encode() * 300),
+        (HEAD + TAIL, b"an epilogue" * 1000),
+    ],
+    ids=["before the first part", "parts without headers", "behind the last part"],
+)
+async def test_bytes_that_are_not_the_file_are_bounded(tmp_path: Path, head: bytes, more: bytes) -> None:
+    pieces = [head, *[more] * (2 * FORM_BYTES // len(more))]
+    with pytest.raises(RequestError) as caught:
+        await receive(request_of(*pieces), Content(tmp_path), 100 << 20)
+    assert caught.value.status == 413
+    assert [*(tmp_path / "drafts").iterdir()] == []
+
+
+async def test_a_draft_that_a_thread_makes_after_the_end_of_its_request_is_deleted(tmp_path: Path) -> None:
+    loop, opening, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    class SlowContent(Content):
+        def draft(self) -> Draft:
+            loop.call_soon_threadsafe(opening.set)
+            go.wait()
+            return super().draft()
+
+    receiving = asyncio.create_task(receive(request_of(HEAD, TAIL), SlowContent(tmp_path), 100))
+    await opening.wait()
+    receiving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await receiving
+    go.set()
+    await loop.shutdown_default_executor()
+    assert [*(tmp_path / "drafts").iterdir()] == []
+
+
+async def test_a_name_has_no_nul_which_postgresql_does_not_store(tmp_path: Path) -> None:
+    head = HEAD.replace("ü".encode(), b"a\0b")
+    upload = await receive(request_of(head, TAIL), Content(tmp_path), 100)
+    upload.discard()
+    assert upload.filename == "a\ufffdb.jsonl"
