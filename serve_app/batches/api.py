@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, ParamSpec, TypeVar
@@ -24,6 +23,7 @@ from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.api.small_body import small_body
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import DatabaseError, InUseError, NotFoundError, StateError, TooManyError
+from serve_app.batches.files import add_file, delete_contents
 from serve_app.batches.limits import DAY_S, Limits
 from serve_app.batches.objects import batch_object, file_object, list_object
 from serve_app.batches.result_stream import result_stream, written
@@ -148,7 +148,7 @@ class BatchAPI:
     async def _create_file(self, request: Request) -> Response:
         scheduling = self._scheduling(request)
         limits = self._limits(scheduling.key)
-        # A database that is gone is told at once: contents without a file stay until the next start.
+        # A database that is gone is told before the file is received.
         await self._run(self._store.files, scheduling.tenant, limit=1)
         with self._pending.count(scheduling.tenant, limits.max_tenant_bytes) as grow:
             upload = await receive(request, self._content, limits.max_file_bytes, grow)
@@ -189,17 +189,9 @@ class BatchAPI:
     def _keep(self, upload: Upload, file: File, limits: Limits) -> None:
         if upload.draft is not None:
             try:
-                self._content.keep(upload.draft, file.id)
-                self._store.add_file(file, limits.max_tenant_bytes, limits.max_files)
+                add_file(self._store, self._content, upload.draft, file, limits)
             except TooManyError as error:
-                self._content.remove(file.id)
                 raise _bad(f"{error}; delete some first", "file") from None
-            except (OSError, DatabaseError):
-                # It may be there all the same. If this fails too, the next start deletes what has no file.
-                with suppress(NotFoundError):
-                    self._store.remove_file(file.tenant, file.id)
-                self._content.remove(file.id)
-                raise
 
     async def _list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -244,7 +236,7 @@ class BatchAPI:
         except InUseError:
             message = f"The file {id!r} is the input of a batch that has not ended; cancel that first"
             raise _conflict(message) from None
-        await self._run(self._content.remove, id)
+        await self._run(self._delete, [id])
         return JSONResponse({"id": id, "object": "file", "deleted": True})
 
     async def _create_batch(self, request: Request) -> Response:
@@ -289,12 +281,14 @@ class BatchAPI:
         return JSONResponse(self._as_json(batch))
 
     def _add(self, batch: Batch, limits: Limits) -> None:
-        for id in self._store.add_batch(batch, limits.max_open_batches, limits.max_batches):
-            try:
-                self._content.remove(id)
-            except OSError as error:
-                # The batch is there; the next start deletes the content.
-                logger.error("the results of an old batch can't be deleted: %s", error)
+        self._delete(self._store.add_batch(batch, limits.max_open_batches, limits.max_batches))
+
+    def _delete(self, ids: list[str]) -> None:
+        """Delete contents whose files are deleted already, so that no error is the client's."""
+        try:
+            delete_contents(self._store, self._content, ids)
+        except (OSError, DatabaseError) as error:
+            logger.error("contents can't be deleted before the next start: %s", error)
 
     async def _list_batches(self, request: Request) -> Response:
         after = request.query_params.get("after")

@@ -1,6 +1,7 @@
 """Content of files, on a disk."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,9 @@ from serve_app.batches.lines import Input
 
 PIECE_BYTES = 1 << 18
 """Bytes that are read at once."""
+
+NAME = re.compile("[0-9a-f]{32}")
+"""Name of a draft."""
 
 
 class Draft:
@@ -47,7 +51,7 @@ class Draft:
 
 
 class Drafts:
-    """Folder of the drafts. Those of an earlier process are deleted.
+    """Folder of the drafts. Those of an earlier process are deleted, and nothing else that is there.
 
     Args:
         folder: Folder of this folder; it is created if missing.
@@ -56,8 +60,9 @@ class Drafts:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "drafts"
         self._folder.mkdir(parents=True, exist_ok=True)
-        for draft in self._folder.iterdir():
-            draft.unlink()
+        for path in self._folder.iterdir():
+            if NAME.fullmatch(path.name):
+                path.unlink()
 
     def new(self) -> Draft:
         """Return a new draft."""
@@ -82,8 +87,6 @@ class Contents(Protocol):
     def pieces(self, id: str, size: int, start: int = 0) -> Iterator[bytes]: ...
 
     def remove(self, id: str) -> None: ...
-
-    def ids(self) -> set[str]: ...
 
 
 class Content:

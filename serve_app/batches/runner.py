@@ -9,12 +9,12 @@ from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
 from serve_app.batches.client import Client
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import ContentLostError, DatabaseError, StateError
+from serve_app.batches.files import remove_expired
 from serve_app.batches.forecast import late
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.rate import Rate
 from serve_app.batches.recording import close, record, unfinished
-from serve_app.batches.retention import remove_expired
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
 from serve_app.batches.shares import Shares

@@ -15,7 +15,10 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "ALTER TABLE batches ADD COLUMN reasoning_tokens BIGINT NOT NULL DEFAULT 0",
     ),
     2: ("ALTER TABLE batches ADD COLUMN api_key TEXT NOT NULL DEFAULT ''",),
-    3: ("CREATE INDEX batches_by_expiry ON batches (expires_at)",),
+    3: (
+        "CREATE INDEX batches_by_expiry ON batches (expires_at)",
+        "CREATE TABLE contents_without_file (id TEXT PRIMARY KEY)",
+    ),
 }
 """Changes that bring a database of an earlier version to the next one."""
 
@@ -78,8 +81,11 @@ CREATE TABLE finished (
     line {int} NOT NULL,
     PRIMARY KEY (batch, line)
 ) {clustered};
+CREATE TABLE contents_without_file (id TEXT PRIMARY KEY);
 """
-"""`finished` holds the input lines of open batches whose results are in the output or error file."""
+"""`finished` holds the input lines of open batches whose results are in the output or error file.
+`contents_without_file` holds the ids of contents that may be there although they have no file: those of
+uploads that are being added, and of files that were deleted."""
 
 
 def prepare(database: Database) -> None:

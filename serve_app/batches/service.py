@@ -22,9 +22,9 @@ from serve_app.batches.client import Client
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.database import Database
 from serve_app.batches.errors import DatabaseError, HeldError, StoreError
+from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
-from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED, STATES
 from serve_app.batches.store import Store
@@ -122,8 +122,8 @@ class BatchService:
         store = await _open_store(_place(settings), held_s)
         try:
             content = await asyncio.to_thread(_open_content, settings)
-            if orphans := await asyncio.to_thread(remove_orphans, store, content):
-                logger.info("batches: deleted %d contents without a file", orphans)
+            if deleted := await asyncio.to_thread(delete_noted, store, content):
+                logger.info("batches: deleted %d contents without a file", deleted)
             if unfinished := await asyncio.to_thread(store.open_batches):
                 logger.info("batches: going on with %d that have not ended", len(unfinished))
         except BaseException:

@@ -66,6 +66,21 @@ class Store:
             if max_files is not None and own["files"] >= max_files:
                 raise TooManyError(f"this tenant has {max_files} files, which is the limit")
             _insert(db, "files", _columns(file))
+            db.change("DELETE FROM contents_without_file WHERE id = ?", file.id)
+
+    def note_content(self, id: str) -> None:
+        """Note a content that has no file yet."""
+        with self._transaction() as db:
+            _note(db, [id])
+
+    def noted_contents(self) -> list[str]:
+        """Return the ids of the contents that may be there without a file."""
+        return [row["id"] for row in self._rows("SELECT id FROM contents_without_file")]
+
+    def forget_contents(self, ids: Sequence[str]) -> None:
+        """Forget noted contents, which are deleted."""
+        with self._transaction() as db:
+            db.change_many("DELETE FROM contents_without_file WHERE id = ?", [(id,) for id in ids])
 
     def file(self, tenant: str, id: str) -> File:
         """Return a file; raise a NotFoundError if the tenant has none of this id."""
@@ -102,7 +117,7 @@ class Store:
         return _page(self._after("files", tenant, conditions, values, after, limit, order), limit, _file)
 
     def remove_file(self, tenant: str, id: str) -> None:
-        """Forget a file. Its content may be deleted afterwards, not before.
+        """Forget a file, and note its content, which may be deleted afterwards, not before.
 
         Raises:
             NotFoundError: The tenant has no such file.
@@ -113,24 +128,20 @@ class Store:
                 raise NotFoundError(id)
             if _in_use(db, id):
                 raise InUseError(id)
+            _note(db, [id])
 
     def remove_expired(self, now: int) -> list[str]:
-        """Forget the files whose time is over, but for those that open batches read; return their ids."""
+        """Forget the files whose time is over, but for those that open batches read, and note their contents.
+
+        Returns:
+            Their ids.
+        """
         query = (
             "DELETE FROM files WHERE expires_at <= ? AND id NOT IN "
             f"(SELECT input_file FROM batches WHERE state IN ({OPEN_STATES})) RETURNING id"
         )
         with self._transaction() as db:
-            return [row["id"] for row in db.rows(query, now)]
-
-    def content_ids(self) -> set[str]:
-        """Return the ids of all files, and of those that open batches write."""
-        query = (
-            "SELECT id FROM files UNION "
-            f"SELECT output_file AS id FROM batches WHERE state IN ({OPEN_STATES}) UNION "
-            f"SELECT error_file AS id FROM batches WHERE state IN ({OPEN_STATES})"
-        )
-        return {row["id"] for row in self._rows(query)}
+            return _note(db, [row["id"] for row in db.rows(query, now)])
 
     def add_batch(self, batch: Batch, max_open: int, max_batches: int | None = None) -> list[str]:
         """Add a batch. The weight that it states holds for the tenant's open batches from now on.
@@ -142,7 +153,7 @@ class Store:
                 results; None: no limit.
 
         Returns:
-            Ids of the results that are forgotten, whose contents may be deleted now.
+            Ids of the results that are forgotten; their contents are noted, and may be deleted now.
 
         Raises:
             NotFoundError: The tenant has no such input file.
@@ -214,14 +225,18 @@ class Store:
         )
 
     def remove_excess(self, most_bytes: int) -> list[str]:
-        """Forget the oldest result files of each tenant that has more bytes of them; return their ids."""
+        """Forget the oldest result files of each tenant that has more bytes of them, and note their contents.
+
+        Returns:
+            Their ids.
+        """
         query = (
             "DELETE FROM files WHERE id IN (SELECT id FROM ("
             "SELECT id, SUM(bytes) OVER (PARTITION BY tenant ORDER BY number DESC) AS together "
             "FROM files WHERE purpose <> 'batch') AS sums WHERE together > ?) RETURNING id"
         )
         with self._transaction() as db:
-            return [row["id"] for row in db.rows(query, most_bytes)]
+            return _note(db, [row["id"] for row in db.rows(query, most_bytes)])
 
     def move(
         self, id: str, to: State, now: int, *, total: int | None = None, model: str | None = None
@@ -374,11 +389,15 @@ def _remove_oldest(db: Transaction, tenant: str, most: int) -> list[str]:
     )
     forgotten = db.rows(query, tenant, own - most)
     remove = "DELETE FROM files WHERE id IN (?, ?) RETURNING id"
-    return [
-        file["id"]
-        for batch in forgotten
-        for file in db.rows(remove, batch["output_file"], batch["error_file"])
-    ]
+    files = [db.rows(remove, batch["output_file"], batch["error_file"]) for batch in forgotten]
+    return _note(db, [file["id"] for found in files for file in found])
+
+
+def _note(db: Transaction, ids: list[str]) -> list[str]:
+    """Note contents that have no file, and return their ids."""
+    query = "INSERT INTO contents_without_file VALUES (?) ON CONFLICT DO NOTHING"
+    db.change_many(query, [(id,) for id in ids])
+    return ids
 
 
 def _insert(db: Transaction, table: str, columns: dict[str, object]) -> None:

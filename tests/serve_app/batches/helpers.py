@@ -11,6 +11,8 @@ from pydantic_core import to_json
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content, Contents
+from serve_app.batches.files import add_file
+from serve_app.batches.limits import Limits
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch, File
 
@@ -56,8 +58,7 @@ def put(store: Store, content: Contents, id: str, text: bytes, tenant: str = "an
     """Store a file."""
     draft = content.draft()
     draft.write(text)
-    content.keep(draft, id)
-    store.add_file(file_of(id, tenant, len(text)))
+    add_file(store, content, draft, file_of(id, tenant, len(text)), Limits())
 
 
 @contextmanager
@@ -79,3 +80,9 @@ def commits() -> Iterator[asyncio.Event]:
 def opened(folder: Path) -> tuple[Store, Content]:
     """Return a store and its contents."""
     return Store(folder), Content(folder)
+
+
+def content_ids(store: Store) -> set[str]:
+    """Return the ids of all contents that may be there: of files, and of the results of open batches."""
+    files = {row["id"] for row in store._rows("SELECT id FROM files")}
+    return files | {id for batch in store.open_batches() for id in (batch.output_file, batch.error_file)}

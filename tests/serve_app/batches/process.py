@@ -16,8 +16,8 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
 from serve_app.batches.client import Answer
+from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
-from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from tests.serve_app.batches.engine import custom_id_of
 from tests.serve_app.batches.helpers import NOW, opened
@@ -47,7 +47,7 @@ class LoggedEngine:
 async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:
     """Run until all batches have ended, or the failpoint is reached; 0: never."""
     store, content = opened(folder)
-    remove_orphans(store, content)
+    delete_noted(store, content)
     engine = LoggedEngine(calls)
     runner = Runner(
         store, content, engine, KeyRules({"demo"}), concurrency=Fixed(limit), clock=lambda: NOW, tick_s=0.05

@@ -20,15 +20,15 @@ from serve_app.api.protocol import JSON
 from serve_app.batches.content import Content
 from serve_app.batches.database import Database
 from serve_app.batches.errors import DatabaseError, HeldError, StateError
+from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
-from serve_app.batches.retention import remove_orphans
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
 from tests.serve_app.batches.crash import FAULTS, Crash, KilledError, inline
 from tests.serve_app.batches.engine import Engine
-from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, put, row, text_of
+from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, content_ids, put, row, text_of
 from tests.serve_app.batches.server import Server
 
 LIVES = 8
@@ -140,7 +140,7 @@ class Schedule:
         store = runner = None
         try:
             store, content = self._open(), Content(self.folder)
-            remove_orphans(store, content)
+            delete_noted(store, content)
             runner = Runner(
                 store,
                 content,
@@ -207,8 +207,8 @@ class Schedule:
         try:
             for name, text in self.plan.texts.items():
                 self._check_batch(store, content, store.batch(name), text)
-            remove_orphans(store, content)
-            assert content.ids() == store.content_ids()
+            delete_noted(store, content)
+            assert content.ids() == content_ids(store)
         finally:
             store.close()
         repeated = sum(count - 1 for count in self.engine.final.values())

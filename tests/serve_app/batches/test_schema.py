@@ -25,7 +25,8 @@ def test_a_database_of_an_earlier_version_is_brought_to_this_one(place: Place) -
     store.add_batch(batch_of("b", "in"), 1)
     added = ("weight", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "api_key")
     columns = [f"ALTER TABLE batches DROP COLUMN {name}" for name in added]
-    database.change_schema(["DROP INDEX batches_by_expiry", *columns], 1)
+    made = ["DROP INDEX batches_by_expiry", "DROP TABLE contents_without_file"]
+    database.change_schema([*made, *columns], 1)
     store.close()
     store = Store(place())
     assert store.batch("b") == batch_of("b", "in")

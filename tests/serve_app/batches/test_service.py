@@ -48,7 +48,10 @@ def fill(folder: Path, *rows: JSON | bytes) -> None:
 
 async def test_a_start_goes_on_with_what_is_there(tmp_path: Path) -> None:
     fill(tmp_path, row("a"), row("b"))
-    (tmp_path / "files" / "file-orphan").write_bytes(b"x")
+    store, content = opened(tmp_path)
+    store.note_content("file-orphan")
+    content.append("file-orphan", 0, b"x")
+    store.close()
     engine = Engine()
     with commits() as committed:
         async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):

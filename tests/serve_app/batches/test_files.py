@@ -4,8 +4,10 @@ from pathlib import Path
 import pytest
 
 from serve_app.batches import failpoints
+from serve_app.batches.content import Content
+from serve_app.batches.errors import DatabaseError, TooManyError
+from serve_app.batches.files import add_file, delete_contents, delete_noted, remove_expired
 from serve_app.batches.limits import Limits
-from serve_app.batches.retention import remove_expired, remove_orphans
 from serve_app.batches.stored import Counts
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of, opened, put
 
@@ -27,13 +29,97 @@ def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
 
 def test_contents_without_a_file_are_deleted(tmp_path: Path) -> None:
     store, content = opened(tmp_path)
-    put(store, content, "in", b"x")
+    for id in ("in", "deleted"):
+        put(store, content, id, b"x")
     batch = batch_of("b", "in")
     store.add_batch(batch, 1)
+    # A process has ended before it deleted the content, and another one in the middle of an upload.
+    store.remove_file("anna", "deleted")
+    store.note_content("orphan")
     for id in ("orphan", batch.output_file):
         content.append(id, 0, b"x")
-    assert remove_orphans(store, content) == 1
+    assert delete_noted(store, content) == 2
     assert content.ids() == {"in", batch.output_file}
+    assert delete_noted(store, content) == 0
+    store.close()
+
+
+def test_contents_of_others_stay(tmp_path: Path) -> None:
+    """The folder may be somebody's own, and a database the wrong one."""
+    theirs, content = opened(tmp_path)
+    put(theirs, content, "in", b"x")
+    theirs.close()
+    for folder in ("files", "drafts"):
+        (tmp_path / folder / "thesis.tex").write_bytes(b"x")
+    draft = content.draft()
+    store, content = opened(tmp_path / "empty")[0], Content(tmp_path)
+    assert delete_noted(store, content) == 0
+    assert content.ids() == {"in", "thesis.tex"}
+    assert [path.name for path in (tmp_path / "drafts").iterdir()] == ["thesis.tex"]
+    draft.discard()
+    store.close()
+
+
+def test_a_file_beyond_the_limits_leaves_no_content(tmp_path: Path) -> None:
+    store, content = opened(tmp_path)
+    draft = content.draft()
+    draft.write(b"12")
+    with pytest.raises(TooManyError):
+        add_file(store, content, draft, file_of("in", size=2), Limits(max_tenant_bytes=1))
+    assert content.ids() == set()
+    assert store.noted_contents() == []
+    store.close()
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["once", "for longer"])
+@pytest.mark.parametrize("point", ["content.rename", "content.renamed", "store.commit", "store.committed"])
+def test_a_file_that_can_not_be_added_leaves_nothing_beyond_the_next_start(
+    point: str, down: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = opened(tmp_path)
+    draft = content.draft()
+    draft.write(b"1")
+    noted: list[str] = []
+
+    def fail(reached: str) -> None:
+        # The first commit is the note.
+        if reached == "store.committed" and not noted:
+            noted.append(reached)
+        elif noted and reached == point:
+            if not down:
+                monkeypatch.setattr(failpoints, "hook", None)
+            raise OSError if point.startswith("content") else DatabaseError
+
+    monkeypatch.setattr(failpoints, "hook", fail)
+    with pytest.raises((OSError, DatabaseError)):
+        add_file(store, content, draft, file_of("in"), Limits())
+    monkeypatch.setattr(failpoints, "hook", None)
+    assert store.files("anna").items == []
+    assert (store.noted_contents() == []) is not (down and point.startswith("store"))
+    delete_noted(store, content)
+    assert content.ids() == set()
+    store.close()
+
+
+def test_a_content_that_can_not_be_deleted_stays_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = opened(tmp_path)
+    for id in ("a", "b"):
+        put(store, content, id, b"x")
+        store.remove_file("anna", id)
+
+    def fail(point: str) -> None:
+        if point == "content.remove":
+            monkeypatch.setattr(failpoints, "hook", None)
+            raise OSError("the storage fails")
+
+    monkeypatch.setattr(failpoints, "hook", fail)
+    with pytest.raises(OSError, match="the storage fails"):
+        delete_contents(store, content, ["a", "b"])
+    assert (content.ids(), store.noted_contents()) == ({"a"}, ["a"])
+    assert delete_noted(store, content) == 1
+    assert content.ids() == set()
     store.close()
 
 
