@@ -1,10 +1,12 @@
 """Content of files, in object storage through fsspec: `s3://`, `gs://` and others.
 
-An object is written as a whole, and can't be appended to. So results are objects of their own, each under
-the offset at which it begins, and become one object when the batch has ended.
+An object is written as a whole, and can't be appended to. So results are parts: objects of their own, each
+under the offset at which it begins. Small parts are merged from time to time, and all of them become one
+object when the batch has ended.
 """
 
 import io
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +27,12 @@ except ImportError:
 
 BLOCK_BYTES = 1 << 20
 """Bytes that are asked of the storage at once."""
+
+PART_BYTES = 16 << 20
+"""Bytes from which on a part is not merged any more."""
+
+MOST_SMALL_PARTS = 64
+"""Smaller parts at the end of a content, which are merged when there are so many."""
 
 
 class ObjectFile:
@@ -89,6 +97,8 @@ class ObjectContent:
             raise StoreError(f"batches.content: {url}: {error}") from None
         root = root.rstrip("/")
         self._files, self._parts = f"{root}/files", f"{root}/parts"
+        # Lengths of the parts by their offsets, of the contents that this process appends to: no other does.
+        self._known: dict[str, dict[int, int]] = {}
         with _translated():
             self._fs.makedirs(root, exist_ok=True)
 
@@ -127,12 +137,20 @@ class ObjectContent:
         """
         reach("content.append")
         parts = self._sizes(id)
-        _chain(id, parts, offset)
+        chain = _chain(id, parts, offset)
+        # After an error they have to be looked for.
+        self._known.pop(id, None)
         with _translated():
-            for start in parts:
-                if start > offset:
-                    self._fs.rm_file(self._part(id, start))
+            self._remove(id, parts, [start for start in parts if start > offset])
+            if chain and chain[-1] + parts[chain[-1]] > offset:
+                # A part has more than is committed, as beside a database that was restored.
+                last = chain.pop()
+                data = self._fs.cat_file(self._part(id, last), end=offset - last) + data
+                offset = last
+            self._merge(id, parts, chain)
             self._fs.pipe_file(self._part(id, offset), data)
+        parts[offset] = len(data)
+        self._known[id] = parts
         reach("content.synced")
 
     def seal(self, id: str, size: int) -> None:
@@ -160,11 +178,17 @@ class ObjectContent:
         Raises:
             ContentLostError: The content is missing, or shorter.
         """
-        if self.size(id) is None:
-            yield from self._joined(id, size, start)
-            return
-        with self.path(id).open("rb") as file:
-            yield from _read(id, file, size, start)
+        tried = -1
+        while start < size:
+            try:
+                for piece in self._pieces(id, size, start):
+                    start += len(piece)
+                    yield piece
+            except (FileNotFoundError, ContentLostError) as error:
+                # Parts are merged while they are read. Those that are found now have the same bytes.
+                if start == tried:
+                    raise ContentLostError(f"the content of {id} is gone, or shorter than it was") from error
+                tried = start
 
     def remove(self, id: str) -> None:
         """Delete a content, if it is there."""
@@ -178,8 +202,16 @@ class ObjectContent:
         """Return the ids of all contents."""
         return {name for folder in (self._files, self._parts) for name in self._names(folder)}
 
+    def _pieces(self, id: str, size: int, start: int) -> Iterator[bytes]:
+        if self.size(id) is None:
+            yield from self._joined(id, size, start)
+            return
+        with self.path(id).open("rb") as file:
+            yield from _read(id, file, size, start)
+
     def _joined(self, id: str, size: int, start: int = 0) -> Iterator[bytes]:
-        parts = self._sizes(id)
+        # A copy: a thread may append meanwhile.
+        parts = dict(self._sizes(id))
         for at in _chain(id, parts, size):
             length = min(parts[at], size - at)
             if at + length <= start:
@@ -187,13 +219,44 @@ class ObjectContent:
             with ObjectFile(self._fs, self._part(id, at)).open("rb") as file:
                 yield from _read(id, file, length, max(0, start - at))
 
+    def _merge(self, id: str, parts: dict[int, int], chain: list[int]) -> None:
+        """Make one part of the small ones at the end of a chain, if they are many or large enough together.
+
+        Args:
+            id: The content.
+            parts: The lengths of its parts by their offsets, which are changed.
+            chain: The offsets of those whose results are committed: nothing is written between them any more.
+        """
+        small = [*itertools.takewhile(lambda start: parts[start] < PART_BYTES, reversed(chain))][::-1]
+        sizes = [parts[start] for start in small]
+        if len(small) < 2 or (len(small) < MOST_SMALL_PARTS and sum(sizes) < PART_BYTES):
+            return
+        paths = [self._part(id, start) for start in small]
+        pieces = self._fs.cat_ranges(paths, [0] * len(sizes), sizes, on_error="raise")
+        if [*map(len, pieces)] != sizes:
+            raise ContentLostError(f"the content of {id} is shorter than it was")
+        # It takes the place of the first one at once. The others are skipped from then on.
+        self._fs.pipe_file(paths[0], b"".join(pieces))
+        reach("content.merged")
+        parts[small[0]] = sum(sizes)
+        self._remove(id, parts, small[1:])
+
+    def _remove(self, id: str, parts: dict[int, int], starts: list[int]) -> None:
+        if starts:
+            self._fs.rm([self._part(id, start) for start in starts])
+        for start in starts:
+            del parts[start]
+
     def _remove_parts(self, id: str) -> None:
+        self._known.pop(id, None)
+        parts = self._sizes(id)
         with _translated():
-            for start in self._sizes(id):
-                self._fs.rm_file(self._part(id, start))
+            self._remove(id, parts, [*parts])
 
     def _sizes(self, id: str) -> dict[int, int]:
         """Return the lengths of the parts of a content by their offsets."""
+        if (known := self._known.get(id)) is not None:
+            return known
         with _translated():
             try:
                 found = self._fs.ls(f"{self._parts}/{id}", detail=True, refresh=True)

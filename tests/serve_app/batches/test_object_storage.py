@@ -2,7 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
+from random import Random
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -19,6 +23,7 @@ from tests.serve_app.batches.test_service import get
 
 pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install -e '.[storage]')")
 
+from serve_app.batches import object_storage
 from serve_app.batches.object_storage import BLOCK_BYTES, ObjectContent
 from tests.serve_app.batches.buffered_storage import PROTOCOL, BufferedStorage
 
@@ -85,6 +90,109 @@ def test_an_earlier_offset_cuts_off_what_was_behind(content: ObjectContent) -> N
     content.append("a", 0, b"x\n")
     content.seal("a", 2)
     assert whole(content, "a", 2) == b"x\n"
+
+
+def test_an_offset_within_a_part_cuts_it(content: ObjectContent) -> None:
+    content.append("a", 0, b"one\ntwo\n")
+    content.append("a", 8, b"three\n")
+    content.append("a", 4, b"2\n")
+    content.append("a", 6, b"3\n")
+    assert whole(content, "a", 8) == b"one\n2\n3\n"
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are merged when they are four, or have 40 bytes."""
+    monkeypatch.setattr(object_storage, "MOST_SMALL_PARTS", 4)
+    monkeypatch.setattr(object_storage, "PART_BYTES", 40)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_long_content_has_few_parts_and_is_seldom_listed(
+    content: ObjectContent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, ls = [], content._fs.ls
+
+    def count(path: str, **options: Any) -> Any:
+        listed.append(path)
+        return ls(path, **options)
+
+    monkeypatch.setattr(content._fs, "ls", count)
+    for number in range(200):
+        content.append("a", 2 * number, b"x\n")
+    assert len(listed) == 1
+    assert len(ls(f"{content._parts}/a")) <= 400 // 40 + 4
+    assert whole(content, "a", 400) == b"x\n" * 200
+    monkeypatch.undo()
+    content.seal("a", 400)
+    assert whole(content, "a", 400) == b"x\n" * 200
+
+
+class FailsError(Exception):
+    """An error of the storage."""
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("seed", range(100))
+def test_results_are_whole_whatever_fails(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appends that fail anywhere and are tried again, processes that end, and readers meanwhile."""
+    random = Random(seed)
+    url = f"memory://{uuid4().hex}"
+    content = ObjectContent(url, tmp_path)
+    left = -1
+
+    def fail() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise FailsError
+
+    def failing(name: str) -> None:
+        call = getattr(content._fs, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            # An error doesn't say whether the storage has done it.
+            fail()
+            found = call(*args, **options)
+            fail()
+            return found
+
+        monkeypatch.setattr(content._fs, name, counted)
+
+    for name in ("pipe_file", "rm", "ls", "cat_ranges", "put_file"):
+        failing(name)
+    committed = b""
+    reader, seen = content.pieces("a", 0), b""
+    while len(committed) < 400:
+        data = bytes(random.choices(b"abc\n", k=random.randint(1, 12)))
+        left = random.randint(1, 16)
+        try:
+            content.append("a", len(committed), data)
+        except OSError:
+            if random.random() < 0.3:
+                # The process ends, and its readers with it.
+                content = ObjectContent(url, tmp_path)
+                reader, seen = content.pieces("a", len(committed)), b""
+        else:
+            if random.random() < 0.8:
+                committed += data
+        left = -1
+        if random.random() < 0.2:
+            reader = content.pieces("a", len(committed), start := random.randint(0, len(committed)))
+            seen = committed[:start]
+        for piece in islice(reader, random.randint(0, 2)):
+            seen += piece
+            assert committed.startswith(seen)
+        assert whole(content, "a", len(committed)) == committed
+    left = random.randint(1, 16)
+    with suppress(OSError):
+        content.seal("a", len(committed))
+    left = -1
+    content.seal("a", len(committed))
+    assert whole(content, "a", len(committed)) == committed
+    assert content.ids() == {"a"}
+    assert content._fs.find(content._parts) == []
+    assert list((tmp_path / "drafts").iterdir()) == []
 
 
 def test_parts_that_are_missing_are_told(content: ObjectContent) -> None:
