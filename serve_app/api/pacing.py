@@ -86,7 +86,7 @@ class Auto:
     the service's `Retry-After`, and growth is by a quarter for a while: there is a bound that isn't known.
 
     Args:
-        first: Limit at the start.
+        first: Limit at the start, if `most` is no lower.
         most: Highest limit.
         records: Records of a call.
         clock: Monotonic clock, in seconds.
@@ -99,7 +99,7 @@ class Auto:
     def __init__(
         self, first: int = 4, most: int = 256, *, records: int = 1, clock: Clock = time.monotonic
     ) -> None:
-        self.limit = first
+        self.limit = min(first, most)
         self.interval_s = GROWING_S
         self._most = most
         self._records = records

@@ -3,6 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from serve_app.api.engine_load import EngineLoad
+from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 
@@ -23,6 +24,10 @@ class Answer(NamedTuple):
     final: bool = False
 
 
+class QuotaError(RequestError):
+    """A quota of a row's tenant or key is used up. It says nothing about the room at the engines."""
+
+
 class Client(Protocol):
     """A way to the engines."""
 
@@ -35,6 +40,7 @@ class Client(Protocol):
             scheduling: Its tier, its tenant, and the tenant's weight.
 
         Raises:
+            QuotaError: Its tenant or key has no quota for it now.
             RequestError: The same as an answer with its status.
             Exception: The engine couldn't be reached.
         """

@@ -18,7 +18,7 @@ from serve_app.api.routes import GENERATE, MOVED
 from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import TokenDemand
 from serve_app.auth.middleware import KeyStore
-from serve_app.batches.client import Answer
+from serve_app.batches.client import Answer, QuotaError
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.context_lengths import ContextLengths
@@ -97,12 +97,15 @@ class EngineClient:
         of, or their neighbour: such rows run one at a time, and a row that loses a third Engine is given up.
 
         Raises:
+            QuotaError: Its tenant or key has no quota for it now.
             RequestError: The row is wrong, or no Engine could answer it.
         """
         text = to_json(body)
+        named = body.get("model")
+        # While the row is at an engine, its text is enough.
+        del body
         key = self._keys.named(scheduling.key) if self._keys else None
         allowed = key.models if key else None
-        named = body.get("model")
         await self._adapters.find(named if isinstance(named, str) else None)
         model, demand, request = await look(
             len(text), lambda: self._request(endpoint, text, scheduling, allowed)
@@ -112,9 +115,17 @@ class EngineClient:
         quota = key_quota(key.name, key.quota) if key else None
         self._asked[model] += 1
         self._used.add(model)
+        reserved = False
         try:
             async with self._quotas.reserved(scheduling.tenant, demand, context, usage, quota):
+                reserved = True
                 return await self._send(model, request, usage)
+        except RequestError as error:
+            if reserved or error.status != 429:
+                raise
+            raise QuotaError(
+                error.status, error.type, error.message, retry_after_s=error.retry_after_s
+            ) from None
         finally:
             self._asked[model] -= 1
 
@@ -216,7 +227,8 @@ class EngineClient:
             call.cancel()
         if head is None or not complete:
             raise RequestError(503, "service_unavailable", "the engine ended its answer early")
-        return answer_of(head, b"".join(pieces))
+        text = b"".join(pieces)
+        return await look(len(text), partial(answer_of, head, text))
 
 
 def answer_of(head: Head, text: bytes) -> Answer:

@@ -1,6 +1,9 @@
 """Forecast of the batches that can't end within their windows."""
 
+from bisect import bisect
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 
 from serve_app.batches.stored import Batch
 
@@ -28,20 +31,24 @@ def late(batches: Sequence[Batch], rate: float, now: float) -> dict[str, str]:
     if not rate:
         return {}
     running = [batch for batch in batches if batch.state == "in_progress"]
-    rows: dict[str, int] = {}
+    rows: Counter[str] = Counter()
     weights = {batch.tenant: batch.weight or 1.0 for batch in running}
     for batch in running:
-        rows[batch.tenant] = rows.get(batch.tenant, 0) + remaining(batch)
+        rows[batch.tenant] += remaining(batch)
+    # The rounds of each tenant: in one round, a tenant has as many rows as its weight is. The sums over all
+    # tenants that end within some rounds, and over the others, make each batch a look into a sorted list.
+    rounds = sorted((count / weights[tenant], count, weights[tenant]) for tenant, count in rows.items())
+    ended = [0, *accumulate(count for _, count, _ in rounds)]
+    going = [0.0, *accumulate(weight for _, _, weight in reversed(rounds))]
     found = {}
-    ahead: dict[str, int] = {}
+    ahead: Counter[str] = Counter()
     for batch in running:
-        own = ahead[batch.tenant] = ahead.get(batch.tenant, 0) + remaining(batch)
-        others = sum(
-            min(own * weights[tenant] / weights[batch.tenant], count)
-            for tenant, count in rows.items()
-            if tenant != batch.tenant
-        )
-        needed_s = (own + others) / rate
+        ahead[batch.tenant] += remaining(batch)
+        own = ahead[batch.tenant]
+        needed = own / weights[batch.tenant]
+        place = bisect(rounds, needed, key=lambda one: one[0])
+        together = ended[place] + needed * going[len(rounds) - place]
+        needed_s = together / rate
         left_s = max(0.0, batch.expires_at - now)
         if needed_s > left_s * MARGIN:
             unrun = round(remaining(batch) * (1 - left_s / needed_s))

@@ -24,6 +24,10 @@ LOCK = 7_283_650_114
 
 CONNECT_S = 10
 
+SILENCE_MS = 25_000
+"""Milliseconds for which a machine may leave a query unacknowledged: as long as keep-alives take to find that
+an idle connection is broken. They aren't sent while a query is on its way, which could take 15 minutes."""
+
 OPTIONS = "-c statement_timeout=30000 -c idle_in_transaction_session_timeout=60000"
 """A server that hangs must not hold up this process for good."""
 
@@ -132,6 +136,7 @@ class Postgres:
             keepalives_idle=10,
             keepalives_interval=5,
             keepalives_count=3,
+            tcp_user_timeout=SILENCE_MS,
         )
 
     @contextmanager
@@ -151,7 +156,7 @@ class _PostgresTransaction:
         return _rows(self._db, query, values)
 
     def change(self, query: str, *values: object) -> int:
-        changed: int = self._db.execute(_marked(query), values).rowcount
+        changed: int = self._db.execute(_marked(query), _storable(values)).rowcount
         return changed
 
     def change_many(self, query: str, values: Sequence[Sequence[object]]) -> None:
@@ -160,8 +165,13 @@ class _PostgresTransaction:
 
 
 def _rows(db: "psycopg.Connection[Any]", query: str, values: Sequence[object]) -> list[Row]:
-    found: list[Row] = db.execute(_marked(query), values).fetchall()
+    found: list[Row] = db.execute(_marked(query), _storable(values)).fetchall()
     return found
+
+
+def _storable(values: Sequence[object]) -> list[object]:
+    """Return values of which none has a NUL, which PostgreSQL's text can't hold and a client may send."""
+    return [value.replace("\0", "\ufffd") if isinstance(value, str) else value for value in values]
 
 
 def _marked(query: str) -> bytes:

@@ -1,15 +1,18 @@
 """Results of rows, written to the files of their batch and committed."""
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from serve_app.batches.content import Contents
-from serve_app.batches.limits import Limits
+from serve_app.batches.errors import ContentLostError
 from serve_app.batches.lines import SLICE_LINES, Position, read_slice
 from serve_app.batches.rows import CANCELLED, EXPIRED, Result, Row, unrun
 from serve_app.batches.states import State
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch, Counts
 from serve_app.batches.tokens import together
+from serve_app.batches.validate import batch_error
 
 CLOSING_LINES = 2000
 """Rows that get their result in one commit when a batch ends without them."""
@@ -53,23 +56,22 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
 
 
 def unfinished(
-    store: Store, content: Contents, batch: Batch, start: Position, limits: Limits, most: int = SLICE_LINES
+    store: Store, content: Contents, batch: Batch, start: Position, most: int = SLICE_LINES
 ) -> tuple[list[Row], Position, bool]:
-    """Read rows that have no result yet.
+    """Read rows that have no result yet. The limits on lines are those of the validation before.
 
     Args:
         store: The state.
         content: The contents.
         batch: Their batch.
         start: Where to begin.
-        limits: Limits on lines.
         most: Most lines to read.
 
     Returns:
         The rows, the place behind them, and whether the input ends there.
     """
     path = content.path(batch.input_file)
-    lines, position, ended = read_slice(path, start, limits.max_line_bytes, most_lines=most)
+    lines, position, ended = read_slice(path, start, sys.maxsize - 1, most_lines=most)
     finished = store.finished(batch.id, lines[0].number, lines[-1].number) if lines else set()
     rows = [
         Row(line.number, line.text) for line in lines if line.text is not None and line.number not in finished
@@ -77,23 +79,29 @@ def unfinished(
     return rows, position, ended
 
 
-def close(store: Store, content: Contents, batch: Batch, limits: Limits, now: int) -> None:
+def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
     """End a batch of which nothing is in flight: rows without a result get one that says why.
 
     Args:
         store: The state.
         content: The contents.
         batch: A batch that is finalizing or cancelling.
-        limits: Limits on lines.
         now: Time of the end, in seconds since the epoch.
+
+    Raises:
+        ContentLostError: A file of the batch is gone, or its input has other rows than it had.
+        OSError: The disk is full, or fails.
+        DatabaseError: The same for the database.
     """
     reason = CANCELLED if batch.state == "cancelling" else EXPIRED
     position, ended = Position(), batch.completed + batch.failed == batch.total
     while not ended:
-        rows, position, ended = unfinished(store, content, batch, position, limits, CLOSING_LINES)
+        rows, position, ended = unfinished(store, content, batch, position, CLOSING_LINES)
         if rows:
             record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
     batch = store.batch(batch.id)
+    if batch.completed + batch.failed != batch.total:
+        raise ContentLostError(f"the content of {batch.input_file} is not what it was")
     content.seal(batch.output_file, batch.output_bytes)
     content.seal(batch.error_file, batch.error_bytes)
     to: State = "completed"
@@ -102,3 +110,26 @@ def close(store: Store, content: Contents, batch: Batch, limits: Limits, now: in
     elif batch.unrun:
         to = "expired"
     store.end(batch.id, to, now)
+
+
+def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> None:
+    """End a batch of which a content is gone. Its results until then are kept.
+
+    Args:
+        store: The state.
+        content: The contents.
+        id: The batch; nothing of it is in flight.
+        reason: What is gone.
+        now: Time of the end, in seconds since the epoch.
+
+    Raises:
+        OSError: The disk is full, or fails.
+        DatabaseError: The same for the database.
+    """
+    batch = store.batch(id)
+    for file, size in ((batch.output_file, batch.output_bytes), (batch.error_file, batch.error_bytes)):
+        # The one that is gone can't be cut to its length, but the other may have more than is committed.
+        with suppress(ContentLostError):
+            content.seal(file, size)
+    errors = [batch_error("content_lost", f"{reason}; the results until then are kept")]
+    store.end(id, "failed", now, errors)

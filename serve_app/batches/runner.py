@@ -2,27 +2,36 @@
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import ParamSpec
 
 from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
 from serve_app.batches.client import Client
 from serve_app.batches.content import Contents
-from serve_app.batches.errors import ContentLostError, DatabaseError, StateError
+from serve_app.batches.errors import ContentLostError, DatabaseError, NotFoundError, StateError
 from serve_app.batches.files import remove_expired
 from serve_app.batches.forecast import late
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.rate import Rate
-from serve_app.batches.recording import close, record, unfinished
+from serve_app.batches.recording import close, give_up, record, unfinished
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
 from serve_app.batches.shares import Shares
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
-from serve_app.batches.validate import batch_error, validate
+from serve_app.batches.validate import validate
 
 logger = logging.getLogger("ray.serve")
+
+P = ParamSpec("P")
+Done = tuple[OpenBatch, Row, Result]
+"""A row that has its result."""
 
 LOW_ROWS = 64
 """Rows in memory below which more are read."""
@@ -38,17 +47,19 @@ class Runner:
     """Runs all open batches of a store.
 
     Batches of a tenant go in the order of their arrival; the next one begins when all rows of the one before
-    are taken. Between tenants, the one with the fewest rows in flight by its weight is next.
+    are taken. Between tenants, the one with the fewest rows at the engines by its weight is next. A row that
+    waits for its next try is not at the engines: it has no place until it is due and its tenant is next, so
+    that a model that is down, or a quota that is used up, holds up no other tenant.
 
     Args:
         store: The state.
         content: The contents.
         client: The engines.
         rules: Models and limits of the batches, by the keys that created them.
-        concurrency: Limit on rows in flight.
+        concurrency: Limit on rows that have a place, and on the rows of each tenant in flight.
         backoff: Waits between the tries of a row.
         retries: Failures of a row before it is given up; see `Sender`.
-        max_bytes: Most bytes of input lines in flight.
+        max_bytes: Most bytes of input lines in flight, but for one line of each tenant.
         row_timeout_s: Seconds after which a try has failed.
         tick_s: Seconds between two looks at deadlines.
         gather_s: Seconds for which results are gathered, to be recorded together.
@@ -92,8 +103,10 @@ class Runner:
         self._open: dict[str, OpenBatch] = {}
         self._shares = Shares()
         self._in_flight = 0
+        self._waiting = 0
         self._bytes = 0
-        self._results: list[tuple[OpenBatch, Row, Result]] = []
+        self._results: list[Done] = []
+        self._failed_writes: list[Done] = []
         self._unwritten = False
         self._to_write = asyncio.Event()
         self._sending = asyncio.Event()
@@ -109,7 +122,7 @@ class Runner:
 
     @property
     def limit(self) -> int:
-        """Rows that may be in flight now."""
+        """Rows that may have a place now."""
         return self._concurrency.limit
 
     def notice(self) -> None:
@@ -121,7 +134,7 @@ class Runner:
         """Send no more rows. `run` returns when those in flight are recorded."""
         self._stopping = True
         for one in self._open.values():
-            one.stopping.set()
+            self._stop(one)
         self._changed.set()
 
     async def run(self) -> None:
@@ -179,13 +192,24 @@ class Runner:
     def _step(self) -> None:
         """Begin what can be begun now."""
         heads: dict[str, OpenBatch] = {}
-        validating = any(one.busy and one.batch.state == "validating" for one in self._open.values())
+        # A row that was taken goes before those that weren't, also of a batch that came earlier.
+        due: dict[str, OpenBatch] = {}
+        in_flight: Counter[str] = Counter()
+        waiting: Counter[str] = Counter()
+        validating = any(
+            one.busy and not one.resting and one.batch.state == "validating" for one in self._open.values()
+        )
         for one in self._open.values():
-            state = one.batch.state
+            state, tenant = one.batch.state, one.batch.tenant
             if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
-                one.stopping.set()
+                self._stop(one)
             if one.takes_rows and not one.exhausted:
-                heads.setdefault(one.batch.tenant, one)
+                heads.setdefault(tenant, one)
+            if one.due:
+                due.setdefault(tenant, one)
+            if one.in_flight:
+                in_flight[tenant] += one.in_flight
+                waiting[tenant] += one.waiting
             if one.busy:
                 continue
             if state == "validating" and not one.lost:
@@ -196,32 +220,82 @@ class Runner:
             elif one.stopping.is_set() or one.exhausted:
                 if not one.in_flight:
                     self._begin(one, self._end)
-            elif heads.get(one.batch.tenant) is one and not one.read and len(one.rows) < LOW_ROWS:
+            elif heads.get(tenant) is one and not one.read and len(one.rows) < LOW_ROWS:
                 self._begin(one, self._read)
-        self._fill([one for one in heads.values() if one.rows])
+        self._fill([one for one in (heads | due).values() if one.due or one.rows], in_flight, waiting)
 
-    def _fill(self, heads: list[OpenBatch]) -> None:
-        """Send rows, as many as may be in flight, but few at once."""
+    def _fill(self, heads: list[OpenBatch], in_flight: Counter[str], waiting: Counter[str]) -> None:
+        """Send rows, as many as have a place, but few at once.
+
+        Args:
+            heads: The batch of each tenant that is next.
+            in_flight: Rows in flight by tenant.
+            waiting: Those of them that have no place.
+        """
         sent = 0
-        while heads and self._in_flight < self._concurrency.limit:
+        while heads and self._in_flight - self._waiting < self._concurrency.limit:
             if (sent := sent + 1) > FILL_ROWS:
                 self._changed.set()
                 return
             one = min(heads, key=lambda head: self._shares.turn(head.batch.tenant, _weight(head)))
-            row = one.rows[0]
-            if self._bytes and self._bytes + len(row.text) > self._max_bytes:
-                return
-            one.rows.popleft()
-            if not one.rows:
+            tenant = one.batch.tenant
+            if one.due:
+                self._give_place(one)
+                more = bool(one.due)
+            elif self._has_room(in_flight[tenant], one.rows[0]):
+                self._send(one, one.rows.popleft())
+                in_flight[tenant] += 1
+                more = bool(one.rows)
+            elif waiting[tenant]:
+                # They may do so for hours, while the rows of others fit.
                 heads.remove(one)
-                # More may be read, or the next batch of the tenant begin.
+                continue
+            else:
+                return
+            if not more:
+                heads.remove(one)
+                # More may be read, or another batch of the tenant be next.
                 self._changed.set()
-            self._shares.start(one.batch.tenant, _weight(one))
-            one.in_flight += 1
-            self._in_flight += 1
-            self._sending.set()
-            self._bytes += len(row.text)
-            self._group.create_task(self._run_row(one, row))
+
+    def _has_room(self, in_flight: int, row: Row) -> bool:
+        """Return whether a row may be taken of a tenant with so many in flight; the first one always may."""
+        fits = self._bytes + len(row.text) <= self._max_bytes
+        return not in_flight or (fits and in_flight < self._concurrency.limit)
+
+    def _send(self, one: OpenBatch, row: Row) -> None:
+        self._shares.start(one.batch.tenant, _weight(one))
+        one.in_flight += 1
+        self._in_flight += 1
+        self._sending.set()
+        self._bytes += len(row.text)
+        self._group.create_task(self._run_row(one, row))
+
+    @asynccontextmanager
+    async def _away(self, one: OpenBatch) -> AsyncGenerator[None, None]:
+        """Return the context of a row that waits for its next try. It has a place again behind it."""
+        self._shares.end(one.batch.tenant)
+        one.waiting += 1
+        self._waiting += 1
+        self._changed.set()
+        yield
+        placed = asyncio.Event()
+        one.due.append(placed)
+        if one.stopping.is_set():
+            self._stop(one)
+        self._changed.set()
+        await placed.wait()
+
+    def _give_place(self, one: OpenBatch) -> None:
+        self._shares.start(one.batch.tenant, _weight(one))
+        one.waiting -= 1
+        self._waiting -= 1
+        one.due.popleft().set()
+
+    def _stop(self, one: OpenBatch) -> None:
+        """Send no more rows of a batch. Those that are due have their places only to end."""
+        one.stopping.set()
+        while one.due:
+            self._give_place(one)
 
     def _row_ends(self, one: OpenBatch, row: Row) -> None:
         self._shares.end(one.batch.tenant)
@@ -230,7 +304,7 @@ class Runner:
         self._bytes -= len(row.text)
 
     async def _run_row(self, one: OpenBatch, row: Row) -> None:
-        result = await self._sender.send(one.batch, row, one.stopping)
+        result = await self._sender.send(one.batch, row, one.stopping, partial(self._away, one))
         if result is None:
             # It is left to the end of the batch, or to the next process.
             self._row_ends(one, row)
@@ -246,33 +320,37 @@ class Runner:
             await asyncio.sleep(self._gather_s)
             self._to_write.clear()
             taken, self._results = self._results, []
-            groups: dict[str, list[Result]] = {}
-            for one, _, result in taken:
-                groups.setdefault(one.batch.id, []).append(result)
-            lost = {id: await self._record(id, results) for id, results in groups.items()}
-            for one, row, result in taken:
-                one.lost = one.lost or lost[one.batch.id]
-                self.failed += result.is_error
-                self._row_ends(one, row)
-            self.rate.add(len(taken))
+            groups: dict[str, list[Done]] = {}
+            for done in taken:
+                groups.setdefault(done[0].batch.id, []).append(done)
+            for id, group in groups.items():
+                await self._record(id, group)
+            # Nothing is lost: what isn't written stays in flight, so that few rows are sent meanwhile.
+            self._unwritten = bool(self._failed_writes)
+            self._results += self._failed_writes
+            self._failed_writes.clear()
             self._changed.set()
-
-    async def _record(self, id: str, results: list[Result]) -> str:
-        """Record results of a batch; return a message if its content is gone."""
-        while True:
-            try:
-                await asyncio.to_thread(record, self._store, self._content, id, results)
-            except ContentLostError as error:
-                self._unwritten = False
-                return str(error)
-            except (OSError, DatabaseError) as error:
-                # Nothing is lost: the results stay in flight, so that few rows are sent meanwhile.
-                self._unwritten = True
-                logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
+            if self._unwritten:
                 await asyncio.sleep(self._tick_s)
-            else:
-                self._unwritten = False
-                return ""
+                self._to_write.set()
+
+    async def _record(self, id: str, group: list[Done]) -> None:
+        """Record results of a batch, once: a file that can't be written is in no other batch's way."""
+        lost = ""
+        try:
+            await _finished(record, self._store, self._content, id, [result for _, _, result in group])
+        except ContentLostError as error:
+            lost = str(error)
+        except (OSError, DatabaseError) as error:
+            self._unwritten = True
+            logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
+            self._failed_writes += group
+            return
+        for one, row, result in group:
+            one.lost = one.lost or lost
+            self.failed += result.is_error
+            self._row_ends(one, row)
+        self.rate.add(len(group))
 
     def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
         one.busy = True
@@ -283,13 +361,16 @@ class Runner:
             await work(one)
         except ContentLostError as error:
             one.lost = str(error)
-        except StateError as error:
-            logger.info("%s: %s", one.batch.id, error)
+        except (StateError, NotFoundError) as error:
+            # It was cancelled, or has ended and was deleted, since the store was read.
+            logger.info("%s: %r", one.batch.id, error)
         except (OSError, DatabaseError) as error:
             logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
+            one.resting = True
+            self._changed.set()
             await asyncio.sleep(self._tick_s)
         finally:
-            one.busy = False
+            one.busy = one.resting = False
             self.notice()
 
     async def _validate(self, one: OpenBatch) -> None:
@@ -307,7 +388,7 @@ class Runner:
 
     async def _read(self, one: OpenBatch) -> None:
         rows, one.position, one.read = await asyncio.to_thread(
-            unfinished, self._store, self._content, one.batch, one.position, self._rules.common
+            unfinished, self._store, self._content, one.batch, one.position
         )
         one.rows.extend(rows)
 
@@ -316,13 +397,12 @@ class Runner:
         one.rows.clear()
         batch = one.batch
         if one.lost:
-            errors = [batch_error("content_lost", f"{one.lost}; the results until then are kept")]
-            await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), errors)
+            await _finished(give_up, self._store, self._content, batch.id, one.lost, self._now())
             return
         if batch.state == "in_progress":
             one.batch = await asyncio.to_thread(self._store.move, batch.id, "finalizing", self._now())
         batch = await asyncio.to_thread(self._store.batch, batch.id)
-        await asyncio.to_thread(close, self._store, self._content, batch, self._rules.common, self._now())
+        await _finished(close, self._store, self._content, batch, self._now())
 
     async def _pace(self) -> None:
         """Adapt the number of rows in flight to the load of the engines."""
@@ -339,7 +419,7 @@ class Runner:
                 load = None
             if not self._unwritten:
                 # Results count until they are recorded: a slow disk takes more of them at once.
-                self._concurrency.observe(load, self._in_flight - self._sender.waiting)
+                self._concurrency.observe(load, self._in_flight - self._waiting)
                 self._changed.set()
 
     async def _tidy(self) -> None:
@@ -357,3 +437,25 @@ class Runner:
 
 def _weight(one: OpenBatch) -> float:
     return one.batch.weight or 1.0
+
+
+async def _finished(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Run a function that writes in a thread, which has ended when this returns or is cancelled.
+
+    Otherwise a slow thread would write into the results of the next process, once the state is closed.
+    """
+    turn = threading.Lock()
+    dropped = False
+
+    def run() -> None:
+        with turn:
+            if not dropped:
+                function(*args, **kwargs)
+
+    try:
+        await asyncio.to_thread(run)
+    except asyncio.CancelledError:
+        # A thread that has begun has the lock until its end.
+        dropped = True
+        await asyncio.to_thread(turn.acquire)
+        raise

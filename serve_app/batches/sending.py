@@ -2,15 +2,20 @@
 
 import asyncio
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from typing import Any
 
 from serve_app.api.errors import RequestError
 from serve_app.api.pacing import RETRYABLE, Backoff, Concurrency
-from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
-from serve_app.batches.client import Answer, Client
+from serve_app.batches.client import Answer, Client, QuotaError
 from serve_app.batches.rows import Result, Row, answered
 from serve_app.batches.stored import Batch
+from serve_app.ingress.large_bodies import look
+
+Away = Callable[[], AbstractAsyncContextManager[None]]
+"""Returns the context in which a row waits for its next try."""
 
 
 class Sender:
@@ -18,7 +23,8 @@ class Sender:
 
     A refusal for lack of room (429) doesn't count: live traffic may fill the engines for hours. Another
     failure counts if the engine said that it failed (500), or if other rows of the model were answered
-    meanwhile, so that an outage doesn't cost rows.
+    meanwhile, so that an outage doesn't cost rows. A refusal by a quota doesn't lower the limit either: it
+    concerns one tenant or key.
 
     Args:
         client: The engines.
@@ -26,15 +32,11 @@ class Sender:
         backoff: Waits between the tries of a row.
         retries: Failures that count before the last one is a row's result.
         timeout_s: Seconds after which a try has failed.
-
-    Attributes:
-        waiting: Rows that wait for their next try.
     """
 
     def __init__(
         self, client: Client, concurrency: Concurrency, backoff: Backoff, retries: int, timeout_s: float
     ) -> None:
-        self.waiting = 0
         self._client = client
         self._concurrency = concurrency
         self._backoff = backoff
@@ -42,47 +44,69 @@ class Sender:
         self._timeout_s = timeout_s
         self._answered: Counter[str | None] = Counter()
 
-    async def send(self, batch: Batch, row: Row, stopping: asyncio.Event) -> Result | None:
-        """Return the result of a row; None if it has none when `stopping` is set."""
-        body = row.body()
-        model = body.get("model")
+    async def send(
+        self, batch: Batch, row: Row, stopping: asyncio.Event, away: Away = nullcontext
+    ) -> Result | None:
+        """Return the result of a row; None if it has none when `stopping` is set.
+
+        Args:
+            batch: Its batch.
+            row: The row.
+            stopping: Set when it may not be sent any more.
+            away: Returns the context of each wait for the next try.
+        """
         scheduling = Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight, key=batch.api_key)
-        tries = failures = 0
-        seen = self._answered[model]
+        model: str | None = None
+        tries = failures = seen = 0
         while not stopping.is_set():
-            answer = await self._try(batch.endpoint, body, scheduling)
+            # Parsed for each try: what waits, or is at an engine, takes many times its bytes otherwise.
+            body = await look(len(row.text), row.body)
+            if not tries:
+                model = body.get("model")
+                seen = self._answered[model]
+            sending = self._client.send(batch.endpoint, body, scheduling)
+            del body
+            answer = await self._try(sending)
             if answer.final or answer.status not in RETRYABLE:
                 self._answered[model] += 1
                 self._concurrency.answered()
-                return answered(batch.id, row, answer.status, answer.body)
+                return await self._result(batch, row, answer)
             tries += 1
-            if answer.status == 429:
-                self._concurrency.refused(answer.retry_after_s)
-            elif answer.status == 500 or self._answered[model] > seen:
+            if answer.status != 429 and (answer.status == 500 or self._answered[model] > seen):
                 failures += 1
                 if failures > self._retries:
-                    return answered(batch.id, row, answer.status, answer.body)
+                    return await self._result(batch, row, answer)
             seen = self._answered[model]
-            await self._wait(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
+            async with away():
+                await self._wait(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
         return None
 
-    async def _try(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+    async def _try(self, sending: Coroutine[Any, Any, Answer]) -> Answer:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._client.send(endpoint, body, scheduling)
+                answer = await sending
+        except QuotaError as error:
+            # Others have quota still, and the engines have room for them.
+            return _failed(error)
         except RequestError as error:
-            failed = error
+            answer = _failed(error)
         except TimeoutError:
-            failed = RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s")
+            answer = _failed(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
         except Exception as error:
-            failed = RequestError(503, "service_unavailable", f"{type(error).__name__}: {error}")
-        return Answer(failed.status, failed.body(), failed.retry_after_s, failed.final)
+            message = f"{type(error).__name__}: {error}"
+            answer = _failed(RequestError(503, "service_unavailable", message))
+        if answer.status == 429:
+            self._concurrency.refused(answer.retry_after_s)
+        return answer
+
+    async def _result(self, batch: Batch, row: Row, answer: Answer) -> Result:
+        return await look(len(row.text), lambda: answered(batch.id, row, answer.status, answer.body))
 
     async def _wait(self, stopping: asyncio.Event, seconds: float) -> None:
-        self.waiting += 1
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await stopping.wait()
-        finally:
-            self.waiting -= 1
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await stopping.wait()
+
+
+def _failed(error: RequestError) -> Answer:
+    return Answer(error.status, error.body(), error.retry_after_s, error.final)

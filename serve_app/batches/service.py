@@ -122,8 +122,7 @@ class BatchService:
         store = await _open_store(_place(settings), held_s)
         try:
             content = await asyncio.to_thread(_open_content, settings)
-            if deleted := await asyncio.to_thread(delete_noted, store, content):
-                logger.info("batches: deleted %d contents without a file", deleted)
+            await asyncio.to_thread(_delete_noted, store, content)
             if unfinished := await asyncio.to_thread(store.open_batches):
                 logger.info("batches: going on with %d that have not ended", len(unfinished))
         except BaseException:
@@ -233,6 +232,14 @@ async def _open_store(place: Callable[[], Path | Database], held_s: float) -> St
             if (message := str(error)) != told:
                 logger.warning("batches: %s; waiting", told := message)
         await asyncio.sleep(POLL_S)
+
+
+def _delete_noted(store: Store, content: Contents) -> None:
+    try:
+        if deleted := delete_noted(store, content):
+            logger.info("batches: deleted %d contents without a file", deleted)
+    except (OSError, DatabaseError) as error:
+        logger.warning("batches: contents without a file can't be deleted before the next start: %s", error)
 
 
 def _folder(settings: BatchesSettings) -> Path:

@@ -53,6 +53,14 @@ def test_auto_grows_while_too_little_waits() -> None:
     assert limits[-1] == 20
 
 
+def test_auto_begins_with_no_more_than_its_highest_limit() -> None:
+    adaptive = Auto(most=2, clock=Clock())
+    assert adaptive.limit == 2
+    adaptive.answered()
+    adaptive.observe(EngineLoad(2, 0, 100), 2)
+    assert adaptive.limit == 2
+
+
 def test_auto_fills_free_places_before_the_first_answer() -> None:
     adaptive = Auto(first=4, most=1000, clock=Clock())
     adaptive.observe(EngineLoad(0, 0, 200), 4)

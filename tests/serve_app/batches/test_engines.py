@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import weakref
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,13 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import KeyStore
-from serve_app.batches.client import Answer
+from serve_app.batches import engines
+from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engines import EngineClient
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress import retry
 from serve_app.ingress.health import Health, ModelHealth
+from serve_app.ingress.large_bodies import LARGE_BYTES
 from serve_app.ingress.poison import PoisonError
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
@@ -89,7 +93,7 @@ async def test_a_row_counts_for_the_quota_of_its_key_and_names_its_models_only(
         await client.send(CHAT, body | {"model": "large"}, ANNA)
     assert (await client.send(CHAT, body, ANNA)).status == 200
     assert await handle.left("key ada", "tokens_per_day") == 800
-    with pytest.raises(RequestError, match="key ada: tokens_per_day 2000") as refused:
+    with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as refused:
         await client.send(CHAT, body, ANNA)
     assert (refused.value.status, len(engine.requests)) == (429, 1)
     assert refused.value.retry_after_s
@@ -105,6 +109,22 @@ async def test_a_row_calls_a_route_by_the_name_that_vllm_has_for_it() -> None:
 async def test_an_answer_in_pieces_is_joined() -> None:
     engine = Engine(answer(pack(head=PLAIN, body=b'{"a": "'), pack(body=b'b"}'), END))
     assert await client_of({"demo": engine}).send(CHAT, BODY, ANNA) == Answer(200, {"a": "b"})
+
+
+async def test_a_large_answer_is_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def parsed(text: bytes) -> JSON:
+        threads.add(threading.get_ident())
+        found: JSON = from_json(text)
+        return found
+
+    monkeypatch.setattr(engines, "from_json", parsed)
+    text = b'{"a": "%s"}' % (b"x" * LARGE_BYTES)
+    engine = Engine(answer(complete(PLAIN, text)))
+    assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).body == from_json(text)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 async def test_a_refusal_says_when_to_come_back() -> None:
@@ -205,6 +225,22 @@ class Stuck:
     async def __call__(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         await asyncio.Event().wait()
         yield b""
+
+
+async def test_a_row_that_is_at_an_engine_is_kept_as_text_only() -> None:
+    class Body(dict[str, Any]):
+        """A body that can be watched."""
+
+    body = Body(BODY)
+    watched = weakref.ref(body)
+    engine = Engine(Stuck())
+    sending = asyncio.create_task(client_of({"demo": engine}).send(CHAT, body, ANNA))
+    del body
+    async with asyncio.timeout(LIMIT_S):
+        await engine.asked.wait()
+    assert watched() is None
+    sending.cancel()
+    await asyncio.wait([sending])
 
 
 async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelHealth]) -> None:

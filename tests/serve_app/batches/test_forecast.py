@@ -1,3 +1,5 @@
+from random import Random
+
 from serve_app.batches.forecast import late, remaining
 from serve_app.batches.objects import batch_object
 from serve_app.batches.stored import Batch
@@ -48,6 +50,51 @@ def test_the_rate_is_shared_by_weight() -> None:
     batches = [running("large", 100_000, hours=168, weight=2.0), running("small", 1500, "ben")]
     # It gets every third row: 4,500 s.
     assert late(batches, 1.0, NOW).keys() == {"small"}
+
+
+def test_many_batches_of_many_tenants_are_forecast_as_each_alone_would_be() -> None:
+    random = Random(1)
+    tenants = [f"t{number}" for number in range(12)]
+    weight = {tenant: random.choice((None, 0.5, 1.0, 4.0)) for tenant in tenants}
+    batches = [
+        running(str(number), random.randrange(5000), tenant, random.randint(1, 20), weight=weight[tenant])
+        for number, tenant in enumerate(random.choices(tenants, k=200))
+    ]
+    wanted = set()
+    for place, batch in enumerate(batches):
+        own = sum(remaining(one) for one in batches[: place + 1] if one.tenant == batch.tenant)
+        others = 0.0
+        for tenant in set(tenants) - {batch.tenant}:
+            count = sum(remaining(one) for one in batches if one.tenant == tenant)
+            share = (weight[tenant] or 1.0) / (weight[batch.tenant] or 1.0)
+            others += min(own * share, count)
+        if own + others > (batch.expires_at - NOW) * 10 * 1.1:
+            wanted.add(batch.id)
+    assert 20 < len(wanted) < 180
+    assert late(batches, 10.0, NOW).keys() == wanted
+
+
+def test_a_forecast_looks_at_each_batch_once_or_twice() -> None:
+    looks = 0
+
+    class Counting(float):
+        """A weight that counts the calculations with it."""
+
+        def __rtruediv__(self, other: float) -> float:
+            nonlocal looks
+            looks += 1
+            return float(other) / float(self)
+
+        def __mul__(self, other: float) -> float:
+            nonlocal looks
+            looks += 1
+            return float(self) * float(other)
+
+        __rmul__ = __mul__
+
+    batches = [running(str(number), 10, f"t{number}", weight=Counting(1.0)) for number in range(300)]
+    late(batches, 1.0, NOW)
+    assert looks <= 3 * len(batches)
 
 
 def test_a_batch_shows_its_warning_until_it_has_ended() -> None:

@@ -140,7 +140,9 @@ class Schedule:
         store = runner = None
         try:
             store, content = self._open(), Content(self.folder)
-            delete_noted(store, content)
+            with suppress(OSError, DatabaseError):
+                # As the service does: they stay noted.
+                delete_noted(store, content)
             runner = Runner(
                 store,
                 content,

@@ -47,6 +47,19 @@ def test_a_server_that_was_gone_is_used_again(own: Server) -> None:
     store.close()
 
 
+def test_a_query_to_a_machine_that_vanished_fails_as_soon_as_an_idle_connection(postgres: Server) -> None:
+    from serve_app.batches.postgres import Postgres
+
+    database = Postgres(postgres.database())
+    assert database.version() == 0
+    for connection in (database._db, database._reader):
+        assert connection is not None
+        found = connection.info.get_parameters()
+        idle, interval, count = (int(found[f"keepalives_{name}"]) for name in ("idle", "interval", "count"))
+        assert int(found["tcp_user_timeout"]) == 1000 * (idle + interval * count)
+    database.close()
+
+
 async def test_batches_outlast_the_server(own: Server, tmp_path: Path) -> None:
     url = own.database()
     settings = BatchesSettings(folder=str(tmp_path), database=url)

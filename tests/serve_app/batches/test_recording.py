@@ -1,12 +1,14 @@
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from pydantic_core import from_json
 
 from serve_app.batches import failpoints
-from serve_app.batches.limits import Limits
+from serve_app.batches.content import Content, Contents
+from serve_app.batches.errors import ContentLostError
 from serve_app.batches.lines import Position
-from serve_app.batches.recording import close, record, unfinished
+from serve_app.batches.recording import close, give_up, record, unfinished
 from serve_app.batches.rows import Row, answered
 from tests.serve_app.batches.helpers import NOW, batch_of, opened, put, row, text_of
 
@@ -40,13 +42,77 @@ def test_results_are_written_once_whatever_the_commit_said(
     assert (batch.input_tokens, batch.output_tokens) == (5, 2)
     assert content.path(batch.output_file).read_bytes() == results[0].text
     assert content.path(batch.error_file).read_bytes() == results[1].text
-    assert unfinished(store, content, batch, Position(), Limits())[0] == [
-        Row(ROWS[2].line, ROWS[2].text.strip())
-    ]
+    assert unfinished(store, content, batch, Position())[0] == [Row(ROWS[2].line, ROWS[2].text.strip())]
 
-    close(store, content, store.move("b", "cancelling", NOW), Limits(), NOW)
+    close(store, content, store.move("b", "cancelling", NOW), NOW)
     batch = store.batch("b")
     assert (batch.state, batch.completed, batch.failed, batch.unrun) == ("cancelled", 1, 2, 1)
     last = from_json(content.path(batch.error_file).read_bytes().splitlines()[1])
     assert (last["custom_id"], last["error"]["code"]) == ("r3", "batch_cancelled")
+    store.close()
+
+
+def test_a_batch_whose_input_has_lost_rows_does_not_end_as_if_it_were_complete(tmp_path: Path) -> None:
+    store, content = opened(tmp_path)
+    put(store, content, "in", b"".join(row.text for row in ROWS))
+    store.add_batch(batch_of("b", "in"), 1)
+    store.move("b", "in_progress", NOW, total=3)
+    record(store, content, "b", [answered("b", ROWS[0], 200, {})])
+    content.path("in").write_bytes(ROWS[0].text + ROWS[1].text)
+    with pytest.raises(ContentLostError, match="in is not what it was"):
+        close(store, content, store.move("b", "finalizing", NOW), NOW)
+    batch = store.batch("b")
+    assert (batch.state, batch.completed, batch.failed) == ("finalizing", 1, 1)
+    store.close()
+
+
+@pytest.mark.parametrize("where", ["disk", "memory"])
+def test_the_results_of_a_batch_that_lost_a_content_can_be_read(where: str, tmp_path: Path) -> None:
+    store = opened(tmp_path)[0]
+    content: Contents = Content(tmp_path)
+    if where == "memory":
+        pytest.importorskip("fsspec")
+        from serve_app.batches.object_storage import ObjectContent
+
+        content = ObjectContent(f"memory://{uuid4().hex}", tmp_path)
+    put(store, content, "in", b"".join(row.text for row in ROWS))
+    store.add_batch(batch_of("b", "in"), 1)
+    store.move("b", "in_progress", NOW, total=3)
+    results = [answered("b", ROWS[0], 200, {}), answered("b", ROWS[1], 404, {})]
+    record(store, content, "b", results)
+    batch = store.batch("b")
+    content.remove(batch.error_file)
+    # The output is written before it shows that the error file is gone.
+    with pytest.raises(ContentLostError) as lost:
+        record(store, content, "b", [answered("b", ROWS[2], status, {}) for status in (200, 500)])
+    give_up(store, content, "b", str(lost.value), NOW)
+    batch = store.batch("b")
+    assert (batch.state, batch.completed, batch.failed) == ("failed", 1, 1)
+    assert batch.errors[0]["code"] == "content_lost"
+    file = store.file("anna", batch.output_file)
+    assert file.bytes == content.size(batch.output_file) == len(results[0].text)
+    assert b"".join(content.pieces(file.id, file.bytes)) == results[0].text
+    assert content.size(batch.error_file) is None
+    store.close()
+
+
+def test_a_batch_that_lost_its_input_before_its_first_result_leaves_no_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, content = opened(tmp_path)
+    put(store, content, "in", ROWS[0].text)
+    store.add_batch(batch_of("b", "in"), 1)
+    store.move("b", "in_progress", NOW, total=1)
+
+    def fail(point: str) -> None:
+        if point == "content.synced":
+            raise OSError("the disk fails")
+
+    monkeypatch.setattr(failpoints, "hook", fail)
+    with pytest.raises(OSError, match="the disk fails"):
+        record(store, content, "b", [answered("b", ROWS[0], 200, {})])
+    monkeypatch.setattr(failpoints, "hook", None)
+    content.remove("in")
+    give_up(store, content, "b", "the content of in is gone", NOW)
+    assert content.ids() == set()
     store.close()

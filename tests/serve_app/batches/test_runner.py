@@ -1,9 +1,12 @@
 import asyncio
 import errno
+import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from pydantic_core import from_json
@@ -15,7 +18,9 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
 from serve_app.batches.client import Answer
 from serve_app.batches.content import Content
+from serve_app.batches.errors import NotFoundError
 from serve_app.batches.key_rules import KeyRules
+from serve_app.batches.limits import Limits
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
@@ -39,7 +44,7 @@ class Bench:
             store,
             content,
             engine,
-            KeyRules({"demo"}),
+            KeyRules({"demo"}, options.pop("limits", None)),
             backoff=options.pop("backoff", Backoff(0.0, 0.0)),
             clock=lambda: self.now,
             tick_s=options.pop("tick_s", 0.01),
@@ -381,8 +386,6 @@ async def test_a_full_disk_delays_and_loses_nothing(tmp_path: Path) -> None:
 async def test_no_more_rows_are_sent_while_results_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "GROWING_S", 0.001)
-    monkeypatch.setattr(pacing, "STEADY_S", 0.001)
     engine = Engine()
     engine.places = 1000
     # Rows that were sent by each try.
@@ -391,6 +394,10 @@ async def test_no_more_rows_are_sent_while_results_cannot_be_written(
     def full(point: str) -> None:
         if point == "content.appended" and engine.final and len(tries) < 30:
             tries.append(len(engine.sent))
+            if len(tries) == 2:
+                # The limit would grow fast from now on; the first error is known, however slow the thread.
+                monkeypatch.setattr(pacing, "GROWING_S", 0.001)
+                monkeypatch.setattr(pacing, "STEADY_S", 0.001)
             raise OSError(errno.ENOSPC, "No space left on device")
 
     async with running(tmp_path, engine, concurrency=Auto(most=1000)) as bench:
@@ -433,3 +440,187 @@ async def test_bytes_in_flight_are_bounded(tmp_path: Path) -> None:
         bench.add("b", *rows)
         await bench.ended("b")
     assert engine.most == 3
+
+
+@pytest.mark.parametrize("max_bytes", [1, 1 << 20])
+async def test_a_tenant_whose_rows_wait_for_their_next_try_holds_up_no_other(
+    max_bytes: int, tmp_path: Path
+) -> None:
+    engine = Engine(lambda id: 429 if id.startswith("a") else 200)
+    pace = Fixed(2)
+    waits = Backoff(3600.0, 3600.0)
+    async with running(tmp_path, engine, concurrency=pace, backoff=waits, max_bytes=max_bytes) as bench:
+        bench.add("anna", *(row(f"a{number}") for number in range(9)))
+        await engine.until(lambda: engine.tries.total() == min(2, max_bytes))
+        bench.add("ben", *(row(f"b{number}") for number in range(9)), tenant="ben")
+        assert (await bench.ended("ben")).completed == 9
+        # Rows that wait are bounded too.
+        assert bench.runner.in_flight == min(2, max_bytes)
+        bench.now = NOW + DAY_S
+        bench.runner.notice()
+        assert (await bench.ended("anna", state="expired")).unrun == 9
+    assert engine.most <= 2
+
+
+async def test_rows_that_are_due_again_share_the_places_with_those_of_other_tenants(tmp_path: Path) -> None:
+    engine = Engine(lambda id: 503 if id.startswith("a") and engine.tries[id] < 4 else 200)
+    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
+        for tenant in ("anna", "ben"):
+            bench.add(tenant, *(row(f"{tenant}{number}") for number in range(20)), tenant=tenant)
+        for tenant in ("anna", "ben"):
+            assert (await bench.ended(tenant)).completed == 20
+    assert engine.most == 1
+    assert set(engine.final.values()) == {1}
+
+
+async def test_a_cancelled_runner_ends_after_the_thread_that_writes(tmp_path: Path) -> None:
+    store, content = opened(tmp_path)
+    engine = Engine()
+    loop, reached, go = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def wait(point: str) -> None:
+        if point == "content.append":
+            loop.call_soon_threadsafe(reached.set)
+            assert go.wait(20)
+
+    put(store, content, "in", text_of(row("x")))
+    store.add_batch(batch_of("b", "in"), 1)
+    runner = Runner(store, content, engine, KeyRules({"demo"}), clock=lambda: NOW)
+    failpoints.hook = wait
+    try:
+        async with asyncio.timeout(20):
+            run = asyncio.create_task(runner.run())
+            await reached.wait()
+            run.cancel()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            # Otherwise the store would be closed, and the next process write the same file.
+            assert not run.done()
+            go.set()
+            await asyncio.wait([run])
+    finally:
+        go.set()
+        failpoints.hook = None
+    assert run.cancelled()
+    batch = store.batch("b")
+    assert batch.completed == 1
+    assert content.size(batch.output_file) == batch.output_bytes
+    store.close()
+
+
+async def test_a_batch_that_was_deleted_since_the_store_was_read_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path, Engine()) as bench:
+        bench.add("old", row("x"))
+        await bench.ended("old")
+        earlier = [replace(bench.store.batch("old"), state="finalizing")]
+        put(bench.store, bench.content, "in", text_of(row("y")))
+        read = bench.store.open_batches
+
+        def open_batches() -> list[Batch]:
+            found = [*earlier, *read()]
+            earlier.clear()
+            return found
+
+        monkeypatch.setattr(bench.store, "open_batches", open_batches)
+        bench.store.add_batch(batch_of("new", "in"), 1, 1)
+        bench.runner.notice()
+        await bench.ended("new")
+        with pytest.raises(NotFoundError):
+            bench.store.batch("old")
+
+
+class Broken:
+    """An input that can't be read."""
+
+    name = "in-a"
+
+    def open(self, mode: str) -> IO[bytes]:
+        """Fail."""
+        raise OSError(errno.EIO, "Input/output error")
+
+
+async def test_a_row_that_is_due_goes_before_the_rows_of_an_earlier_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the tenant, which has all its rows in flight, would wait for itself."""
+    tries = 0
+
+    def status(id: str) -> int:
+        nonlocal tries
+        tries += id == "y" and bench.store.batch("a").state == "in_progress"
+        return 503 if id == "y" and tries < 5 else 200
+
+    engine = Engine(status)
+    async with running(tmp_path, engine, concurrency=Fixed(1)) as bench:
+        bench.add("a", row("x"))
+        bench.add("b", row("y"), row("z"))
+        path, late = bench.content.path, ["in-a"]
+        monkeypatch.setattr(bench.content, "path", lambda id: Broken() if id in late else path(id))
+        await engine.until(lambda: engine.tries["y"] > 0)
+        late.clear()
+        await bench.ended("a")
+        await bench.ended("b")
+    assert tries == 5
+
+
+async def test_an_input_that_cannot_be_read_holds_up_no_other_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    async with running(tmp_path, engine) as bench:
+        bench.add("a", row("x"))
+        bench.add("b", row("y"), tenant="ben")
+        path = bench.content.path
+        monkeypatch.setattr(bench.content, "path", lambda id: Broken() if id == "in-a" else path(id))
+        await bench.ended("b")
+        bench.store.move("a", "cancelling", NOW)
+        bench.runner.notice()
+        await bench.ended("a", state="cancelled")
+
+
+async def test_rows_that_were_valid_are_sent_after_the_limit_on_lines_was_lowered(tmp_path: Path) -> None:
+    store, content = opened(tmp_path)
+    put(store, content, "in", text_of(row("x"), row("y" * 500)))
+    store.add_batch(batch_of("b", "in"), 1)
+    store.move("b", "in_progress", NOW, total=2)
+    store.close()
+    async with running(tmp_path, Engine(), limits=Limits(max_line_bytes=200)) as bench:
+        assert (await bench.ended("b")).completed == 2
+
+
+async def test_an_input_that_has_lost_rows_fails_the_batch_and_keeps_its_results(tmp_path: Path) -> None:
+    async with running(tmp_path, Engine(), concurrency=Fixed(1)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(300)))
+        await bench.until(lambda: bench.store.batch("b").completed > 0)
+        os.truncate(bench.content.path("in-b"), len(text_of(*(row(str(number)) for number in range(200)))))
+        batch = await bench.ended("b", state="failed")
+        assert batch.errors[0]["code"] == "content_lost"
+        assert batch.completed == len(bench.lines(batch)[0]) == 200
+
+
+async def test_a_file_that_cannot_be_written_holds_up_no_other_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine()
+    broken = True
+    async with running(tmp_path, engine, concurrency=Fixed(4)) as bench:
+        append = bench.content.append
+
+        def append_to_others(id: str, offset: int, data: bytes) -> None:
+            if broken and "-a-" in id:
+                raise PermissionError(errno.EACCES, "Permission denied", id)
+            append(id, offset, data)
+
+        monkeypatch.setattr(bench.content, "append", append_to_others)
+        engine.go.clear()
+        for name, tenant in (("b", "ben"), ("a", "anna")):
+            bench.add(name, *(row(f"{name}{number}") for number in range(20)), tenant=tenant)
+        await bench.until(lambda: bench.store.batch("a").state == "in_progress")
+        engine.go.set()
+        assert (await bench.ended("b")).completed == 20
+        assert bench.store.batch("a").completed == 0
+        broken = False
+        assert (await bench.ended("a")).completed == 20
+    assert set(engine.final.values()) == {1}

@@ -1,14 +1,24 @@
 import asyncio
+import threading
+import weakref
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from random import Random
+from typing import Any
+
+import pytest
+from pydantic_core import from_json
 
 from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import RequestError
-from serve_app.api.pacing import Backoff, Fixed
+from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.batches.client import Answer
+from serve_app.batches import rows
+from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
+from serve_app.ingress.large_bodies import LARGE_BYTES
 from tests.serve_app.batches.helpers import batch_of, row, text_of
 
 BATCH = batch_of("b", "in")
@@ -83,16 +93,78 @@ async def test_a_try_that_takes_too_long_is_repeated() -> None:
     assert not result.is_error
 
 
-async def test_rows_that_wait_for_a_try_are_counted() -> None:
+async def test_a_row_is_away_while_it_waits_for_a_try() -> None:
+    waiting = 0
+
+    @asynccontextmanager
+    async def away() -> AsyncGenerator[None, None]:
+        nonlocal waiting
+        waiting += 1
+        yield
+        waiting -= 1
+
     stopping = asyncio.Event()
     sender = Sender(Script(Answer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0, 5.0)
-    sending = asyncio.create_task(sender.send(BATCH, ROW, stopping))
+    sending = asyncio.create_task(sender.send(BATCH, ROW, stopping, away))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert sender.waiting == 1
+    assert waiting == 1
     stopping.set()
     assert await sending is None
-    assert sender.waiting == 0
+    assert waiting == 0
+
+
+async def test_a_refusal_by_an_engine_lowers_the_limit_and_one_by_a_quota_does_not() -> None:
+    noted.clear()
+    refused = QuotaError(429, "rate_limit_error", "none left", retry_after_s=36_000.0)
+    limit = Auto(first=8)
+    sender = Sender(Script(refused, Answer(200, {})), limit, Waits(), 0, 5.0)
+    assert await sender.send(BATCH, ROW, asyncio.Event()) is not None
+    assert (limit.limit, noted) == (8, [(1, 36_000.0)])
+    sender = Sender(Script(Answer(429, {}), Answer(200, {})), limit, Waits(), 0, 5.0)
+    assert await sender.send(BATCH, ROW, asyncio.Event()) is not None
+    assert limit.limit == 4
+
+
+async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Body(dict[str, Any]):
+        """A body that can be watched."""
+
+    class Taking:
+        """A client that needs a row for a moment."""
+
+        async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+            """Forget the row, then answer."""
+            watched = weakref.ref(body)
+            del body
+            await asyncio.sleep(0)
+            kept.append(watched() is not None)
+            return Answer(200, {})
+
+        async def refresh(self) -> None:
+            return
+
+        async def load(self) -> EngineLoad | None:
+            """Return nothing."""
+            return None
+
+    kept: list[bool] = []
+    threads = set()
+
+    def parsed(text: bytes) -> JSON:
+        threads.add(threading.get_ident())
+        found: JSON = from_json(text)
+        return found | {"body": Body(found["body"])}
+
+    monkeypatch.setattr(rows, "from_json", parsed)
+    monkeypatch.setattr(Row, "body", lambda self: parsed(self.text)["body"])
+    large = Row(1, text_of(row("x", body={"model": "demo", "prompt": "x" * LARGE_BYTES})))
+    result = await Sender(Taking(), Fixed(1), Backoff(), 0, 5.0).send(BATCH, large, asyncio.Event())
+    assert result is not None
+    assert kept == [False]
+    assert threading.get_ident() not in threads
 
 
 async def test_a_row_has_no_result_once_it_is_stopped() -> None:

@@ -77,6 +77,22 @@ async def test_the_weight_of_a_relayed_request_reaches_the_engines(tmp_path: Pat
         await engine.until(lambda: engine.weights == {"anna": 3.0})
 
 
+async def test_a_start_goes_on_where_a_content_can_not_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, _ = opened(tmp_path)
+    store.note_content("left")
+    store.close()
+    # A folder is no content that could be deleted.
+    (tmp_path / "files" / "left").mkdir()
+    async with running(tmp_path, Engine()) as service:
+        service.check()
+    assert "contents without a file can't be deleted before the next start" in caplog.text
+    store, _ = opened(tmp_path)
+    assert store.noted_contents() == ["left"]
+    store.close()
+
+
 async def test_a_folder_in_use_is_waited_for(tmp_path: Path) -> None:
     store, _ = opened(tmp_path)
     settings = BatchesSettings(folder=str(tmp_path))

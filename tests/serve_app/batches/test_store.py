@@ -71,6 +71,14 @@ def test_a_tenant_sees_its_own_only(store: Store) -> None:
     assert store.batches("ben").items == []
 
 
+def test_a_name_with_a_nul_is_no_failure_of_the_database(store: Store) -> None:
+    store.add_file(file_of("a", filename="x\0y.jsonl"))
+    assert store.file("anna", "a").filename in ("x\0y.jsonl", "x\ufffdy.jsonl")
+    for look in (lambda: store.file("anna", "\0"), lambda: store.batches("anna", after="\0")):
+        with pytest.raises(NotFoundError):
+            look()
+
+
 def test_the_bytes_of_a_tenant_are_limited(store: Store) -> None:
     store.add_file(file_of("a", size=9), 10)
     with pytest.raises(TooManyError):
