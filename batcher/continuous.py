@@ -67,7 +67,7 @@ class ContinuousBatcher(Batcher[Slot]):
             as that allows, and leave space for it; see `Background`. It takes `step` and
             `Slot.first_token` to know. None: all tiers share the window.
         background: The priority from which on records are background, where there are goals.
-        clock: Returns the time in seconds; deadlines are on it.
+        clock: Returns the time in seconds, which never goes back; deadlines are on it.
 
     Raises:
         ValueError: An argument is out of range.
@@ -184,9 +184,9 @@ class ContinuousBatcher(Batcher[Slot]):
             cost = prompt_tokens + self._window.reserved(max_tokens, records)
         elif cost is None or prompt_tokens is not None or max_tokens is not None:
             raise ValueError("give either cost, or both prompt_tokens and max_tokens")
-        if timeout is not None:
-            deadline = self._deadline(deadline, timeout, self._clock())
         slot = Slot(self._window, cost, priority, tenant, deadline, records)
+        if timeout is not None:
+            slot.deadline = self._deadline(deadline, timeout, self._clock(), records)
         slot.wait, slot.prompt_tokens, slot.max_tokens = wait, prompt_tokens, max_tokens
         if arrived_at is not None:
             checks.instant("arrived_at", arrived_at)
@@ -295,7 +295,8 @@ class ContinuousBatcher(Batcher[Slot]):
     @property
     def load(self) -> Load:
         """What runs and waits at this moment."""
-        queue, tier = self._queue, min(self._queue.classes(), default=0)
+        queue = self._queue
+        tier = queue.first_priority() or 0
         return Load(self._window.records, queue.total, queue.total_cost, tier, queue.next_deadline())
 
     def step(self, seconds: float) -> None:

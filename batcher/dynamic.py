@@ -99,7 +99,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             functions that must not run twice on a record.
         priority_aging_s: See `RequestQueue`.
         tenant_weights: See `RequestQueue`.
-        clock: Returns the time in seconds; deadlines are on it.
+        clock: Returns the time in seconds, which never goes back; deadlines are on it.
 
     Raises:
         ValueError: An argument is out of range, or two contradict each other.
@@ -289,7 +289,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         if cost is not None and estimated_cost is not None:
             raise ValueError(TWO_COSTS)
         name = "cost" if estimated_cost is None else "estimated_cost"
-        costs: Sequence[int | None] = cost or estimated_cost or [None] * len(records)
+        given = estimated_cost if cost is None else cost
+        costs: Sequence[int | None] = [None] * len(records) if given is None else given
         if len(costs) != len(records):
             raise ValueError(
                 f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"

@@ -1,9 +1,11 @@
 """Errors that a batcher raises, and copies of an error for each record of a batch."""
 
 import copy
+from collections.abc import Callable
 from typing import TypeVar
 
 LATE = "the deadline passed before the record could start"
+OS_ERROR_STATE = ("args", "errno", "strerror", "filename", "filename2")
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -76,16 +78,24 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
     raises it writes into what the others see.
     """
     kind = type(error)
+    twin: ErrorT | Aborted
     try:
         if kind.__module__ == "builtins":
             # Some keep their state in C, where only their own constructor puts it.
-            twin: ErrorT | Aborted = copy.copy(error)
+            twin = copy.copy(error)
         else:
             # `__init__` may want other arguments than the `args` it left: go round it.
             twin = kind.__new__(kind, *error.args)
             twin.__dict__.update(error.__dict__)
+            if isinstance(error, OSError):
+                # With an `__init__` of its own it has no state before that, not even `args`.
+                for name in OS_ERROR_STATE:
+                    if (value := getattr(error, name)) is not None:
+                        Exception.__setattr__(twin, name, value)
+        if "__notes__" in error.__dict__:
+            twin.__dict__["__notes__"] = list(error.__dict__["__notes__"])
     except Exception:
-        twin = Aborted(f"{kind.__name__}: {error}")
+        twin = Aborted(f"{kind.__name__}: {described(error, str)}")
     twin.__cause__ = error.__cause__
     twin.__context__ = error.__context__
     twin.__suppress_context__ = error.__suppress_context__
@@ -95,5 +105,13 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
 def fit(error: BaseException) -> Exception:
     """Return an error that a future can carry and that doesn't look like the end of its caller."""
     if isinstance(error, StopIteration) or not isinstance(error, Exception):
-        return Aborted(f"the result of the record is {error!r}")
+        return Aborted(f"the result of the record is {described(error)}")
     return error
+
+
+def described(error: BaseException, text: Callable[[BaseException], str] = repr) -> str:
+    """Return the text of an error; its own method for that may raise too."""
+    try:
+        return text(error)
+    except Exception:
+        return object.__repr__(error)

@@ -114,10 +114,10 @@ class Background:
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._steps = 0
         self._stepped = False
-        # By how much each TTFT exceeded two mean steps of its time, when, and the same for a width of one;
-        # TPOT as a multiple of the mean step.
-        self._tails: deque[tuple[float, float, float]] = deque(maxlen=REMEMBERED_TTFTS)
-        self._answers: deque[float] = deque(maxlen=REMEMBERED_TPOTS)
+        # Each TTFT, by how much it exceeded two mean steps of its time, when, and the excess for a width of
+        # one; TPOT as a multiple of the mean step, and when.
+        self._tails: deque[tuple[float, float, float, float]] = deque(maxlen=REMEMBERED_TTFTS)
+        self._answers: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_TPOTS)
         self._judged_at = self._narrowed_at = clock()
 
     def stats(self) -> dict[str, float]:
@@ -203,7 +203,7 @@ class Background:
             return
         now = self._clock()
         tail = seconds - 2 * self._mean_s
-        self._tails.append((tail, now, tail / math.pow(self._width(), TAILS_POWER)))
+        self._tails.append((seconds, tail, now, tail / math.pow(self._width(), TAILS_POWER)))
         # Until the window has had time to act, other late answers are of the same cause.
         if seconds > self.goals.ttft_p99_s and now - self._narrowed_at > 2 * seconds:
             self._narrow(LATE_CUT)
@@ -211,14 +211,17 @@ class Background:
     def answered(self, seconds_per_token: float) -> None:
         """Take in the TPOT of an answer of the foreground."""
         if self._mean_s:
-            self._answers.append(seconds_per_token / self._mean_s)
+            self._answers.append((seconds_per_token / self._mean_s, self._clock()))
 
     def expected_ttft_s(self) -> float:
         """Return the 99th percentile of the TTFT to expect now, in seconds."""
-        return max(self._expected_by_steps(), self._expected_by_answers(-math.inf))
+        goal_s = math.inf if self.goals is None else self.goals.ttft_p99_s
+        return max(self._expected_by_steps(goal_s), self._expected_by_answers(-math.inf))
 
-    def _expected_by_steps(self) -> float:
-        mean, tails = self._mean_s, sorted(tail for tail, _, _ in self._tails)
+    def _expected_by_steps(self, goal_s: float) -> float:
+        mean, oldest = self._mean_s, self._clock() - LATE_FOR_S
+        # Those that were late long ago would hold the window down for good where no others follow.
+        tails = sorted(tail for took, tail, at, _ in self._tails if took <= goal_s or at >= oldest)
         if len(tails) < ENOUGH_ANSWERS:
             # The way of the request and its own prompt: half a step, as long as it is unknown.
             return self._wait(2) + mean / 2
@@ -231,7 +234,7 @@ class Background:
     def _expected_by_answers(self, since: float) -> float:
         """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell."""
         oldest = self._clock() - LATE_FOR_S
-        latest = [(tail, at) for _, at, tail in self._tails if at >= oldest]
+        latest = [(tail, at) for _, _, at, tail in self._tails if at >= oldest]
         late = max(1, int(MAY_BE_LATE * len(latest)))
         found = [tail for tail, at in latest if at >= since]
         if len(self._tails) < ENOUGH_ANSWERS or len(found) <= late:
@@ -260,14 +263,16 @@ class Background:
         mean = self._mean_s
         if not mean:
             return
-        by_steps = self._expected_by_steps()
+        by_steps = self._expected_by_steps(goals.ttft_p99_s)
         # By how much a step may become longer, as a factor.
         expected = max(by_steps, self._expected_by_answers(-math.inf))
         slack = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
         late = max(by_steps, self._expected_by_answers(self._narrowed_at)) > (1 + AIM) / 2 * goals.ttft_p99_s
         if goals.tpot_p99_s is not None:
-            answers = self._answers
-            worst = nlargest(2, answers)[1] if len(answers) >= ENOUGH_ANSWERS else 1.0
+            oldest = self._clock() - LATE_FOR_S
+            latest = [multiple for multiple, at in self._answers if at >= oldest]
+            known = len(self._answers) >= ENOUGH_ANSWERS and len(latest) > 1
+            worst = nlargest(2, latest)[1] if known else 1.0
             per_token = max(worst, 1.0) * mean
             slack = min(slack, AIM * goals.tpot_p99_s / per_token)
             late = late or per_token > (1 + AIM) / 2 * goals.tpot_p99_s

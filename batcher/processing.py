@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from batcher.entries import Entry
-from batcher.errors import LATE, Aborted, BadResults, Expired, fit, separate
+from batcher.errors import LATE, Aborted, BadResults, Expired, described, fit, separate
 from batcher.stats import BatchObservation, Outcome, Recorder
 
 RecordT = TypeVar("RecordT")
@@ -56,10 +56,11 @@ class ProcessCall(Generic[RecordT, ResultT]):
         Raises:
             BadResults: It returned something else.
             Aborted: It ended in a way that would look like the end of its caller: it was cancelled from
-                inside, or raised StopIteration.
+                inside, or raised StopIteration or GeneratorExit.
             Exception: What it raised itself.
         """
         count = len(records)
+        task = asyncio.current_task()
         try:
             results: Any
             if self._threads is None:
@@ -67,25 +68,37 @@ class ProcessCall(Generic[RecordT, ResultT]):
             else:
                 results = await self._call_in_thread(self._threads, records)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise Aborted("process_fn was cancelled from inside") from None
+        except GeneratorExit:
+            if task is None or asyncio.current_task(task.get_loop()) is not task:
+                # The coroutine is collected, with the event loop on which it waited.
+                raise
+            raise Aborted("process_fn raised GeneratorExit") from None
         return checked(results, count)
 
     async def _call_in_thread(self, threads: ThreadPoolExecutor, records: list[RecordT]) -> Any:
-        def call() -> tuple[Any, BaseException | None]:
+        # The traceback of an error holds all frames here and in the thread. If one of them held the error,
+        # what `process_fn` had in memory would stay there while a part of the batch runs again.
+        outcomes: list[tuple[Any, BaseException | None]] = []
+
+        def call() -> None:
             try:
-                return self._process_fn(records), None
+                outcomes.append((self._process_fn(records), None))
             except BaseException as error:
-                return None, error
+                outcomes.append((None, error))
 
         context = contextvars.copy_context()
-        results, error = await asyncio.get_running_loop().run_in_executor(threads, context.run, call)
+        await asyncio.get_running_loop().run_in_executor(threads, context.run, call)
+        results, error = outcomes.pop()
         if error is not None:
-            if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                raise error
-            raise Aborted(f"process_fn raised {error!r}") from error
+            try:
+                if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                    raise error
+                raise Aborted(f"process_fn raised {described(error)}") from error
+            finally:
+                del error
         return await results if inspect.isawaitable(results) else results
 
 
@@ -218,6 +231,8 @@ class Processor(Generic[ResultT]):
                     ended = search.failed(part, error)
                     results = [error] * len(ended)
                 self._count_batch(part)
+                if not ended:
+                    self._recorder.ran(len(part), (), self._clock() - started)
                 part = search.next()
                 if ended and not part:
                     free(search.tests == 1)
@@ -230,7 +245,7 @@ class Processor(Generic[ResultT]):
             for entry in batch:
                 if not entry.done():
                     self._recorder.total_failed += 1
-                    entry.fail(Aborted(f"the batch was cut short by {cause!r}"))
+                    entry.fail(Aborted(f"the batch was cut short by {described(cause)}"))
             raise
 
     def _in_time(self, batch: list[Entry[ResultT]]) -> list[Entry[ResultT]]:

@@ -54,7 +54,7 @@ class RequestQueue(Generic[EntryT]):
         tenants: Their weights, and what is known of those that have entries or had of late.
 
     Args:
-        clock: Returns the time in seconds.
+        clock: Returns the time in seconds, which never goes back.
         max_size: Most records that may wait; an empty queue takes any one entry. None: no bound.
         max_cost: Most cost that may wait; an empty queue takes any one entry. None: no bound.
         priority_aging_s: Seconds, see above; None: a low tier waits until all above it is done.
@@ -127,6 +127,10 @@ class RequestQueue(Generic[EntryT]):
             for tier in self._tiers.values()
             if tier.total > tier.outside
         }
+
+    def first_priority(self) -> int | None:
+        """Return the most urgent tier in which records wait, for space too; None: there is none."""
+        return min((tier.priority for tier in self._tiers.values() if tier.total), default=None)
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
         """Return how many records go before one that comes now, and their cost together.

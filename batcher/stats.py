@@ -20,7 +20,8 @@ class Stats:
     """Statistics of both batchers.
 
     Every record that was submitted is completed, failed, cancelled or expired, or is among
-    `queue_depth` and `running`. Percentiles are over the last 512 records that ran.
+    `queue_depth` and `running`. Percentiles are over the last 512 records that ran; where a batch was split,
+    the wait of a record ends, and its run begins, with the last of its runs.
 
     Attributes:
         total_submitted: Records that got into the queue.
@@ -88,7 +89,7 @@ class BatchStats(Stats):
     """A snapshot of a `DynamicBatcher`.
 
     Attributes:
-        total_batches: Batches that were given to `process_fn`; the parts of a batch that was split count.
+        total_batches: Batches with which `process_fn` has ended; the parts of a batch that was split count.
         total_batch_cost: Their cost.
         total_padded_cost: Their cost, were each padded: its longest record times their number.
         avg_batch_size: Mean number of records in a batch.
@@ -131,11 +132,12 @@ class ContinuousStats(Stats):
         capacity: Cost that may run at once.
         max_running: Records that may run at once, without the few that wait in the engine; None: no bound.
         occupancy: Mean share of the capacity in use since the start.
-        output_tokens: Tokens that were reported as produced.
+        output_tokens: Tokens that the records that have ended reported as produced.
         ttft_p50_s: Seconds from submission to the first token: median of the last 512 records that told it
             (`Slot.first_token`); `ttft_p99_s`: percentile. None: no record has told it.
         background_running: Background records that run; 0 where there are no goals.
-        background_window: How many of them may run now; None: there are no goals.
+        background_window: How many of them the goals allow to run now, where the space that is kept for the
+            foreground doesn't allow fewer; None: there are no goals.
         goal_ttft_s: Seconds to the first token that are the goal for 99 of 100 requests of the foreground;
             None: there are no goals.
         expected_ttft_s: What is expected of them. Above the goal with a window of 1, the goal is out of
@@ -270,7 +272,10 @@ class Recorder:
     # Records
 
     def ran(self, records: int, waits_s: Sequence[float], run_s: float) -> None:
-        """Count records that ran for `run_s` after these waits; of many alike, the latest few will do."""
+        """Count records that ran for `run_s` after these waits; of many alike, the latest few will do.
+
+        No waits: the records will run again, and only then count among the percentiles.
+        """
         self._ran += records
         self._run_s += records * run_s
         self._waits += waits_s

@@ -105,7 +105,13 @@ class ThreadClient(Generic[ResultT]):
             left = LOOK_S if give_up_at is None else min(LOOK_S, give_up_at - time.monotonic())
             if left <= 0:
                 return
-            done, _ = concurrent.futures.wait(futures, left, concurrent.futures.FIRST_COMPLETED)
+            try:
+                done, _ = concurrent.futures.wait(futures, left, concurrent.futures.FIRST_COMPLETED)
+            except BaseException:
+                # After Ctrl-C the result is of no use.
+                for future in futures:
+                    future.cancel()
+                raise
             if done:
                 return
             runs = self._loop.is_running()
@@ -118,6 +124,10 @@ class ThreadClient(Generic[ResultT]):
     ) -> ResultT:
         """Submit a record for a thread, and return its result."""
         future: asyncio.Future[ResultT] | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        # Python reports errors that are not looked at; a thread that has given up doesn't take one.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             future = await self._batcher.submit(*args, **options)
             if accepted.set_running_or_notify_cancel():
@@ -126,7 +136,7 @@ class ThreadClient(Generic[ResultT]):
                 future.cancel()
             return await future
         except asyncio.CancelledError:
-            if future is not None and future.done() and not asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            if future is not None and future.done() and not task.cancelling():
                 # The record was cancelled.
                 raise
             raise Closed("the event loop of the batcher has ended") from None

@@ -350,10 +350,9 @@ class Window:
             self._background_rate.learn(slot.cost, run_s, records)
         elif slot.first_at and slot.output_tokens > records:
             background.answered((now - slot.first_at) / (slot.output_tokens / records - 1))
-        if slot.output_tokens and slot.prompt_tokens is not None:
-            self._recorder.output_tokens += slot.output_tokens
-            if finished and self._learns:
-                self._outputs.learn(slot.output_tokens // records)
+        self._recorder.output_tokens += slot.output_tokens
+        if slot.output_tokens and slot.prompt_tokens is not None and finished and self._learns:
+            self._outputs.learn(slot.output_tokens // records)
 
     def outgrown(self, slot: Slot) -> None:
         """Reserve more for a slot that has used up what was reserved for it."""
@@ -373,8 +372,8 @@ class Window:
         return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
 
     def first_token(self, slot: Slot) -> None:
-        """Take in that a slot has its first token."""
-        if not slot.first_at:
+        """Take in that a slot has its first token; one that was not entered has none."""
+        if slot.admitted and not slot.first_at:
             slot.first_at = self._clock()
             self._recorder.first_token(slot.first_at - slot.submitted_at)
             if slot.priority < self._background.priority:

@@ -1043,6 +1043,18 @@ async def test_a_pause_starts_nothing_and_lets_what_runs_end() -> None:
 
 
 @virtual
+async def test_the_load_tells_the_most_urgent_tier_also_of_those_that_wait_for_space() -> None:
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
+        holders = Holders(batcher)
+        await holders.enter_all("ab")
+        await holders.enter("urgent", priority=-1, wait=True)
+        assert batcher.stats.outside == 1
+        assert batcher.load == (1, 2, 20, -1, None)
+        await holders.leave_all()
+        assert batcher.load == (0, 0, 0, 0, None)
+
+
+@virtual
 async def test_the_estimate_of_a_wait_contains_the_pause_and_what_ran_before_it() -> None:
     async with continuous_batcher(10) as batcher:
         holders = Holders(batcher)

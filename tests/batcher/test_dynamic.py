@@ -796,6 +796,8 @@ async def test_submit_batch_returns_futures_in_order() -> None:
         assert await batcher.submit_batch([]) == []
         with pytest.raises(ValueError, match="one cost for each of the 3 records, not 2"):
             await batcher.submit_batch("abc", estimated_cost=[1, 2])
+        with pytest.raises(ValueError, match="one cost for each of the 3 records, not 0"):
+            await batcher.submit_batch("abc", cost=[])
 
 
 @virtual

@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from batcher import Aborted, BadResults, BatcherError, Closed, Expired, Oversize, QueueFull
-from batcher.errors import separate
+from batcher.errors import described, separate
 
 
 def test_each_is_also_what_python_calls_it() -> None:
@@ -46,6 +46,14 @@ class Picky(Exception):  # noqa: N818
         self.hint = hint
 
 
+class UnreachableError(OSError):
+    """Like those of requests and aiohttp: an OSError with an `__init__` of its own."""
+
+    def __init__(self, *args: object, host: str) -> None:
+        super().__init__(*args)
+        self.host = host
+
+
 class Unmakeable(Exception):  # noqa: N818
     def __new__(cls, secret: str = "") -> "Unmakeable":
         if secret != "let me":
@@ -72,6 +80,8 @@ def test_a_separate_error_is_equal_but_another_object() -> None:
         OSError(2, "no"),
         unicode_error,
         Picky(5, hint="h"),
+        UnreachableError("refused", host="h"),
+        UnreachableError(2, "no", "a file", host="h"),
         KeyError("k"),
         Oversize(2, 1),
     ]
@@ -88,7 +98,28 @@ def test_a_separate_error_is_equal_but_another_object() -> None:
     assert separate(OSError(2, "no")).errno == 2  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("error", [ValueError("x"), Picky(5, hint="h")])
+def test_a_note_on_one_error_is_not_on_the_other(error: Exception) -> None:
+    error.add_note("of both")
+    twin = separate(error)
+    twin.add_note("of the twin")
+    assert (error.__notes__, twin.__notes__) == (["of both"], ["of both", "of the twin"])
+
+
 def test_an_error_that_can_not_be_copied_is_described() -> None:
     twin = separate(Unmakeable("let me"))
     assert isinstance(twin, Aborted)
     assert str(twin) == "Unmakeable: unmakeable"
+
+
+class Unprintable(Unmakeable):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    __repr__ = __str__
+
+
+def test_an_error_that_can_be_neither_copied_nor_printed_is_named() -> None:
+    error = Unprintable("let me")
+    assert str(separate(error)).startswith("Unprintable: <")
+    assert "Unprintable object" in described(error)

@@ -304,3 +304,27 @@ async def test_without_goals_all_classes_share_the_window() -> None:
         assert batcher.stats.background_window is None
         batcher.step(1.0)
         await end(holders)
+
+
+@pytest.mark.parametrize("late_s", [0.11, 0.15, 5.0])
+def test_a_minute_after_mostly_late_answers_the_background_has_its_width_again(late_s: float) -> None:
+    """The foreground was overloaded, and has gone."""
+    served = Served()
+    wide = served.run(20)
+    served.answer(*[0.03] * 10, *[late_s] * 40)
+    assert served.run(30) < wide / 2
+    served.run(60)
+    assert max(served.run(0.1) for _ in range(10)) == wide
+    assert served.background.expected_ttft_s() < GOALS.ttft_p99_s
+
+
+def test_a_minute_after_slow_answers_the_background_has_its_width_again() -> None:
+    """Two of 40 answers had 200 ms per token; no others come."""
+    served = Served()
+    served.background.goals = Goals(ttft_p99_s=0.1, tpot_p99_s=0.05)
+    wide = served.run(20)
+    for took in [0.01] * 38 + [0.2] * 2:
+        served.background.answered(took)
+    assert served.run(30) < wide / 2
+    served.run(60)
+    assert max(served.run(0.1) for _ in range(10)) == wide

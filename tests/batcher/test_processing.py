@@ -3,9 +3,11 @@
 import asyncio
 import contextvars
 import functools
+import gc
 import math
 import random
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,6 +208,69 @@ async def test_one_odd_error_for_two_records_leaves_the_good_results(error: Base
         results = await results_of(futures)
         assert [type(result) for result in results] == [Aborted, Aborted, str]
         assert results[0] is not results[1]
+
+
+class Unprintable(BaseException):
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@virtual
+async def test_an_error_without_a_text_for_one_record_leaves_the_good_results() -> None:
+    async def process(batch: list[Any]) -> list[Any]:
+        return [Unprintable() if record == "odd" else record for record in batch]
+
+    async with dynamic_batcher(process) as batcher:
+        results = await results_of([batcher.submit_nowait(record) for record in ("a", "odd", "b")])
+        assert [type(result) for result in results] == [str, Aborted, str]
+        assert (batcher.stats.total_completed, batcher.stats.total_failed) == (2, 1)
+
+
+@virtual
+@pytest.mark.parametrize("error", [Unprintable(), GeneratorExit()])
+async def test_whatever_a_function_raises_ends_its_records(error: BaseException) -> None:
+    async def process(batch: list[int]) -> list[int]:
+        raise error
+
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    async with dynamic_batcher(process) as batcher:
+        results = await results_of([batcher.submit_nowait(number) for number in range(3)])
+        assert [type(result) for result in results] == [Aborted] * 3
+        assert batcher.stats.total_failed == 3
+        check_books(batcher)
+
+
+class Activations:
+    """Memory of a forward pass."""
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+async def test_a_part_of_a_batch_runs_when_the_memory_of_the_failed_call_is_free(
+    in_thread: bool, little_garbage: None
+) -> None:
+    passes: list[weakref.ref[Activations]] = []
+    alive: list[int] = []
+
+    def process(batch: list[str]) -> list[str]:
+        alive.append(sum(each() is not None for each in passes))
+        memory = Activations()
+        passes.append(weakref.ref(memory))
+        if len(batch) > 1:
+            raise MemoryError
+        return batch
+
+    async def process_here(batch: list[str]) -> list[str]:
+        return process(batch)
+
+    gc.disable()
+    try:
+        async with DynamicBatcher(process if in_thread else process_here) as batcher, asyncio.timeout(10):
+            assert await results_of(await batcher.submit_batch("abcd")) == [*"abcd"]
+    finally:
+        gc.enable()
+    assert len(alive) > 4
+    assert not any(alive)
 
 
 class Table:

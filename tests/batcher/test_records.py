@@ -69,6 +69,14 @@ async def test_more_records_than_can_run_together_are_refused_at_once(
             assert batcher.stats.running == 4
 
 
+@virtual
+async def test_the_records_of_a_slot_that_comes_too_late_are_counted() -> None:
+    async with continuous_batcher() as batcher:
+        with pytest.raises(Expired):
+            batcher.slot(1, records=8, timeout=0.0)
+        assert batcher.stats.total_rejected == 8
+
+
 def test_the_error_survives_a_pickle() -> None:
     error = pickle.loads(pickle.dumps(Oversize(5, 4, "places")))
     assert (error.cost, error.limit, error.what) == (5, 4, "places")

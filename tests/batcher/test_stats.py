@@ -124,6 +124,38 @@ async def test_the_mean_latency_is_that_of_completed_records() -> None:
         assert batcher.stats.avg_latency_s == pytest.approx(1.0)
 
 
+@virtual
+async def test_the_mean_run_is_that_of_each_run_and_the_percentiles_are_of_the_last_ones() -> None:
+    async def process(batch: list[str]) -> list[str]:
+        await asyncio.sleep(len(batch))
+        if "bad" in batch:
+            raise ValueError
+        return batch
+
+    async with dynamic_batcher(process) as batcher:
+        await results_of([batcher.submit_nowait(record) for record in ("bad", "good")])
+        stats = batcher.stats
+        # Both ran for two seconds, and each for one more.
+        assert (stats.avg_run_s, stats.run_p99_s) == pytest.approx((1.5, 1.0))
+        assert stats.wait_p50_s == pytest.approx(3.0)
+        assert stats.total_batches == 3
+
+
+async def test_tokens_count_however_the_cost_of_a_slot_was_given() -> None:
+    async with ContinuousBatcher(capacity=100) as batcher:
+        async with batcher.slot(10) as slot:
+            slot.report(7)
+        async with batcher.slot(prompt_tokens=5, max_tokens=5) as slot:
+            slot.report(3)
+        assert batcher.stats.output_tokens == 10
+
+
+async def test_a_slot_that_was_not_entered_has_no_first_token() -> None:
+    async with ContinuousBatcher(capacity=100) as batcher:
+        batcher.slot(10).first_token()
+        assert batcher.stats.ttft_p50_s is None
+
+
 # Observations
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -242,3 +243,47 @@ def test_a_thread_is_told_that_the_loop_does_not_run() -> None:
     loop.close()
     with pytest.raises(Closed, match="closed"):
         client.submit(1)
+
+
+async def test_what_a_thread_no_longer_takes_is_not_reported(unraisable: list[Any]) -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    held = Held()
+    async with DynamicBatcher(held) as batcher:
+        client = ThreadClient(batcher)
+        with pytest.raises(TimeoutError):
+            await in_thread(lambda: client.process(1, timeout=0.01))
+        await settled(lambda: batcher.stats.total_cancelled == 1)
+        held.go.set()
+    gc.collect()
+    assert (reported, unraisable) == ([], [])
+
+
+@pytest.mark.parametrize(("waits_for", "space"), [("space", 1), ("result", 2)])
+async def test_a_thread_that_is_interrupted_takes_its_record_back(
+    waits_for: str, space: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = threading.Event()
+    wait = concurrent.futures.wait
+
+    def interrupted(futures: Any, *args: Any) -> Any:
+        # Of two futures the first one is that of the space.
+        if waits_for == "result" and len(futures) == 2:
+            return wait(futures, *args)
+        interrupt.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(concurrent.futures, "wait", interrupted)
+    held = Held()
+    async with DynamicBatcher(held, max_batch_size=1, max_queue_size=space, prefetch_batches=0) as batcher:
+        client = ThreadClient(batcher)
+        for number in range(2):
+            await batcher.submit(number)
+        thread, found = start_thread(lambda: client.process(2))
+        await settled(lambda: batcher.stats.queue_depth + batcher.stats.outside == 2)
+        interrupt.set()
+        await asyncio.to_thread(thread.join, WAIT_S)
+        assert isinstance(found[0], KeyboardInterrupt)
+        await settled(lambda: batcher.stats.queue_depth + batcher.stats.outside == 1)
+        held.go.set()
+    assert held.seen == [0, 1]
