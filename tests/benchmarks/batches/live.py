@@ -58,7 +58,7 @@ out. A p99 takes some hundreds of requests: --seconds times 1.5 of --rate.
 --in-turn: vLLM schedules a step while the one before it runs, so that a live request waits for up to three
 steps. With this option it schedules each step after the other (`async_scheduling: false`), and a live request
 waits for two; on a CPU it does so anyway. The throughput is still compared with that of steps that are
-scheduled ahead.
+scheduled ahead, and the TTFT with both.
 
 examples:
   make bench-batches-live
@@ -195,6 +195,11 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
     with saturate(ahead, folder, batches=folder / "without a goal") as server:
         api = API(server)
         full = alone_at(api, write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1], options)
+        usual: list[float] = []
+        for number in range(1, options.rounds + 1) if options.in_turn else ():
+            progress(f"beside: live traffic alone, with steps ahead, {number} of {options.rounds}")
+            found = asyncio.run(send(server.port, traffic, seed=10 * number)).figures(traffic)
+            usual.append(found["ttft_p99_ms"])
     whole = statistics.median(full)
     with saturate(model, folder) as server:
         progress("beside: live traffic alone, without a goal")
@@ -227,12 +232,16 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
         f"half of that more or less. The goal for the TTFT p99 is {options.goal:g} times the one of the live "
         f"streams alone, {goal_s * 1e3:.0f} ms."
         + (
-            " Steps are scheduled in turn, but for the batch alone without a goal." if options.in_turn else ""
+            " Steps are scheduled in turn, but ahead for the batch alone without a goal and for live streams "
+            "alone where it says so."
+            if options.in_turn
+            else ""
         ),
         [
             Row("live alone: TTFT p99", "ms", alone),
             Row("live beside the batch: TTFT p99", "ms", p99s),
             Row("TTFT p99, beside / alone", "x", ratios_seen, at_most=1.4),
+            *ahead_rows(usual, p99s),
             Row("batch alone, without a goal", "tokens/s", full),
             Row("batch alone, with the goal", "tokens/s", held),
             Row("batch beside live traffic", "tokens/s", own),
@@ -240,6 +249,16 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             Row("batch, beside / alone with the goal", "x", [each / statistics.median(held) for each in own]),
         ],
     )
+
+
+def ahead_rows(usual: list[float], p99s: list[float]) -> list[Row]:
+    """Return the rows about live traffic alone on an engine that schedules steps ahead; none unmeasured."""
+    if not usual:
+        return []
+    return [
+        Row("live alone, with steps ahead: TTFT p99", "ms", usual),
+        Row("TTFT p99, beside / alone with steps ahead", "x", ratios(p99s, usual), at_most=1.4),
+    ]
 
 
 def alone_at(api: API, rows: Path, options: argparse.Namespace) -> list[float]:
