@@ -70,11 +70,13 @@ def generate(
     given = engine_options(overrides)
     files = read_source(name, given.get("revision"), hub)
     found, notes = _usable(machine(), needs_device=True)
+    copies = value_at(overrides, "deployment", "num_replicas")
     choice = choose(
         files,
         found,
         given,
-        replicas=value_at(overrides, "deployment", "num_replicas"),
+        # "auto" leaves the number to Ray Serve, which refuses anything else later.
+        replicas=copies if type(copies) is int else None,
         known=installed_vllm.architectures(),
     )
     loading = f"downloads {gb(files.weight_bytes)}" if files.download else "no download"

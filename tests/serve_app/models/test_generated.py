@@ -241,6 +241,11 @@ def test_the_demo_takes_values_too(models: FakeHub) -> None:
     assert deployments(text)[1]["name"] == "Engine:toy"
 
 
+def test_the_number_may_be_left_to_ray_serve(models: FakeHub) -> None:
+    text = generated(QWEN, machine(L4), models, "deployment.num_replicas=auto").text
+    assert deployments(text)[1]["num_replicas"] == "auto"
+
+
 def test_scaling_takes_the_place_of_a_number(models: FakeHub) -> None:
     scaling = "deployment.autoscaling_config={min_replicas: 0, max_replicas: 1}"
     engine = deployments(generated(QWEN, machine(L4), models, scaling).text)[1]
@@ -254,6 +259,8 @@ def test_scaling_takes_the_place_of_a_number(models: FakeHub) -> None:
         ("engine.max_model_len=x", "engine.max_model_len: Input should be a valid integer"),
         ("http.port=x", "Ray Serve refuses a value that was set: "),
         ("deployment.num_replicas=-1", "Ray Serve refuses a value that was set: "),
+        ("deployment.num_replicas=many", "Ray Serve refuses a value that was set: "),
+        ("deployment.num_replicas=[1]", "Ray Serve refuses a value that was set: "),
         ("id=a b", "id: String should match pattern"),
     ],
 )
