@@ -1,14 +1,13 @@
 """The command `saturate plan`."""
 
 import json
-import os
 import sys
-from pathlib import Path
 
 import click
 
 from serve_app.cli.option_values import between, parsed
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
+from serve_app.system.home import below_home
 from serve_app.tuning.capacity import FitError, check_fit
 from serve_app.tuning.fleet import MARGINS, Routing
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
@@ -23,7 +22,7 @@ NO_PLAN = 3
 
 def _device(value: str) -> Profile:
     """Return the profile of a name or of a file."""
-    path = Path(os.path.expanduser(value))
+    path = below_home(value)
     if value not in PROFILES and not path.is_file():
         names = ", ".join(PROFILES)
         raise ValueError(f"{value!r} is neither a device ({names}) nor a file")

@@ -14,6 +14,7 @@ from serve_app.api.protocol import JSON
 from serve_app.driver.errors import InputError, RowError, extra
 from serve_app.driver.raw_input import BLOCK, CorruptError, Decompressed, RawFile
 from serve_app.driver.rows import Values, read_csv, read_jsonl, read_parquet
+from serve_app.system.home import below_home
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
@@ -257,7 +258,7 @@ def _filesystem(text: str) -> tuple[Any, str]:
         raise InputError(f"reading files needs {extra('driver')}") from None
 
     if "://" not in text:
-        return LocalFileSystem(), Path(os.path.expanduser(text)).absolute().as_posix()
+        return LocalFileSystem(), below_home(text).absolute().as_posix()
     try:
         system, path = FileSystem.from_uri(_quoted(text))
     except (pa.ArrowException, OSError, ValueError) as error:

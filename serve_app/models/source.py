@@ -1,6 +1,5 @@
 """What the argument of `saturate serve` names: a config, the demo, a directory, or a model of the hub."""
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from serve_app.models.errors import ModelError
 from serve_app.models.hub import Hub, read_model
 from serve_app.models.model_files import ModelFiles, read_folder
+from serve_app.system.home import below_home
 
 CONFIG_SUFFIXES = {".yaml", ".yml"}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -29,7 +29,7 @@ def read_source(name: str, revision: str | None, hub: Callable[[], Hub]) -> Mode
     Raises:
         ModelError: There is no such model, or its files say too little.
     """
-    path = Path(os.path.expanduser(name))
+    path = below_home(name)
     if name and path.is_dir():
         return read_folder(path)
     if HUB_ID.fullmatch(name):

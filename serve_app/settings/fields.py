@@ -1,6 +1,5 @@
 """Fields that several sections of the settings have."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,8 @@ from pydantic import (
     ConfigDict,
     Field,
 )
+
+from serve_app.system.home import below_home
 
 Positive = Annotated[int, Field(strict=True, ge=1)]
 NotNegative = Annotated[int, Field(strict=True, ge=0)]
@@ -29,8 +30,7 @@ Host = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$")]
 
 
 def _folder(path: str) -> str:
-    # A ~name of no user stays as it is.
-    if not os.path.isabs(os.path.expanduser(path)):
+    if not below_home(path).is_absolute():
         raise ValueError(f"must be an absolute path, or one that begins with ~/, not {path!r}")
     return path
 

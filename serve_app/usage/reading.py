@@ -1,11 +1,11 @@
 """Rows of a ledger, read from its files."""
 
 import io
-import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from serve_app.system.home import below_home
 from serve_app.usage.disk import LocalDisk
 from serve_app.usage.files import JSONL, OPEN, PARQUET, day_of, lock_path, writer_of
 from serve_app.usage.parquet import NEEDS
@@ -77,7 +77,7 @@ def open_ledger(place: str) -> tuple[Files, Path]:
         except ValueError as error:
             raise LedgerError(f"{place}: {error}") from None
         return remote, remote.root
-    folder = Path(os.path.expanduser(place))
+    folder = below_home(place)
     if not folder.is_dir():
         raise LedgerError(f"{place}: there is no such folder")
     return LocalDisk(), folder

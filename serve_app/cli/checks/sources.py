@@ -1,6 +1,5 @@
 """Check of the models' sources: directories, and models of Hugging Face's hub."""
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import httpx
 from serve_app.cli.checks.finding import GIB, Case, Finding, gib, ok, problem, together, warning
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
+from serve_app.system.home import below_home
 
 HUB_S = 5.0
 """Seconds for the hub to answer."""
@@ -31,7 +31,7 @@ def _model(case: Case, model: LLMSettings) -> Iterator[Finding]:
     source = model.source
     if source == DEMO_MODEL or "://" in source:
         return
-    place = Path(os.path.expanduser(source))
+    place = below_home(source)
     if place.is_dir():
         yield ok(f"{source} is there")
     elif source.startswith(("/", "~", ".")):
@@ -101,7 +101,7 @@ def _reach(case: Case, model: LLMSettings, cached: bool) -> Finding:
 
 def _cache(case: Case) -> Path:
     if given := _variable(case, "HF_HUB_CACHE"):
-        return Path(os.path.expanduser(given))
+        return below_home(given)
     return _home(case) / "hub"
 
 
@@ -110,15 +110,13 @@ def _token(case: Case) -> str:
     if given := _variable(case, "HF_TOKEN"):
         return given.strip()
     file = _variable(case, "HF_TOKEN_PATH")
-    return (
-        case.machine.read(Path(os.path.expanduser(file)) if file else _home(case) / "token") or ""
-    ).strip()
+    return (case.machine.read(below_home(file) if file else _home(case) / "token") or "").strip()
 
 
 def _home(case: Case) -> Path:
     home = _variable(case, "HF_HOME")
     caches = case.machine.environment.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(home or f"{caches}/huggingface"))
+    return below_home(home or f"{caches}/huggingface")
 
 
 def _variable(case: Case, name: str) -> str:

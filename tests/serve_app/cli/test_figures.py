@@ -32,7 +32,7 @@ def documented() -> dict[str, list[str]]:
     for first, second in re.findall(r"^\| (`.*?) \| (.*) \|$", objects, re.MULTILINE):
         names = re.findall(r"`([^`]+)`", first)
         if names[0].endswith("[]"):
-            # What is in parentheses explains a field.
+            # Text in parentheses explains a field.
             found[names[0]] = re.findall(r"`([^`]+)`", re.sub(r"\([^)]*\)", "", second))
         found[""] += [name.removesuffix("[]") for name in names if "." not in name]
     rows = re.findall(r"^\| (`.*?) \|", figures, re.MULTILINE)

@@ -103,7 +103,7 @@ def test_a_value_that_can_not_be_used_is_told_with_its_option(
 def test_a_text_that_is_not_utf_8_is_told_with_its_option(
     option: str, requests: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # What the command line makes of a byte: the argument in Latin-1, say.
+    # An argument in Latin-1, as Python decodes it from the command line.
     value = b"caf\xe9".decode("utf-8", "surrogateescape")
     assert batch(requests, "out.jsonl", option, value) == 2
     assert f"error: {option}: must be UTF-8 text, not 'caf\\udce9'" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 from serve_app.models.devices import Gpu, Machine
 from serve_app.models.errors import ModelError
 from serve_app.models.hub import HubAwayError
+from serve_app.models.model_files import ModelFiles
 
 MIB = 1 << 20
 
@@ -51,6 +52,10 @@ LLAMA_8B_BYTES = 16_060_556_376
 
 LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "num_attention_heads": 64, "num_hidden_layers": 80}
 LLAMA_70B_BYTES = 141_107_497_872
+
+QWEN = ModelFiles("Qwen/Qwen2.5-7B-Instruct", QWEN_7B, QWEN_7B_BYTES)
+LLAMA = ModelFiles("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B, LLAMA_8B_BYTES)
+BIG_LLAMA = ModelFiles("meta-llama/Llama-3.3-70B-Instruct", LLAMA_70B, LLAMA_70B_BYTES)
 
 
 def write_model(folder: Path, config: Mapping[str, Any], size: int, files: int = 1) -> Path:

@@ -13,23 +13,21 @@ from serve_app.models.errors import ModelError
 from serve_app.models.memory import CPU_KV_MOST
 from serve_app.models.model_files import ModelFiles
 from tests.serve_app.models.doubles import (
+    BIG_LLAMA,
     GB,
     H100,
     L4,
+    LLAMA,
     LLAMA_8B,
-    LLAMA_8B_BYTES,
     LLAMA_70B,
-    LLAMA_70B_BYTES,
     MIB,
+    QWEN,
     QWEN_7B,
     QWEN_7B_BYTES,
     T4,
     machine,
 )
 
-QWEN = ModelFiles("Qwen/Qwen2.5-7B-Instruct", QWEN_7B, QWEN_7B_BYTES)
-LLAMA = ModelFiles("meta-llama/Llama-3.1-8B-Instruct", LLAMA_8B, LLAMA_8B_BYTES)
-BIG_LLAMA = ModelFiles("meta-llama/Llama-3.3-70B-Instruct", LLAMA_70B, LLAMA_70B_BYTES)
 SMALL = ModelFiles("Qwen/Qwen2.5-0.5B-Instruct", QWEN_7B | {"num_hidden_layers": 4}, GB)
 
 

@@ -17,21 +17,18 @@ from serve_app.models.model_service import context_reason, model_service, servic
 from serve_app.models.service import ONE_PROCESS, Service
 from serve_app.settings.fields import ModelId
 from tests.serve_app.models.doubles import (
+    BIG_LLAMA,
     GB,
     H100,
     L4,
     LLAMA_8B,
     LLAMA_8B_BYTES,
-    LLAMA_70B,
-    LLAMA_70B_BYTES,
+    QWEN,
     QWEN_7B,
-    QWEN_7B_BYTES,
     T4,
     machine,
 )
 
-QWEN = ModelFiles("Qwen/Qwen2.5-7B-Instruct", QWEN_7B, QWEN_7B_BYTES)
-BIG_LLAMA = ModelFiles("meta-llama/Llama-3.3-70B-Instruct", LLAMA_70B, LLAMA_70B_BYTES)
 SMALL_CONFIG = QWEN_7B | {"num_hidden_layers": 4}
 
 
