@@ -16,7 +16,7 @@ from serve_app.ingress.health import Health
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
 from serve_app.settings.schema import Settings
-from serve_app.system.cpu_scheduling import use_batch_scheduling
+from serve_app.system.cpu_scheduling import BACKGROUND_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.usage.quota_handle import Handle
@@ -70,7 +70,7 @@ class Batches:
 
             self._metrics = BatchesMetrics(self._service.stats)
             self._metrics.start()
-        use_batch_scheduling(background=True)
+        use_batch_scheduling(BACKGROUND_NICE)
         collect_rarely()
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:

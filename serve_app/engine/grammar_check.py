@@ -12,6 +12,7 @@ from contextlib import suppress
 from serve_app.api.errors import RequestError
 from serve_app.engine.grammar_worker import COMPILING, PARSING, PASSES, READY
 from serve_app.engine.grammars import Grammar
+from serve_app.system.cpu_scheduling import use_usual_priority
 
 logger = logging.getLogger("ray.serve")
 
@@ -123,6 +124,7 @@ class GrammarCheck:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
+            use_usual_priority(process.pid)
             assert process.stdin
             assert process.stdout
             ready = False

@@ -43,7 +43,7 @@ from serve_app.settings.telemetry import SILENT, TelemetrySettings
 from serve_app.settings.turns import ShareSettings
 from serve_app.settings.usage import NO_USAGE, UsageSettings
 from serve_app.settings.user_config import parse_user_config
-from serve_app.system.cpu_scheduling import use_batch_scheduling
+from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.parent_death import tie_children
 from serve_app.system.serve_logging import flush_warnings, preserved_handlers
@@ -139,7 +139,7 @@ class Engine:
         self._loop_watch = LoopWatch().start()
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._engine_metrics)
         # The engine's own processes are started by now, and keep the scheduling that they have.
-        use_batch_scheduling()
+        use_batch_scheduling(RELAY_NICE)
         collect_rarely()
 
     async def reconfigure(self, user_config: JSON) -> None:

@@ -130,7 +130,7 @@ class VLLMEngine:
         self._count_steps()
 
     def _count_steps(self) -> None:
-        """Count the outputs of the engine: with vLLM's statistics on, there is one after each step."""
+        """Count the outputs of the engine: there is one every few steps at least, see `HeldTokens`."""
         core = self.llm.engine_core
         get_output = core.get_output_async
 

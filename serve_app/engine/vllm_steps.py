@@ -30,8 +30,10 @@ class StepTimer(StatLoggerBase):  # type: ignore[misc]
             return
         now = time.monotonic()
         if self._busy:
+            # Statistics may be of several short steps, see `HeldTokens`.
+            step_s = (now - self._last) / (scheduler_stats.step_counter or 1)
             # Later: an error in a logger would end vLLM's client for good.
-            asyncio.get_running_loop().call_soon(self.batcher.step, now - self._last)
+            asyncio.get_running_loop().call_soon(self.batcher.step, step_s)
         self._last = now
         self._busy = scheduler_stats.num_running_reqs > 0
 

@@ -57,7 +57,7 @@ from serve_app.ingress.usage_report import UsageReports
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import Settings
-from serve_app.system.cpu_scheduling import use_batch_scheduling
+from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry
@@ -131,7 +131,7 @@ class Ingress:
             self._access.watch()
         elif warning := bind_check.warning(bind_check.serve_host(), keys=False):
             logger.warning(warning)
-        use_batch_scheduling()
+        use_batch_scheduling(RELAY_NICE)
         collect_rarely()
 
     def __serve_build_asgi_app__(self) -> Starlette:

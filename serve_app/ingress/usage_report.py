@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from serve_app.api.errors import ErrorType, RequestError
+from serve_app.system.cpu_scheduling import use_usual_priority
 
 COMMAND = (sys.executable, "-m", "serve_app.cli", "usage")
 
@@ -73,6 +74,7 @@ async def _run(arguments: list[str]) -> bytes:
     process = await asyncio.create_subprocess_exec(
         *COMMAND, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
+    use_usual_priority(process.pid)
     try:
         output, errors = await process.communicate()
     finally:

@@ -23,6 +23,7 @@ from serve_app.relay.frame import pack, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import SettingsError, parse
+from serve_app.system.cpu_scheduling import BACKGROUND_NICE
 from tests.serve_app.batches.helpers import CHAT, commits, opened, row, text_of
 from tests.serve_app.ingress.engine_doubles import PLAIN, Engine, answer, health
 from tests.serve_app.usage.fleet import QuotasHandle
@@ -59,10 +60,10 @@ class Stuck:
 
 
 @pytest.fixture(autouse=True)
-def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, bool]]:
+def scheduled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The scheduling that the process asked for; this one has tests to run yet."""
-    asked: list[dict[str, bool]] = []
-    monkeypatch.setattr(deployment, "use_batch_scheduling", lambda **options: asked.append(options))
+    asked: list[int] = []
+    monkeypatch.setattr(deployment, "use_batch_scheduling", asked.append)
     return asked
 
 
@@ -153,7 +154,7 @@ def quotas_of(usage: JSON) -> QuotasHandle:
 
 
 async def test_a_batch_goes_to_the_engine_and_counts_for_the_quota_of_its_tenant(
-    tmp_path: Path, scheduled: list[dict[str, bool]]
+    tmp_path: Path, scheduled: list[int]
 ) -> None:
     usage = usage_of(tmp_path / "quotas", {"anna": {"tokens_per_day": LIMIT}})
     engine = Engine(ANSWER)
@@ -168,7 +169,7 @@ async def test_a_batch_goes_to_the_engine_and_counts_for_the_quota_of_its_tenant
         assert (await batches.stats())["rows"]["completed"] == 2
         await batches.check_health()
     # Live requests go first.
-    assert scheduled == [{"background": True}]
+    assert scheduled == [BACKGROUND_NICE]
 
 
 @pytest.mark.parametrize("content", [None, "content"])

@@ -25,8 +25,8 @@ def timer(batcher: Batcher | None) -> Any:
     return timer
 
 
-def running(requests: int) -> Any:
-    return SimpleNamespace(num_running_reqs=requests)
+def running(requests: int, steps: int = 0) -> Any:
+    return SimpleNamespace(num_running_reqs=requests, step_counter=steps)
 
 
 async def test_a_step_takes_from_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +39,19 @@ async def test_a_step_takes_from_the_one_before_it(monkeypatch: pytest.MonkeyPat
     assert batcher.steps == []
     await asyncio.sleep(0)
     assert batcher.steps == [0.5, 2.0]
+
+
+async def test_statistics_of_several_steps_are_one_step_of_their_mean_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([10.0, 11.0, 13.0])
+    monkeypatch.setattr("serve_app.engine.vllm_steps.time", SimpleNamespace(monotonic=lambda: next(times)))
+    batcher = Batcher()
+    steps = timer(batcher)
+    for count in (1, 4, 1):
+        steps.record(running(1, count), None)
+    await asyncio.sleep(0)
+    assert batcher.steps == [0.25, 2.0]
 
 
 async def test_the_time_without_requests_is_no_step() -> None:

@@ -125,7 +125,7 @@ def health(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelHealth]:
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(Health, "read", read)
     # This process has tests to run yet.
-    monkeypatch.setattr("serve_app.ingress.deployment.use_batch_scheduling", lambda: None)
+    monkeypatch.setattr("serve_app.ingress.deployment.use_batch_scheduling", lambda nice: None)
     monkeypatch.setattr("serve_app.auth.bind_check.serve_host", lambda: "127.0.0.1")
     return models
 

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
+from serve_app.system.cpu_scheduling import BACKGROUND_NICE, RELAY_NICE, USUAL_NICE
+
 SCRIPT = """
 import os, subprocess, sys, threading
-from serve_app.system.cpu_scheduling import use_batch_scheduling
+from serve_app.system.cpu_scheduling import use_batch_scheduling, use_usual_priority
 
 start = threading.Event()
 threading.Thread(target=start.wait, daemon=True).start()
@@ -16,24 +18,37 @@ before = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PI
 def found(process):
     return os.sched_getscheduler(process), os.getpriority(os.PRIO_PROCESS, process)
 
+def raises(priority):
+    try:
+        os.setpriority(os.PRIO_PROCESS, before.pid, priority)
+    except PermissionError:
+        return False
+    os.setpriority(os.PRIO_PROCESS, before.pid, usual[1])
+    return True
+
 usual = found(0)
-background = sys.argv[1] == "background"
-use_batch_scheduling(background=background)
-expected = os.SCHED_BATCH, 19 if background else usual[1]
+nice = int(sys.argv[1])
+use_batch_scheduling(nice)
+expected = os.SCHED_BATCH, nice if nice > usual[1] or raises(nice) else usual[1]
 late = []
 thread = threading.Thread(target=lambda: late.append(found(0)))
 thread.start()
 thread.join()
 threads = {found(int(each)) for each in os.listdir("/proc/self/task")}
-print(threads == {expected}, late == [expected], found(before.pid) == usual)
+after = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+inherited = found(after.pid)[1]
+use_usual_priority(after.pid)
+given = 0 if raises(0) or inherited < 0 else inherited
+print(threads == {expected}, late == [expected], found(before.pid) == usual, found(after.pid)[1] == given)
 before.communicate(b"\\n")
+after.communicate(b"\\n")
 start.set()
 """
 
 
-@pytest.mark.parametrize("kind", ["usual", "background"])
-def test_all_threads_of_this_process_and_no_other_have_the_policy(kind: str) -> None:
+@pytest.mark.parametrize("nice", [USUAL_NICE, BACKGROUND_NICE, RELAY_NICE])
+def test_all_threads_of_this_process_and_no_other_have_the_policy(nice: int) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", SCRIPT, str(nice)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.split() == ["True", "True", "True"]
+    assert done.stdout.split() == ["True"] * 4
