@@ -20,8 +20,7 @@ class OpenBatch:
         position: The place behind them in the input.
         read: Whether all of the input was read.
         in_flight: Rows that were taken and have no committed result.
-        waiting: Those of them that wait for their next try, and so have no place.
-        due: Events of the waiting rows whose next try is due, once each has a place.
+        due: Events of those of them whose next try is due, set once each has a place.
         busy: Whether something other than rows is under way: validation, reading, the end.
         resting: Whether that has failed, and waits to be tried again.
         stopping: Set when no row may be sent any more.
@@ -34,7 +33,6 @@ class OpenBatch:
         self.position = Position()
         self.read = False
         self.in_flight = 0
-        self.waiting = 0
         self.due: deque[asyncio.Event] = deque()
         self.busy = False
         self.resting = False

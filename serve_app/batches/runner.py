@@ -4,9 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import ParamSpec
 
@@ -18,11 +16,11 @@ from serve_app.batches.files import remove_expired
 from serve_app.batches.forecast import late
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.places import Places
 from serve_app.batches.rate import Rate
 from serve_app.batches.recording import close, give_up, record, unfinished
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
-from serve_app.batches.shares import Shares
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
 from serve_app.batches.validate import validate
@@ -36,9 +34,6 @@ Done = tuple[OpenBatch, Row, Result]
 LOW_ROWS = 64
 """Rows in memory below which more are read."""
 
-FILL_ROWS = 32
-"""Rows that are sent at once: each takes a fraction of a millisecond, in which nothing else is answered."""
-
 TIDY_S = 600.0
 """Seconds between two deletions of files and batches whose time is over."""
 
@@ -47,9 +42,7 @@ class Runner:
     """Runs all open batches of a store.
 
     Batches of a tenant go in the order of their arrival; the next one begins when all rows of the one before
-    are taken. Between tenants, the one with the fewest rows at the engines by its weight is next. A row that
-    waits for its next try is not at the engines: it has no place until it is due and its tenant is next, so
-    that a model that is down, or a quota that is used up, holds up no other tenant.
+    are taken. Which rows are at the engines, `Places` decides.
 
     Args:
         store: The state.
@@ -96,21 +89,17 @@ class Runner:
         self._rules = rules
         self._concurrency = concurrency or Auto()
         self._sender = Sender(client, self._concurrency, backoff or Backoff(), retries, row_timeout_s)
-        self._max_bytes = max_bytes
         self._tick_s = tick_s
         self._gather_s = gather_s
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
-        self._shares = Shares()
-        self._in_flight = 0
-        self._waiting = 0
-        self._bytes = 0
         self._results: list[Done] = []
         self._failed_writes: list[Done] = []
         self._unwritten = False
         self._to_write = asyncio.Event()
         self._sending = asyncio.Event()
         self._changed = asyncio.Event()
+        self._places = Places(self._concurrency, max_bytes, self._changed.set)
         self._stale = True
         self._stopping = False
         self._group = asyncio.TaskGroup()
@@ -118,7 +107,7 @@ class Runner:
     @property
     def in_flight(self) -> int:
         """Rows that were taken and have no committed result."""
-        return self._in_flight
+        return self._places.in_flight
 
     @property
     def limit(self) -> int:
@@ -134,7 +123,7 @@ class Runner:
         """Send no more rows. `run` returns when those in flight are recorded."""
         self._stopping = True
         for one in self._open.values():
-            self._stop(one)
+            self._places.stop(one)
         self._changed.set()
 
     async def run(self) -> None:
@@ -144,7 +133,7 @@ class Runner:
         """
         async with asyncio.TaskGroup() as self._group:
             background = [self._group.create_task(work()) for work in (self._write, self._pace, self._tidy)]
-            while not self._stopping or self._in_flight or any(one.busy for one in self._open.values()):
+            while not self._stopping or self.in_flight or any(one.busy for one in self._open.values()):
                 self._changed.clear()
                 if self._stale:
                     await self._look()
@@ -179,7 +168,7 @@ class Runner:
             if batch.id not in busy:
                 one.batch = batch
         self._open = found
-        self._shares.keep({batch.tenant for batch in batches})
+        self._places.keep({batch.tenant for batch in batches})
         self._warn(batches)
 
     def _warn(self, batches: list[Batch]) -> None:
@@ -194,22 +183,17 @@ class Runner:
         heads: dict[str, OpenBatch] = {}
         # A row that was taken goes before those that weren't, also of a batch that came earlier.
         due: dict[str, OpenBatch] = {}
-        in_flight: Counter[str] = Counter()
-        waiting: Counter[str] = Counter()
         validating = any(
             one.busy and not one.resting and one.batch.state == "validating" for one in self._open.values()
         )
         for one in self._open.values():
             state, tenant = one.batch.state, one.batch.tenant
             if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
-                self._stop(one)
+                self._places.stop(one)
             if one.takes_rows and not one.exhausted:
                 heads.setdefault(tenant, one)
             if one.due:
                 due.setdefault(tenant, one)
-            if one.in_flight:
-                in_flight[tenant] += one.in_flight
-                waiting[tenant] += one.waiting
             if one.busy:
                 continue
             if state == "validating" and not one.lost:
@@ -222,92 +206,15 @@ class Runner:
                     self._begin(one, self._end)
             elif heads.get(tenant) is one and not one.read and len(one.rows) < LOW_ROWS:
                 self._begin(one, self._read)
-        self._fill([one for one in (heads | due).values() if one.due or one.rows], in_flight, waiting)
-
-    def _fill(self, heads: list[OpenBatch], in_flight: Counter[str], waiting: Counter[str]) -> None:
-        """Send rows, as many as have a place, but few at once.
-
-        Args:
-            heads: The batch of each tenant that is next.
-            in_flight: Rows in flight by tenant.
-            waiting: Those of them that have no place.
-        """
-        sent = 0
-        while heads and self._in_flight - self._waiting < self._concurrency.limit:
-            if (sent := sent + 1) > FILL_ROWS:
-                self._changed.set()
-                return
-            one = min(heads, key=lambda head: self._shares.turn(head.batch.tenant, _weight(head)))
-            tenant = one.batch.tenant
-            if one.due:
-                self._give_place(one)
-                more = bool(one.due)
-            elif self._has_room(in_flight[tenant], one.rows[0]):
-                self._send(one, one.rows.popleft())
-                in_flight[tenant] += 1
-                more = bool(one.rows)
-            elif waiting[tenant]:
-                # They may do so for hours, while the rows of others fit.
-                heads.remove(one)
-                continue
-            else:
-                return
-            if not more:
-                heads.remove(one)
-                # More may be read, or another batch of the tenant be next.
-                self._changed.set()
-
-    def _has_room(self, in_flight: int, row: Row) -> bool:
-        """Return whether a row may be taken of a tenant with so many in flight; the first one always may."""
-        fits = self._bytes + len(row.text) <= self._max_bytes
-        return not in_flight or (fits and in_flight < self._concurrency.limit)
-
-    def _send(self, one: OpenBatch, row: Row) -> None:
-        self._shares.start(one.batch.tenant, _weight(one))
-        one.in_flight += 1
-        self._in_flight += 1
-        self._sending.set()
-        self._bytes += len(row.text)
-        self._group.create_task(self._run_row(one, row))
-
-    @asynccontextmanager
-    async def _away(self, one: OpenBatch) -> AsyncGenerator[None, None]:
-        """Return the context of a row that waits for its next try. It has a place again behind it."""
-        self._shares.end(one.batch.tenant)
-        one.waiting += 1
-        self._waiting += 1
-        self._changed.set()
-        yield
-        placed = asyncio.Event()
-        one.due.append(placed)
-        if one.stopping.is_set():
-            self._stop(one)
-        self._changed.set()
-        await placed.wait()
-
-    def _give_place(self, one: OpenBatch) -> None:
-        self._shares.start(one.batch.tenant, _weight(one))
-        one.waiting -= 1
-        self._waiting -= 1
-        one.due.popleft().set()
-
-    def _stop(self, one: OpenBatch) -> None:
-        """Send no more rows of a batch. Those that are due have their places only to end."""
-        one.stopping.set()
-        while one.due:
-            self._give_place(one)
-
-    def _row_ends(self, one: OpenBatch, row: Row) -> None:
-        self._shares.end(one.batch.tenant)
-        one.in_flight -= 1
-        self._in_flight -= 1
-        self._bytes -= len(row.text)
+        for one, row in self._places.fill([one for one in (heads | due).values() if one.due or one.rows]):
+            self._sending.set()
+            self._group.create_task(self._run_row(one, row))
 
     async def _run_row(self, one: OpenBatch, row: Row) -> None:
-        result = await self._sender.send(one.batch, row, one.stopping, partial(self._away, one))
+        result = await self._sender.send(one.batch, row, one.stopping, partial(self._places.away, one))
         if result is None:
             # It is left to the end of the batch, or to the next process.
-            self._row_ends(one, row)
+            self._places.leave(one, row)
             self._changed.set()
         else:
             self._results.append((one, row, result))
@@ -349,7 +256,7 @@ class Runner:
         for one, row, result in group:
             one.lost = one.lost or lost
             self.failed += result.is_error
-            self._row_ends(one, row)
+            self._places.leave(one, row)
         self.rate.add(len(group))
 
     def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
@@ -409,7 +316,7 @@ class Runner:
         while True:
             await self._sending.wait()
             await asyncio.sleep(self._concurrency.interval_s)
-            if not self._in_flight:
+            if not self.in_flight:
                 self._sending.clear()
                 continue
             try:
@@ -419,7 +326,7 @@ class Runner:
                 load = None
             if not self._unwritten:
                 # Results count until they are recorded: a slow disk takes more of them at once.
-                self._concurrency.observe(load, self._in_flight - self._waiting)
+                self._concurrency.observe(load, self._places.used)
                 self._changed.set()
 
     async def _tidy(self) -> None:
@@ -433,10 +340,6 @@ class Runner:
 
     def _now(self) -> int:
         return int(self._clock())
-
-
-def _weight(one: OpenBatch) -> float:
-    return one.batch.weight or 1.0
 
 
 async def _finished(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

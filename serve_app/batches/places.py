@@ -1,0 +1,144 @@
+"""The places of rows at the engines."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager
+
+from serve_app.api.pacing import Concurrency
+from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.rows import Row
+from serve_app.batches.shares import Shares
+
+FILL_ROWS = 32
+"""Rows that are taken at once: each takes a fraction of a millisecond, in which nothing else is answered."""
+
+
+class Places:
+    """Gives rows their places at the engines.
+
+    A row is in flight from the time at which it is taken until its result is recorded. It has a place
+    meanwhile, but for the time in which it waits for its next try, so that a model that is down, or a quota
+    that is used up, holds up no other tenant.
+
+    Between tenants, the one with the fewest rows at the engines by its weight is next.
+
+    Args:
+        concurrency: Limit on rows that have a place, and on the rows of each tenant in flight.
+        max_bytes: Most bytes of input lines in flight, but for one line of each tenant.
+        changed: Called when other rows may have their turn.
+
+    Attributes:
+        in_flight: Rows in flight.
+    """
+
+    def __init__(self, concurrency: Concurrency, max_bytes: int, changed: Callable[[], None]) -> None:
+        self._concurrency = concurrency
+        self._max_bytes = max_bytes
+        self._changed = changed
+        self._shares = Shares()
+        self._bytes = 0
+        self._in_flight_of: Counter[str] = Counter()
+        self._waiting_of: Counter[str] = Counter()
+        self._waiting = 0
+        self.in_flight = 0
+
+    @property
+    def used(self) -> int:
+        """Rows that have a place."""
+        return self.in_flight - self._waiting
+
+    def keep(self, tenants: Collection[str]) -> None:
+        """Forget all other tenants that have no row in flight."""
+        self._shares.keep(tenants)
+        for counts in (self._in_flight_of, self._waiting_of):
+            for tenant in [name for name, count in counts.items() if not count and name not in tenants]:
+                del counts[tenant]
+
+    def fill(self, heads: list[OpenBatch]) -> Iterator[tuple[OpenBatch, Row]]:
+        """Give the free places to rows, to few at once, and yield those that were taken for it.
+
+        Args:
+            heads: The batch of each tenant that is next; each has rows, or some whose next try is due.
+        """
+        given = 0
+        while heads and self.used < self._concurrency.limit:
+            if (given := given + 1) > FILL_ROWS:
+                self._changed()
+                return
+            one = min(heads, key=lambda head: self._shares.turn(head.batch.tenant, _weight(head)))
+            tenant = one.batch.tenant
+            if one.due:
+                self._give_place(one)
+                more = bool(one.due)
+            elif self._has_room(tenant, one.rows[0]):
+                row = one.rows.popleft()
+                self._take(one, row)
+                more = bool(one.rows)
+                yield one, row
+            elif self._waiting_of[tenant]:
+                # They may do so for hours, while the rows of others fit.
+                heads.remove(one)
+                continue
+            else:
+                return
+            if not more:
+                heads.remove(one)
+                # More may be read, or another batch of the tenant be next.
+                self._changed()
+
+    @asynccontextmanager
+    async def away(self, one: OpenBatch) -> AsyncGenerator[None, None]:
+        """Return the context of a row that waits for its next try. It has a place again behind it."""
+        tenant = one.batch.tenant
+        self._shares.end(tenant)
+        self._waiting += 1
+        self._waiting_of[tenant] += 1
+        self._changed()
+        yield
+        placed = asyncio.Event()
+        one.due.append(placed)
+        if one.stopping.is_set():
+            self.stop(one)
+        self._changed()
+        await placed.wait()
+
+    def stop(self, one: OpenBatch) -> None:
+        """Let no more rows of a batch be sent. Those that are due have their places only to end."""
+        one.stopping.set()
+        while one.due:
+            self._give_place(one)
+
+    def leave(self, one: OpenBatch, row: Row) -> None:
+        """Take in that a row is in flight no more."""
+        tenant = one.batch.tenant
+        self._shares.end(tenant)
+        one.in_flight -= 1
+        self.in_flight -= 1
+        self._in_flight_of[tenant] -= 1
+        self._bytes -= len(row.text)
+
+    def _has_room(self, tenant: str, row: Row) -> bool:
+        """Return whether a row of a tenant may be taken; its first one always may."""
+        in_flight = self._in_flight_of[tenant]
+        fits = self._bytes + len(row.text) <= self._max_bytes
+        return not in_flight or (fits and in_flight < self._concurrency.limit)
+
+    def _take(self, one: OpenBatch, row: Row) -> None:
+        tenant = one.batch.tenant
+        self._shares.start(tenant, _weight(one))
+        one.in_flight += 1
+        self.in_flight += 1
+        self._in_flight_of[tenant] += 1
+        self._bytes += len(row.text)
+
+    def _give_place(self, one: OpenBatch) -> None:
+        tenant = one.batch.tenant
+        self._shares.start(tenant, _weight(one))
+        self._waiting -= 1
+        self._waiting_of[tenant] -= 1
+        one.due.popleft().set()
+
+
+def _weight(one: OpenBatch) -> float:
+    return one.batch.weight or 1.0
