@@ -17,7 +17,7 @@ from batcher import checks
 BACKGROUND = 1  # the priority from which on records are background, unless told otherwise
 
 # The judgement of the window.
-AIM = 0.9  # share of a goal at which it aims; above `1 - (1 - AIM) / 2` of it the window shrinks
+AIM, LATE = 0.9, 0.95  # share of a goal at which it aims, and above which the window shrinks
 PERIOD_S = 0.2  # seconds between two judgements
 LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or two steps later
 FIRST_WINDOW = 8  # records with which the window starts
@@ -216,7 +216,7 @@ class Background:
     def expected_ttft_s(self) -> float:
         """Return the 99th percentile of the TTFT to expect now, in seconds."""
         goal_s = math.inf if self.goals is None else self.goals.ttft_p99_s
-        return max(self._expected_by_steps(goal_s), self._expected_by_answers(-math.inf))
+        return max(self._expected_by_steps(goal_s), self._expected_by_answers(goal_s))
 
     def _expected_by_steps(self, goal_s: float) -> float:
         mean, oldest = self._mean_s, self._clock() - LATE_FOR_S
@@ -231,16 +231,25 @@ class Background:
         ahead = 1 if way > AHEAD * mean else 0
         return self._wait(2 + ahead) + way - ahead * mean
 
-    def _expected_by_answers(self, since: float) -> float:
-        """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell."""
+    def _expected_by_answers(self, goal_s: float, since: float = -math.inf) -> float:
+        """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell.
+
+        The 99th percentile of a hundred answers is now this, now twice as much, by chance. That of an
+        exponential with their mean above the median is steady, but too much where they have a bound. Far enough
+        from the goal, the less of both counts.
+        """
         oldest = self._clock() - LATE_FOR_S
         latest = [(tail, at) for _, _, at, tail in self._tails if at >= oldest]
         late = max(1, int(MAY_BE_LATE * len(latest)))
-        found = [tail for tail, at in latest if at >= since]
+        found = sorted(tail for tail, at in latest if at >= since)
         if len(self._tails) < ENOUGH_ANSWERS or len(found) <= late:
             return 0.0
-        worst = nlargest(late + 1, found)[-1]
-        return 2 * self._mean_s + worst * math.pow(self._width(), TAILS_POWER)
+        middle = len(found) // 2
+        median, above = found[middle], sum(found[middle:]) / (len(found) - middle)
+        steady = median + (above - median) * math.log(0.5 / MAY_BE_LATE)
+        steps_s, width = 2 * self._mean_s, math.pow(self._width(), TAILS_POWER)
+        measured = steps_s + found[-late - 1] * width
+        return measured if measured > LATE * goal_s else min(measured, steps_s + steady * width)
 
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""
@@ -265,9 +274,10 @@ class Background:
             return
         by_steps = self._expected_by_steps(goals.ttft_p99_s)
         # By how much a step may become longer, as a factor.
-        expected = max(by_steps, self._expected_by_answers(-math.inf))
+        expected = max(by_steps, self._expected_by_answers(goals.ttft_p99_s))
         slack = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
-        late = max(by_steps, self._expected_by_answers(self._narrowed_at)) > (1 + AIM) / 2 * goals.ttft_p99_s
+        since_narrowed = self._expected_by_answers(goals.ttft_p99_s, self._narrowed_at)
+        late = max(by_steps, since_narrowed) > LATE * goals.ttft_p99_s
         if goals.tpot_p99_s is not None:
             oldest = self._clock() - LATE_FOR_S
             latest = [multiple for multiple, at in self._answers if at >= oldest]
@@ -275,7 +285,7 @@ class Background:
             worst = nlargest(2, latest)[1] if known else 1.0
             per_token = max(worst, 1.0) * mean
             slack = min(slack, AIM * goals.tpot_p99_s / per_token)
-            late = late or per_token > (1 + AIM) / 2 * goals.tpot_p99_s
+            late = late or per_token > LATE * goals.tpot_p99_s
         full = self.running >= FULL * int(self._window)
         if full or self._held:
             # Prompts that start together make long steps: the least pace that fills the places is the best.
