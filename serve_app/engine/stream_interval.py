@@ -6,6 +6,14 @@ from collections.abc import Callable
 LONGEST_S = 0.25
 """Most seconds that a token waits for the ones after it, however many streams there are."""
 
+PIECES_PER_S = 1_000.0
+"""Pieces per second that a replica sends of all its streams together, at most."""
+
+
+def interval_s(streams: int, pieces_per_s: float = PIECES_PER_S) -> float:
+    """Return the seconds between two pieces of each of so many streams."""
+    return min(streams / pieces_per_s, LONGEST_S)
+
 
 class PieceRate:
     """Bounds the pieces per second that a replica sends, over all of its streams together.
@@ -21,7 +29,9 @@ class PieceRate:
 
     __slots__ = ("_clock", "_pieces_per_s", "streams")
 
-    def __init__(self, pieces_per_s: float = 1_000.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pieces_per_s: float = PIECES_PER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pieces_per_s = pieces_per_s
         self._clock = clock
         self.streams = 0
@@ -30,7 +40,7 @@ class PieceRate:
     def next_piece(self) -> tuple[float, float]:
         """Return the time, and when a stream that sends a piece now may send its next one."""
         now = self._clock()
-        return now, now + min(self.streams / self._pieces_per_s, LONGEST_S)
+        return now, now + interval_s(self.streams, self._pieces_per_s)
 
 
 class StreamInterval:

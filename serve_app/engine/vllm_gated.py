@@ -21,6 +21,7 @@ from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_admitted_slot import AdmittedSlot
 from serve_app.engine.vllm_refusal import RefusedError
 from serve_app.engine.vllm_resume import go_on, resume_mode
+from serve_app.engine.vllm_scheduler import may_be_held
 from serve_app.relay.resume import StreamTokens
 
 NO_ADAPTER = nullcontext()
@@ -215,8 +216,8 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                         stream.add(output.token_ids)
                 if not before:
                     slot.first_token()
-                    # An interval that the client asks for is kept.
-                    if params.stream_interval is None:
+                    # Others come at the pace of their pieces; an interval that the client asks for is kept.
+                    if params.stream_interval is None and not may_be_held(params):
                         self._pace(request_id)
                 slot.report(tokens)
                 yield result

@@ -7,7 +7,7 @@ import os
 import time
 from typing import Any
 
-from serve_app.engine.stream_interval import LONGEST_S
+from serve_app.engine.stream_interval import LONGEST_S, interval_s
 from serve_app.system.parent_death import TIED
 
 STATS_S = 0.01
@@ -40,18 +40,19 @@ def holding(scheduler: type) -> type:
 class HeldTokens:
     """What vLLM's schedulers tell the replica, in fewer messages.
 
-    vLLM sends a message after each step, with the tokens of all requests, for which the replica wakes. Of a
-    whole answer here the first token goes at once; those behind it are held for `LONGEST_S`, or until the
-    answer ends. A step that tells of no request has no message but for the statistics, which come every
-    `STATS_S`, and at once where nothing runs any more.
+    vLLM sends a message after each step, with the tokens of all requests, for which the replica wakes. Here
+    the first token of a request goes at once; those behind it are held for `LONGEST_S`, those of a stream for
+    the time between two of its pieces, or until the request ends. A step that tells of no request has no
+    message but for the statistics, which come every `STATS_S`, and at once where nothing runs any more.
 
-    Requests with stop strings, logprobs or a grammar are left as they are: the replica, or vLLM itself, looks at
-    each of their tokens.
+    Requests for which `may_be_held` is false are left as they are.
     """
 
     running: list[Any]
+    scheduler_config: Any
     _steps = 0
     _stats_due = 0.0
+    _piece_s = 0.0
 
     def _update_request_with_output(
         self, request: Any, new_token_ids: list[int], *args: Any, **options: Any
@@ -61,14 +62,15 @@ class HeldTokens:
         now = time.monotonic()
         if "held" not in vars(request):
             # vLLM's requests have no such attribute.
-            request.held = _Held(now) if _may_be_held(request) else None
+            request.held = _Held(_is_stream(request), now) if self._may_be_held(request) else None
         elif (held := request.held) is not None:
-            if not stopped and now < held.told_at + LONGEST_S:
+            longest_s = self._piece_s if held.of_stream else LONGEST_S
+            if not stopped and now < held.told_at + longest_s:
                 # vLLM makes no output for a request without tokens.
                 held.token_ids += token_ids
                 return [], False
             token_ids = held.token_ids + token_ids
-            request.held = _Held(now)
+            request.held = _Held(held.of_stream, now)
         return token_ids, stopped
 
     def make_stats(self, *args: Any, **options: Any) -> Any:
@@ -86,29 +88,45 @@ class HeldTokens:
         if stats is not None:
             stats.step_counter = self._steps
         self._steps, self._stats_due = 0, now + STATS_S
+        self._piece_s = interval_s(sum(map(_is_stream, self.running)))
         return stats
+
+    def _may_be_held(self, request: Any) -> bool:
+        # An interval of the engine's options counts the tokens of a stream.
+        counted = _is_stream(request) and self.scheduler_config.stream_interval > 1
+        return may_be_held(request.sampling_params) and not request.resumable and not counted
 
 
 class _Held:
     """Tokens of a request that the replica has not been told, and the time at which it was told others."""
 
-    __slots__ = ("token_ids", "told_at")
+    __slots__ = ("of_stream", "token_ids", "told_at")
 
-    def __init__(self, told_at: float) -> None:
+    def __init__(self, of_stream: bool, told_at: float) -> None:
+        self.of_stream = of_stream
         self.token_ids: list[int] = []
         self.told_at = told_at
 
 
-def _may_be_held(request: Any) -> bool:
-    """Return whether a request is a whole answer of which nothing but the tokens is told."""
-    from vllm.sampling_params import RequestOutputKind
-
+def _is_stream(request: Any) -> bool:
     params = request.sampling_params
+    return params is not None and params.output_kind.name == "DELTA"
+
+
+def may_be_held(params: Any) -> bool:
+    """Return whether nothing but the tokens of a request is told, which need not be seen one by one.
+
+    The replica looks for stop strings in each token, and vLLM gives logprobs, and goes on in a grammar, token
+    by token. A stream whose client asks for an interval of its own is sent so.
+
+    Args:
+        params: Its `SamplingParams`; None: it has no tokens.
+    """
     return (
         params is not None
-        and params.output_kind is RequestOutputKind.FINAL_ONLY
+        and params.output_kind.name != "CUMULATIVE"
         and not params.stop
         and params.num_logprobs is None
-        and not request.use_structured_output
-        and not request.resumable
+        and params.structured_outputs is None
+        and params.stream_interval is None
     )

@@ -76,13 +76,22 @@ async def test_vllm_gets_the_tier_of_the_request_where_it_schedules_by_priority(
 
 
 @pytest.mark.parametrize(
-    ("asked", "engines", "paced"), [(None, 1, True), (None, 4, False), (1, 1, False), (7, 7, False)]
+    ("asked", "engines", "stop", "paced"),
+    [
+        (None, 1, ["x"], True),
+        (None, 4, ["x"], False),
+        (1, 1, ["x"], False),
+        (7, 7, ["x"], False),
+        # The engine holds the tokens of this one.
+        (None, 1, [], False),
+    ],
 )
 async def test_the_pieces_of_a_stream_keep_the_rate_unless_an_interval_is_set(
     monkeypatch: pytest.MonkeyPatch,
     batcher: ContinuousBatcher,
     asked: int | None,
     engines: int,
+    stop: list[str],
     paced: bool,
 ) -> None:
     llm: Any = gated(monkeypatch, Script(output(1), output(2), output(3, finish="stop")), batcher)
@@ -93,7 +102,7 @@ async def test_the_pieces_of_a_stream_keep_the_rate_unless_an_interval_is_set(
     )
     llm.output_processor.external_req_ids = {"r": ["r-0", "r-1"]}
     llm.output_processor.request_states = {"r-0": state}
-    params = SamplingParams(max_tokens=4, output_kind=DELTA)
+    params = SamplingParams(max_tokens=4, output_kind=DELTA, stop=stop)
     params.stream_interval = asked
     await run(llm, params=params)
     assert isinstance(state.stream_interval, StreamInterval) == paced

@@ -1,6 +1,7 @@
 """What vLLM's schedulers tell the replica."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.running: list[Any] = []
+        self.scheduler_config = SimpleNamespace(stream_interval=1)
         self.log_stats = True
 
     def _update_request_with_output(
@@ -92,20 +94,61 @@ def test_each_request_has_its_own_tokens(scheduler: Held) -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        {"output_kind": RequestOutputKind.DELTA},
         {"output_kind": RequestOutputKind.CUMULATIVE},
+        {"output_kind": RequestOutputKind.DELTA, "stream_interval": 1},
         {"stop": ["x"]},
         {"logprobs": 0},
         {"structured_outputs": StructuredOutputsParams(regex="a*")},
         {"resumable": True},
     ],
-    ids=lambda others: next(iter(others)),
+    ids=lambda others: list(others)[-1],
 )
 def test_a_request_that_is_looked_at_after_each_token_is_told_each(
     scheduler: Held, others: dict[str, Any]
 ) -> None:
     watched = request(**others)
     assert [scheduler.tell(watched, token) for token in (5, 6, 0)] == [[5], [6], [0]]
+
+
+def streams(scheduler: Held, number: int) -> list[Request]:
+    """Return running streams, after the step in which they began."""
+    scheduler.running = [request(output_kind=RequestOutputKind.DELTA) for _ in range(number)]
+    for each in scheduler.running:
+        assert scheduler.tell(each, 1) == [1]
+    scheduler.make_stats()
+    return scheduler.running
+
+
+@pytest.mark.parametrize(("number", "interval"), [(1, 0.001), (32, 0.032), (200, 0.2), (1000, LONGEST_S)])
+def test_the_tokens_of_a_stream_come_at_the_pace_of_its_pieces(
+    scheduler: Held, now: list[float], number: int, interval: float
+) -> None:
+    stream = streams(scheduler, number)[0]
+    told, at = [1], []
+    for token in range(2, 1002):
+        now[0] += STEP_S
+        if tokens := scheduler.tell(stream, token):
+            told += tokens
+            at.append(now[0])
+    assert told + scheduler.tell(stream, 0) == [*range(1, 1002), 0]
+    gaps = [after - before for before, after in pairwise([100.0, *at])]
+    assert max(gaps) <= interval + STEP_S
+    assert min(gaps) >= interval - STEP_S / 2
+
+
+def test_the_tokens_of_a_lone_stream_wait_for_no_others(scheduler: Held, now: list[float]) -> None:
+    (stream,) = streams(scheduler, 1)
+    for token in range(2, 10):
+        now[0] += 2 * STEP_S
+        assert scheduler.tell(stream, token) == [token]
+
+
+def test_an_interval_of_the_engine_is_kept(scheduler: Held) -> None:
+    scheduler.scheduler_config.stream_interval = 8
+    stream = streams(scheduler, 100)[0]
+    assert [scheduler.tell(stream, token) for token in (5, 6, 0)] == [[5], [6], [0]]
+    whole = request()
+    assert [scheduler.tell(whole, token) for token in (5, 6, 0)] == [[5], [], [6, 0]]
 
 
 def test_statistics_come_at_most_every_few_milliseconds_and_tell_the_number_of_steps(
