@@ -235,8 +235,8 @@ class Background:
         """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell.
 
         The 99th percentile of a hundred answers is now this, now twice as much, by chance. That of an
-        exponential with their mean above the median is steady, but too much where they have a bound. Far enough
-        from the goal, the less of both counts.
+        exponential with their mean above the median is steady, but too much where they have a bound. Far
+        enough from the goal, the less of both counts.
         """
         oldest = self._clock() - LATE_FOR_S
         latest = [(tail, at) for _, _, at, tail in self._tails if at >= oldest]
