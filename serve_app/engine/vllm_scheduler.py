@@ -38,7 +38,7 @@ def holding(scheduler: type) -> type:
 
 
 class HeldTokens:
-    """What vLLM's schedulers tell the replica, in fewer messages.
+    """A scheduler of vLLM that sends fewer messages to the replica.
 
     vLLM sends a message after each step, with the tokens of all requests, for which the replica wakes. Here
     the first token of a request goes at once; those behind it are held for `LONGEST_S`, those of a stream for

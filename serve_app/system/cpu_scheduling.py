@@ -7,6 +7,7 @@ BACKGROUND_NICE = 19
 """The lowest priority with a share of a full CPU: 1.5 % beside one process of the usual priority."""
 
 USUAL_NICE = 0
+"""The priority that a process has by itself."""
 
 RELAY_NICE = -10
 """Priority of a process on the way of live requests, where the system allows it: 9 times the usual share of a

@@ -1,4 +1,4 @@
-"""What vLLM's schedulers tell the replica."""
+"""Messages of vLLM's schedulers to the replica."""
 
 from collections.abc import Callable
 from itertools import pairwise
