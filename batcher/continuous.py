@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from batcher import checks
-from batcher.admission import UNKNOWN_WAIT_S, Batcher
+from batcher.admission import STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.costs import whole_cost
 from batcher.errors import Aborted, Expired
 from batcher.goals import BACKGROUND, Background, Goals
@@ -278,13 +278,16 @@ class ContinuousBatcher(Batcher[Slot]):
     def pause(self, seconds: float = 0.0) -> None:
         """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
 
-        A `stop` refuses what waits then, as with `drain=False`.
+        A `stop` refuses what waits then, as with `drain=False`; one that is under way does so at once.
 
         Args:
             seconds: How long it will last, for `estimate_wait`; a further call changes it.
         """
         checks.seconds("seconds", seconds)
         self._window.pause(seconds)
+        if self._state == STOPPING:
+            self._refuse_all()
+            self._decide()
 
     def resume(self) -> None:
         """Start records again."""

@@ -1117,3 +1117,22 @@ async def test_a_stop_in_a_pause_refuses_what_waits() -> None:
     await batcher.stop()
     with pytest.raises(Closed):
         await task
+
+
+@virtual
+async def test_a_pause_in_a_stop_refuses_what_waits() -> None:
+    batcher = continuous_batcher(10)
+    await batcher.start()
+    running = batcher.slot(10)
+    await running.__aenter__()
+    waiting = asyncio.create_task(batcher.slot(10).__aenter__())
+    await blocked()
+    stop = asyncio.create_task(batcher.stop())
+    await blocked()
+    assert not waiting.done()
+    batcher.pause()
+    with pytest.raises(Closed):
+        await waiting
+    assert not stop.done()
+    running.release()
+    await stop

@@ -226,7 +226,7 @@ class ContinuousSchedule:
             goals=self.goals,
             clock=self.loop.time,
         )
-        self.inside: dict[int, int] = {}
+        self.paused = False
         self.begun: list[int] = []
         self.keys: dict[int, tuple[str, int]] = {}
         self.tasks: list[asyncio.Task[Any]] = []
@@ -297,13 +297,20 @@ class ContinuousSchedule:
                 batcher.set_capacity(draw.randint(1, 30), draw.choice([None, 1, 4]))
             if draw.random() < 0.3:
                 batcher.step(draw.choice([0.0, 0.01, 1.0]))
+            if draw.random() < 0.05:
+                self.paused = True
+                batcher.pause(draw.choice([0.0, 0.1]))
+            elif self.paused and draw.random() < 0.3:
+                self.paused = False
+                batcher.resume()
             if draw.random() < 0.02:
                 self.stop(draw.random() < 0.5, draw.choice([None, 0.0, 0.03]))
             if draw.random() < 0.1 and not batcher.is_running and all(stop.done() for stop in self.stops):
                 await batcher.start()
             self.check()
             stats = batcher.stats
-            if batcher.is_running and stats.queue_depth + stats.outside and self.goals is None:
+            waiting = stats.queue_depth + stats.outside
+            if batcher.is_running and waiting and self.goals is None and not self.paused:
                 # Nothing waits while the window is empty.
                 assert stats.running
         self.stop(draw.random() < 0.8, draw.choice([None, None, 0.0, 0.03]))
