@@ -196,10 +196,6 @@ class Content:
         reach("content.remove")
         self.path(id).unlink(missing_ok=True)
 
-    def ids(self) -> set[str]:
-        """Return the ids of all contents on the disk."""
-        return {path.name for path in self._files.iterdir()}
-
 
 def _sync(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)

@@ -6,6 +6,9 @@ from serve_app.settings.batches import BatchesSettings
 
 DAY_S = 86_400
 
+MIN_EXPIRY_S, MAX_EXPIRY_S = 3600, 30 * DAY_S
+"""Bounds of the time after which a file is deleted, where a request says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -198,10 +198,6 @@ class ObjectContent:
                 self._fs.rm_file(self._file(id))
         self._remove_parts(id)
 
-    def ids(self) -> set[str]:
-        """Return the ids of all contents."""
-        return {name for folder in (self._files, self._parts) for name in self._names(folder)}
-
     def _pieces(self, id: str, size: int, start: int) -> Iterator[bytes]:
         if self.size(id) is None:
             yield from self._joined(id, size, start)
@@ -263,14 +259,6 @@ class ObjectContent:
             except FileNotFoundError:
                 return {}
         return {int(one["name"].rpartition("/")[2]): one["size"] for one in found if one["type"] == "file"}
-
-    def _names(self, folder: str) -> set[str]:
-        with _translated():
-            try:
-                found = self._fs.ls(folder, detail=False, refresh=True)
-            except FileNotFoundError:
-                return set()
-        return {path.rstrip("/").rpartition("/")[2] for path in found} - {folder.rpartition("/")[2]}
 
     def _file(self, id: str) -> str:
         return f"{self._files}/{id}"

@@ -39,21 +39,19 @@ class Places:
         self._shares = Shares()
         self._bytes = 0
         self._in_flight_of: Counter[str] = Counter()
-        self._waiting_of: Counter[str] = Counter()
-        self._waiting = 0
         self.in_flight = 0
 
     @property
     def used(self) -> int:
         """Rows that have a place."""
-        return self.in_flight - self._waiting
+        return self._shares.total
 
     def keep(self, tenants: Collection[str]) -> None:
         """Forget all other tenants that have no row in flight."""
         self._shares.keep(tenants)
-        for counts in (self._in_flight_of, self._waiting_of):
-            for tenant in [name for name, count in counts.items() if not count and name not in tenants]:
-                del counts[tenant]
+        counts = self._in_flight_of
+        for tenant in [name for name, count in counts.items() if not count and name not in tenants]:
+            del counts[tenant]
 
     def fill(self, heads: list[OpenBatch]) -> Iterator[tuple[OpenBatch, Row]]:
         """Give the free places to rows, to few at once, and yield those that were taken for it.
@@ -76,8 +74,8 @@ class Places:
                 self._take(one, row)
                 more = bool(one.rows)
                 yield one, row
-            elif self._waiting_of[tenant]:
-                # They may do so for hours, while the rows of others fit.
+            elif self._in_flight_of[tenant] > self._shares.of(tenant):
+                # Some wait for their next try. They may do so for hours, while the rows of others fit.
                 heads.remove(one)
                 continue
             else:
@@ -90,10 +88,7 @@ class Places:
     @asynccontextmanager
     async def away(self, one: OpenBatch) -> AsyncGenerator[None, None]:
         """Return the context of a row that waits for its next try. It has a place again behind it."""
-        tenant = one.batch.tenant
-        self._shares.end(tenant)
-        self._waiting += 1
-        self._waiting_of[tenant] += 1
+        self._shares.end(one.batch.tenant)
         self._changed()
         yield
         placed = asyncio.Event()
@@ -133,10 +128,7 @@ class Places:
         self._bytes += len(row.text)
 
     def _give_place(self, one: OpenBatch) -> None:
-        tenant = one.batch.tenant
-        self._shares.start(tenant, _weight(one))
-        self._waiting -= 1
-        self._waiting_of[tenant] -= 1
+        self._shares.start(one.batch.tenant, _weight(one))
         one.due.popleft().set()
 
 

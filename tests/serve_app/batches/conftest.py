@@ -1,10 +1,14 @@
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
+from serve_app.batches import failpoints
 from serve_app.batches.database import Database, SQLite
 from tests.serve_app.batches.server import Server, start
+from tests.serve_app.batches.site import Site
 
 Place = Callable[[], Path | Database]
 
@@ -36,3 +40,23 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
         return Postgres(url)
 
     return connect
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    """The routes and a runner that runs."""
+    site = Site(tmp_path)
+    running = asyncio.create_task(site.runner.run())
+    yield site
+    site.engine.go.set()
+    site.runner.stop()
+    async with asyncio.timeout(20):
+        await running
+    failpoints.hook = None
+    site.store.close()
+
+
+@pytest.fixture
+def client(site: Site) -> openai.AsyncOpenAI:
+    """OpenAI's client of the tenant anna."""
+    return site.client("anna")

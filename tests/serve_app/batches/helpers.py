@@ -82,6 +82,11 @@ def opened(folder: Path) -> tuple[Store, Content]:
     return Store(folder), Content(folder)
 
 
+def ids_on_disk(content: Content) -> set[str]:
+    """Return the ids of all contents on the disk."""
+    return {path.name for path in content.path("any").parent.iterdir()}
+
+
 def content_ids(store: Store) -> set[str]:
     """Return the ids of all contents that may be there: of files, and of the results of open batches."""
     files = {row["id"] for row in store._rows("SELECT id FROM files")}

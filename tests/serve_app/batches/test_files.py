@@ -9,7 +9,7 @@ from serve_app.batches.errors import DatabaseError, TooManyError
 from serve_app.batches.files import add_file, delete_contents, delete_noted, remove_expired
 from serve_app.batches.limits import Limits
 from serve_app.batches.stored import Counts
-from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of, opened, put
+from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, file_of, ids_on_disk, opened, put
 
 
 def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
@@ -20,10 +20,10 @@ def test_files_are_deleted_when_their_time_is_over(tmp_path: Path) -> None:
     store.add_batch(batch_of("b", "read"), 1)
     assert remove_expired(store, content, NOW - 1, Limits()) == 0
     assert remove_expired(store, content, NOW, Limits()) == 1
-    assert content.ids() == {"read"}
+    assert ids_on_disk(content) == {"read"}
     store.end("b", "failed", NOW)
     assert remove_expired(store, content, NOW, Limits()) == 1
-    assert content.ids() == set()
+    assert ids_on_disk(content) == set()
     store.close()
 
 
@@ -39,7 +39,7 @@ def test_contents_without_a_file_are_deleted(tmp_path: Path) -> None:
     for id in ("orphan", batch.output_file):
         content.append(id, 0, b"x")
     assert delete_noted(store, content) == 2
-    assert content.ids() == {"in", batch.output_file}
+    assert ids_on_disk(content) == {"in", batch.output_file}
     assert delete_noted(store, content) == 0
     store.close()
 
@@ -54,7 +54,7 @@ def test_contents_of_others_stay(tmp_path: Path) -> None:
     draft = content.draft()
     store, content = opened(tmp_path / "empty")[0], Content(tmp_path)
     assert delete_noted(store, content) == 0
-    assert content.ids() == {"in", "thesis.tex"}
+    assert ids_on_disk(content) == {"in", "thesis.tex"}
     assert [path.name for path in (tmp_path / "drafts").iterdir()] == ["thesis.tex"]
     draft.discard()
     store.close()
@@ -66,7 +66,7 @@ def test_a_file_beyond_the_limits_leaves_no_content(tmp_path: Path) -> None:
     draft.write(b"12")
     with pytest.raises(TooManyError):
         add_file(store, content, draft, file_of("in", size=2), Limits(max_tenant_bytes=1))
-    assert content.ids() == set()
+    assert ids_on_disk(content) == set()
     assert store.noted_contents() == []
     store.close()
 
@@ -97,7 +97,7 @@ def test_a_file_that_can_not_be_added_leaves_nothing_beyond_the_next_start(
     assert store.files("anna").items == []
     assert (store.noted_contents() == []) is not (down and point.startswith("store"))
     delete_noted(store, content)
-    assert content.ids() == set()
+    assert ids_on_disk(content) == set()
     store.close()
 
 
@@ -117,9 +117,9 @@ def test_a_content_that_can_not_be_deleted_stays_noted(
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises(OSError, match="the storage fails"):
         delete_contents(store, content, ["a", "b"])
-    assert (content.ids(), store.noted_contents()) == ({"a"}, ["a"])
+    assert (ids_on_disk(content), store.noted_contents()) == ({"a"}, ["a"])
     assert delete_noted(store, content) == 1
-    assert content.ids() == set()
+    assert ids_on_disk(content) == set()
     store.close()
 
 
@@ -133,7 +133,7 @@ def test_the_oldest_results_go_when_a_tenant_has_too_many_bytes(tmp_path: Path) 
     put(store, content, "in", b"x" * 100)
     store.add_file(file_of("other", "ben", size=25, purpose="batch_output"))
     assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 2
-    assert content.ids() == {"out-2", "out-3", "in"}
+    assert ids_on_disk(content) == {"out-2", "out-3", "in"}
     assert remove_expired(store, content, NOW, Limits(max_result_bytes=25)) == 0
     store.close()
 
@@ -157,7 +157,7 @@ def test_a_content_that_can_not_be_deleted_keeps_no_other(
     monkeypatch.setattr(failpoints, "hook", fail)
     with pytest.raises(OSError, match="the storage fails"):
         remove_expired(store, content, NOW + 100 * DAY_S, Limits())
-    assert len(content.ids()) == 1
+    assert len(ids_on_disk(content)) == 1
     assert store.batches("anna").items == []
     store.close()
 
@@ -178,7 +178,7 @@ def test_a_batch_goes_with_its_time_and_not_before_its_results(tmp_path: Path) -
         remove_expired(store, content, NOW + days * DAY_S, limits)
         kept[days] = {batch.id for batch in store.batches("anna").items}
     assert kept == {10: {"short", "long", "open"}, 11: {"long", "open"}, 19: {"long", "open"}, 20: {"open"}}
-    assert content.ids() == {"in"}
+    assert ids_on_disk(content) == {"in"}
     store.close()
 
 

@@ -10,7 +10,7 @@ from serve_app.batches.errors import ContentLostError
 from serve_app.batches.lines import Position
 from serve_app.batches.recording import close, give_up, record, unfinished
 from serve_app.batches.rows import Row, answered
-from tests.serve_app.batches.helpers import NOW, batch_of, opened, put, row, text_of
+from tests.serve_app.batches.helpers import NOW, batch_of, ids_on_disk, opened, put, row, text_of
 
 ROWS = [Row(number, text_of(row(f"r{number}"))) for number in (1, 2, 3)]
 
@@ -114,5 +114,5 @@ def test_a_batch_that_lost_its_input_before_its_first_result_leaves_no_content(
     monkeypatch.setattr(failpoints, "hook", None)
     content.remove("in")
     give_up(store, content, "b", "the content of in is gone", NOW)
-    assert content.ids() == set()
+    assert ids_on_disk(content) == set()
     store.close()
