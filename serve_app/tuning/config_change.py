@@ -50,7 +50,8 @@ def changed(config: JSON, model: str, choice: Choice, *, restart: bool) -> Chang
     if not found:
         raise ChangeError(f"it has no model {model!r}")
     app, settings = found[0]
-    deployments = app.setdefault("deployments", [])
+    # A key without a value is None in YAML.
+    deployments = app["deployments"] = app.get("deployments") or []
     name = f"Engine:{model}"
     deployment = next((each for each in deployments if each.get("name") == name), None)
     if deployment is None:

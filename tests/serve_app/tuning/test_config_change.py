@@ -64,6 +64,13 @@ def test_a_model_without_a_deployment_gets_one() -> None:
     assert [each["name"] for each in app["deployments"]] == ["Engine:m"]
 
 
+def test_a_key_without_a_value_is_an_empty_list() -> None:
+    before = config()
+    before["applications"][0]["deployments"] = None
+    (app,) = changed(before, "m", CHOICE, restart=True).config["applications"]
+    assert [each["name"] for each in app["deployments"]] == ["Engine:m"]
+
+
 def test_a_model_that_is_not_there_is_told() -> None:
     with pytest.raises(ChangeError, match="it has no model 'n'"):
         changed(config(), "n", CHOICE, restart=True)
