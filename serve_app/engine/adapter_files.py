@@ -48,8 +48,8 @@ def fetch(location: str, target: Path) -> Adapter:
     Raises:
         AdapterError: The source can't be read, or isn't an adapter.
     """
-    target.mkdir(parents=True)
     try:
+        target.mkdir(parents=True)
         if location.startswith("/"):
             _copy(Path(location), target)
         elif "://" in location:
@@ -69,7 +69,8 @@ def _rank(path: Path) -> int:
     try:
         config = json.loads(path.read_text())
         return max(int(rank) for rank in (config["r"], *(config.get("rank_pattern") or {}).values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
+        # The file may hold anything: an infinite rank, or lists that are nested too deep to be read.
         raise AdapterError(f"{CONFIG} is not that of a LoRA adapter in PEFT's format: {error!r}") from None
 
 
@@ -151,6 +152,8 @@ def check(adapter: Adapter, max_rank: int, shapes: Shapes | None) -> None:
                 raise AdapterError(f"is for another base model: this one has no layer {layer}")
             # vLLM may have another name for it.
             continue
+        if len(shape) != 2:
+            raise AdapterError(f"{name} is no matrix: it has {len(shape)} dimensions")
         outputs, inputs = shapes[layer]
         size, own = (shape[-1], inputs) if part == "lora_A" else (shape[0], outputs)
         if size != own:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 
 class AdapterSlots:
@@ -72,7 +72,9 @@ class AdapterSlots:
                 if place.done() and not place.cancelled():
                     self._leave(adapter)
                 else:
-                    self._waiting.remove((adapter, place))
+                    # `_admit` may have passed it already.
+                    with suppress(ValueError):
+                        self._waiting.remove((adapter, place))
                     self._admit()
                 raise
         try:

@@ -77,6 +77,7 @@ async def run_records(
     Raises:
         RequestError: The call was refused, or a record of one that isn't partial failed.
     """
+    whole = call.errors is None
     deadline = scheduling.deadline(time.monotonic())
     batcher.weigh(scheduling.tenant, scheduling.weight)
     tickets = call.tickets
@@ -99,15 +100,15 @@ async def run_records(
             except Exception as error:
                 call.fail(index, record_error(error))
                 tickets.append(None)
-                continue
-            tickets.append(ticket)
-            ticket.add_done_callback(note_failure)
+            else:
+                tickets.append(ticket)
+                ticket.add_done_callback(note_failure)
             if len(tickets) % RECORDS_PER_TURN == 0:
                 await asyncio.sleep(0)
-            if failed and call.errors is None:
+            if failed and whole:
                 break
         if running := [ticket for ticket in tickets if ticket is not None]:
-            enough = asyncio.FIRST_EXCEPTION if call.errors is None else asyncio.ALL_COMPLETED
+            enough = asyncio.FIRST_EXCEPTION if whole else asyncio.ALL_COMPLETED
             await asyncio.wait(running, return_when=enough)
         for index, done in enumerate(tickets):
             if done is not None and done.done() and (failure := done.exception()):

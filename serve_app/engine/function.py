@@ -226,6 +226,9 @@ def _build(settings: FunctionSettings) -> Any:
         inspect.signature(kind).bind(**settings.options)
     except TypeError as error:
         raise SettingsError(f"{where}.options: {settings.target} doesn't take them: {error}") from None
+    except ValueError:
+        # A constructor of C tells no signature.
+        pass
     model = kind(**settings.options)
     if not callable(getattr(model, "process", None)):
         raise SettingsError(f"{where}.target: {settings.target} has no method process(batch)")

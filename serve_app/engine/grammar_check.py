@@ -84,13 +84,17 @@ class GrammarCheck:
         if key not in self._known:
             async with self._lock:
                 if key not in self._known:
-                    self._known[key] = await self._try(grammar)
+                    if not (verdict := await self._try(grammar)):
+                        # It got no core for long, or was killed: the next check may end.
+                        return PARSING
+                    self._known[key] = verdict
         self._known.move_to_end(key)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return self._known[key]
 
     async def _try(self, grammar: Grammar) -> str:
+        """Return the verdict of the process; empty: it gave none."""
         process = await self._ready()
         assert process.stdin
         assert process.stdout
@@ -106,11 +110,9 @@ class GrammarCheck:
             if not verdict:
                 # The next check would read the answer of one that is cancelled.
                 self._kill()
-        # Without an answer it got no core for long, or was killed.
-        verdict = verdict or PARSING
         if verdict != PASSES:
             logger.warning(
-                "refused a grammar of %d characters: %s takes too long", len(grammar.text), verdict
+                "refused a grammar of %d characters: %s takes too long", len(grammar.text), verdict or PARSING
             )
         return verdict
 

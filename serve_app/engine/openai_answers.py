@@ -12,9 +12,10 @@ from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_cu
 from serve_app.engine.arrivals import Arrivals
 from serve_app.engine.error_mapping import application_error, blame_request
 from serve_app.engine.grammar_check import GrammarCheck
-from serve_app.engine.grammars import grammars_of
+from serve_app.engine.grammars import Grammar, grammars_of
 from serve_app.relay.asgi import run_app
 from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error
+from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
@@ -64,10 +65,16 @@ class OpenAIAnswers:
         try:
             self._check_tokens(request)
             grammars = grammars_of(request.body)
-            await self._grammars.check(grammars)
         except RequestError as error:
             yield pack_error(error, request.path)
             return
+        if grammars:
+            async with aclosing(with_keepalive(self._check_grammars(grammars, request.path))) as checking:
+                async for message in checking:
+                    if message:
+                        yield message
+            if message:
+                return
         scheduling = request.scheduling_now()
         result = AdmissionResult(usage=usage, call=call)
         # The wait for a replica to start tells nothing of what runs in it.
@@ -141,3 +148,11 @@ class OpenAIAnswers:
         if request.body.count(b",") > most + OTHER_COMMAS:
             message = f"tokens: at most {most} token ids are taken here (max_tokenize_tokens)"
             raise RequestError(400, "invalid_request_error", message, param="tokens")
+
+    async def _check_grammars(self, grammars: list[Grammar], path: str) -> bytes:
+        """Return the answer to a request with a grammar that is refused; empty: there is none."""
+        try:
+            await self._grammars.check(grammars)
+        except RequestError as error:
+            return pack_error(error, path)
+        return b""

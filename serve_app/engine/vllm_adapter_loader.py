@@ -52,7 +52,7 @@ class AdapterLoader:
         """
         adapter = self._fetched.pop(id, None)
         if adapter is None:
-            adapter = await asyncio.to_thread(self._files.fetch, settings)
+            adapter = await self._fetch(settings)
         try:
             config = self._llm.vllm_config.lora_config
             if not self._known_shapes:
@@ -72,6 +72,15 @@ class AdapterLoader:
             raise
         return LoadedAdapter(settings, request)
 
+    async def _fetch(self, settings: AdapterSettings) -> Adapter:
+        fetching = asyncio.ensure_future(asyncio.to_thread(self._files.fetch, settings))
+        try:
+            return await asyncio.shield(fetching)
+        except asyncio.CancelledError:
+            # A thread can't be stopped: its copy is deleted once it is complete.
+            fetching.add_done_callback(_delete)
+            raise
+
     async def pin(self, one: LoadedAdapter) -> None:
         """Keep a loaded adapter on the device."""
         await self._llm.add_lora(one.request)
@@ -86,3 +95,8 @@ class AdapterLoader:
     async def close(self) -> None:
         """Delete the files of all adapters."""
         await asyncio.to_thread(self._files.close)
+
+
+def _delete(fetching: "asyncio.Future[Adapter]") -> None:
+    if not fetching.cancelled() and fetching.exception() is None:
+        shutil.rmtree(fetching.result().path, ignore_errors=True)

@@ -100,8 +100,13 @@ class Completions:
             raise error.error from None
         except VLLMClientError as error:
             raise RequestError(400, "invalid_request_error", str(error)) from None
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineDeadError as error:
             raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error
+        except EngineGenerateError as error:
+            # An engine that lives fails on this request alone, as for `blame_request`.
+            reason = type(error.__cause__ or error).__name__
+            message = f"vLLM can't process this request: {reason}"
+            raise RequestError(400, "invalid_request_error", message) from error
         if output is None:
             raise RequestError(500, "internal_error", "The engine ended the request without a result.")
         return Completion(output.text, output.finish_reason, len(output.token_ids))

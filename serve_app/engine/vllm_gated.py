@@ -21,10 +21,14 @@ from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_admitted_slot import AdmittedSlot
 from serve_app.engine.vllm_refusal import RefusedError
 from serve_app.engine.vllm_resume import go_on, resume_mode
+from serve_app.engine.vllm_sampler_bounds import bound_seed, oversize_ids
 from serve_app.engine.vllm_scheduler import may_be_held
 from serve_app.relay.resume import StreamTokens
 
 NO_ADAPTER = nullcontext()
+
+MAX_ID = 256
+"""Characters of an id that vLLM gets, which come back with each token. One of the Ingress has 128 at most."""
 
 
 class GatedLLM(AsyncLLM):  # type: ignore[misc]
@@ -50,6 +54,8 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         limit: int = self.model_config.max_model_len
+        # The end tells the prompts of a request apart.
+        request_id = request_id[-MAX_ID:]
         length = _prompt_length(prompt, limit)
         request, result = current()
         if request.max_tokens is not None and (sampling_params.max_tokens or limit) > request.max_tokens:
@@ -64,7 +70,9 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 async for output in results:
                     yield output
             return
-        self._check_prompt_logprobs(length, sampling_params.prompt_logprobs)
+        self._check_prompt_logprobs(length, sampling_params)
+        self._check_token_ids(sampling_params)
+        bound_seed(sampling_params)
         admitted = self._slot(length, sampling_params.max_tokens, sampling_params.n)
         # The parameters don't change any more, and a copy costs a fifth of vLLM's work on a short prompt.
         sampling_params.skip_clone = True
@@ -154,25 +162,38 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         finally:
             await held.__aexit__(None, None, None)
 
-    def _check_prompt_logprobs(self, length: int, each: int | None) -> None:
+    def _check_prompt_logprobs(self, length: int, params: SamplingParams) -> None:
         """Refuse more logprobs of a prompt than the event loop can make without holding others up.
 
         Raises:
             RefusedError: 400.
         """
+        each, n = params.prompt_logprobs, params.n
         if each is None:
             return
         # vLLM adds the prompt's own token to those that are asked for; -1 are all of the vocabulary.
         every = self.model_config.get_vocab_size() if each < 0 else each + 1
-        if length * every <= self.max_prompt_logprobs:
+        if n * length * every <= self.max_prompt_logprobs:
             return
+        answers = f", for each of {n} answers," if n > 1 else ""
         message = (
-            f"prompt_logprobs: {length} prompt tokens with {every} logprobs each are more than "
+            f"prompt_logprobs: {length} prompt tokens with {every} logprobs each{answers} are more than "
             f"{self.max_prompt_logprobs} (max_prompt_logprobs); ask for fewer, or send a shorter prompt"
         )
         result = current().result
         result.refusal = RequestError(400, "invalid_request_error", message, param="prompt_logprobs")
         raise RefusedError(result.refusal)
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        """Refuse more token ids than the engine can take.
+
+        Raises:
+            RefusedError: 400.
+        """
+        error = oversize_ids(params, self.input_processor)
+        if error is not None:
+            current().result.refusal = error
+            raise RefusedError(error)
 
     def _slot(self, length: int, max_tokens: int | None, n: int) -> AdmittedSlot:
         """Return the slot of `n` sequences with one prompt.
@@ -258,9 +279,10 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
 
 
 def _prompt_length(prompt: Any, limit: int) -> int:
-    """Return the tokens of a rendered prompt, or `limit` where that can't be known yet."""
+    """Return the tokens of a rendered prompt; `limit` where that can't be known yet, or there are more."""
     if isinstance(prompt, dict):
         for key in ("prompt_token_ids", "prompt_embeds"):
             if (tokens := prompt.get(key)) is not None:
-                return len(tokens)
+                # vLLM refuses a longer one.
+                return min(len(tokens), limit)
     return limit

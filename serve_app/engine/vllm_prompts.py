@@ -43,17 +43,26 @@ class Prompts:
         return await self._texts.run(partial(self._encode, prompts), sum(map(len, prompts)))
 
     def _encode(self, prompts: list[str]) -> list[list[int] | RequestError]:
-        # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
-        most = self._max_model_len * self._tokenizer.max_chars_per_token
-        short = [prompt for prompt in prompts if len(prompt) <= most]
-        ids = iter(self._tokenizer(short).input_ids if short else ())
-        return [next(ids) if len(prompt) <= most else self._too_long(prompt) for prompt in prompts]
+        errors = list(map(self._error, prompts))
+        texts = [prompt for prompt, error in zip(prompts, errors, strict=True) if error is None]
+        ids = iter(self._tokenizer(texts).input_ids if texts else ())
+        return [next(ids) if error is None else error for error in errors]
 
-    def _too_long(self, prompt: str) -> RequestError:
-        message = (
-            f"the prompt has {len(prompt)} characters; this model takes {self._max_model_len - 1} tokens"
-        )
-        return RequestError(400, "invalid_request_error", message)
+    def _error(self, prompt: str) -> RequestError | None:
+        """Return why a prompt can't be tokenized; None: it can."""
+        # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
+        if len(prompt) > self._max_model_len * self._tokenizer.max_chars_per_token:
+            message = (
+                f"the prompt has {len(prompt)} characters; this model takes {self._max_model_len - 1} tokens"
+            )
+            return RequestError(400, "invalid_request_error", message)
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            # A tokenizer would refuse it together with all others.
+            message = f"the prompt is no text: {error.reason} at character {error.start}"
+            return RequestError(400, "invalid_request_error", message)
+        return None
 
     async def render(self, chats: list[list[JSON]]) -> list[list[int] | RequestError]:
         """Return the token ids of each chat, through the model's chat template, or its error.

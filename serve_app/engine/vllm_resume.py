@@ -101,11 +101,13 @@ async def go_on(
     async with aclosing(results):
         async for result in results:
             (output,) = result.outputs
+            known = detokenizer.num_output_tokens()
             stop = detokenizer.update(output.token_ids, output.finish_reason == "stop")
             if stop is not None:
                 output.finish_reason, output.stop_reason, result.finished = "stop", stop, True
             output.text = detokenizer.get_next_output_text(output.finish_reason is not None, True)
-            output.token_ids = [*token_ids, *output.token_ids]
+            # Without those behind a stop string.
+            output.token_ids = [*token_ids, *detokenizer.output_token_ids[known:]]
             token_ids = []
             result.prompt_token_ids = prompt_ids
             yield result

@@ -45,11 +45,15 @@ class HeldTokens:
     the time between two of its pieces, or until the request ends. A step that tells of no request has no
     message but for the statistics, which come every `STATS_S`, and at once where nothing runs any more.
 
-    Requests for which `may_be_held` is false are left as they are.
+    Requests for which `may_be_held` is false are left as they are. So are all of an engine that tells more of
+    each token: vLLM looks for that of the held ones in the last step.
     """
 
     running: list[Any]
     scheduler_config: Any
+    observability_config: Any
+    return_sampling_mask = False
+    aux_output_connector: Any = None
     _steps = 0
     _stats_due = 0.0
     _piece_s = 0.0
@@ -80,7 +84,8 @@ class HeldTokens:
         """
         self._steps += 1
         now = time.monotonic()
-        of_this_step = any(args) or any(options.values())
+        logged = self.observability_config.enable_logging_iteration_details
+        of_this_step = logged or any(args) or any(options.values())
         if self.running and now < self._stats_due and not of_this_step:
             return None
         scheduler: Any = super()
@@ -94,7 +99,9 @@ class HeldTokens:
     def _may_be_held(self, request: Any) -> bool:
         # An interval of the engine's options counts the tokens of a stream.
         counted = _is_stream(request) and self.scheduler_config.stream_interval > 1
-        return may_be_held(request.sampling_params) and not request.resumable and not counted
+        more = self.return_sampling_mask or self.aux_output_connector is not None
+        left_alone = request.resumable or counted or more
+        return may_be_held(request.sampling_params) and not left_alone
 
 
 class _Held:

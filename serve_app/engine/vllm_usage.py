@@ -47,6 +47,8 @@ class VLLMSequence:
         self._states = states
         # vLLM sets it together with the count of the prompt, and to a plain number.
         state.num_cache_creation_tokens = NOT_COUNTED
+        # Cached tokens that the request itself states, for which vLLM would give up its own count.
+        state.remote_prefill_cached_tokens = None
 
     def tokens(self) -> Tokens:
         """Return what vLLM has counted so far."""

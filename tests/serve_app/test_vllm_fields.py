@@ -59,9 +59,10 @@ REVIEWED = {
     ),
     **dict.fromkeys(("stop", "stop_sequences"), "vLLM's own bound on stop strings"),
     **dict.fromkeys(
-        ("stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias"),
-        "ids of the vocabulary, once a step",
+        ("stop_token_ids", "allowed_token_ids", "logit_bias"),
+        "ids of the vocabulary, once a step, and the engine's room for them",
     ),
+    "bad_words": "16,384 characters, and the engine's room for their tokens",
     **dict.fromkeys(
         (
             "structured_outputs.choice",

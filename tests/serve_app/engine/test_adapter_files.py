@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from huggingface_hub import constants
+from safetensors.numpy import save_file
 
 from serve_app.engine import adapter_files
 from serve_app.engine.adapter_files import AdapterError, check, fetch, layer_shapes
@@ -88,6 +90,29 @@ def test_a_source_that_is_missing_or_something_else_is_an_error(tmp_path: Path) 
         fetch(str(source), tmp_path / "2")
     with pytest.raises(AdapterError, match="can't be read"):
         fetch("nothing://bucket/words", tmp_path / "3")
+
+
+@pytest.mark.parametrize("config", ['{"r": 1e999}', "[" * 100_000], ids=["endless rank", "nested"])
+def test_a_config_of_odd_values_is_an_error(tmp_path: Path, config: str) -> None:
+    source = write_adapter(tmp_path / "source")
+    (source / "adapter_config.json").write_text(config)
+    with pytest.raises(AdapterError, match="PEFT's format"):
+        fetch(str(source), tmp_path / "copy")
+
+
+def test_a_matrix_without_rows_is_an_error(tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "source")
+    name = f"base_model.model.{LAYER}.lora_A.weight"
+    save_file({name: np.array(1.0, np.float32)}, source / "adapter_model.safetensors")
+    with pytest.raises(AdapterError, match=f"{name} is no matrix"):
+        check(fetch(str(source), tmp_path / "copy"), 8, SHAPES)
+
+
+def test_a_copy_that_can_not_be_written_is_an_error(tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "source")
+    (tmp_path / "file").touch()
+    with pytest.raises(AdapterError, match="NotADirectoryError"):
+        fetch(str(source), tmp_path / "file" / "copy")
 
 
 def test_an_adapter_that_does_not_fit_is_an_error_with_the_reason(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +88,20 @@ async def test_a_request_that_leaves_the_queue_lets_those_behind_it_in() -> None
     await first.end()
     await behind.end()
     assert slots.waiting == 0
+
+
+async def test_a_request_that_leaves_the_queue_as_its_slot_gets_free_is_cancelled() -> None:
+    slots = AdapterSlots(1)
+    async with slots.using("a"):
+        (gone,) = await ask(slots, "b")
+        gone.task.cancel()
+    # The slot is given on before the task of the request runs again.
+    with pytest.raises(asyncio.CancelledError):
+        await gone.task
+    (next_one,) = await ask(slots, "c")
+    assert next_one.entered()
+    assert slots.waiting == 0
+    await next_one.end()
 
 
 async def test_a_pinned_adapter_keeps_its_slot() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from batcher import DynamicBatcher
 from serve_app.api.errors import RequestError
+from serve_app.api.protocol import PromptError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
 from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall, record_error, run_records
 
@@ -250,3 +251,42 @@ def test_a_record_that_fails_before_it_is_queued_leaves_its_turn_to_the_next() -
     call.fail(0, RequestError(422, "processing_error", "no cost"))
     assert not call.wait(1)
     assert call.wait(2)
+
+
+class CountedCall(BatchCall):
+    """Counts how often its errors are put in order.
+
+    Attributes:
+        asked: How often.
+    """
+
+    asked = 0
+
+    @property
+    def errors(self) -> list[PromptError] | None:
+        self.asked += 1
+        return super().errors
+
+
+async def test_the_errors_of_a_call_are_put_in_order_once_however_many_records_follow(model: Model) -> None:
+    async with DynamicBatcher(model.process) as batcher:
+        call = CountedCall("records", partial=True)
+        await run_records(batcher, ["bad", *["a"] * 20 * RECORDS_PER_TURN], DEFAULT_SCHEDULING, call)
+    assert call.asked < 10
+    assert [error.index for error in call.errors or ()] == [0]
+
+
+async def test_other_tasks_get_their_turn_while_records_fail(model: Model) -> None:
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with DynamicBatcher(model.process, cost_estimator=len) as batcher:
+        counting = asyncio.ensure_future(count())
+        await run(batcher, [0] * 10 * RECORDS_PER_TURN, partial=True)
+        counting.cancel()
+    assert turns >= 10

@@ -74,6 +74,13 @@ class Odd:
         return [results[record] for record in batch]
 
 
+class Names(dict[str, str]):
+    """A class without a signature that Python could tell: its constructor is one of C."""
+
+    def process(self, batch: list[str]) -> list[str]:
+        return [self.get(record, "?") for record in batch]
+
+
 class Useless:
     pass
 
@@ -133,6 +140,12 @@ async def test_the_class_is_built_once_with_its_options(upper: FunctionEngine) -
 async def test_a_class_that_can_not_be_used_is_an_error(target: str, fields: Any, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         await build(target, **fields)
+
+
+async def test_a_class_whose_constructor_is_native_gets_its_options() -> None:
+    engine = await build("Names", options={"a": "Ada"})
+    assert (await engine.process({"records": ["a", "b"]}))["results"] == ["Ada", "?"]
+    await engine._batcher.stop()
 
 
 async def test_a_replica_that_was_never_built_ends_quietly() -> None:

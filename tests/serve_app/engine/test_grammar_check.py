@@ -152,3 +152,14 @@ async def test_a_check_that_is_cancelled_leaves_no_answer_for_the_next_one(gramm
         await asyncio.wait([check])
         with pytest.raises(RequestError):
             await grammars.check([HOSTILE])
+
+
+async def test_a_grammar_that_was_not_checked_to_the_end_is_checked_again(grammars: GrammarCheck) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await grammars.start()
+        assert grammars.process is not None
+        # As when the machine has no memory left.
+        grammars.process.kill()
+        with pytest.raises(RequestError):
+            await grammars.check(HARMLESS[:1])
+        await grammars.check(HARMLESS[:1])

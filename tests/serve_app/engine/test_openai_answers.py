@@ -12,9 +12,10 @@ from pydantic import BaseModel, ValidationError
 from serve_app.engine import arrivals
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
+from serve_app.engine.grammars import Grammar
 from serve_app.engine.openai_answers import OpenAIAnswers
 from serve_app.engine.replica import origin_of
-from serve_app.relay.frame import unpack
+from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.usage.calls import CallBook
@@ -31,7 +32,8 @@ def made(app: Any, ready_at: float = 0.0) -> OpenAIAnswers:
 async def answer(answers: OpenAIAnswers, request: RelayRequest = REQUEST) -> tuple[int, Any]:
     call = CallBook("demo").open(origin_of(request))
     messages = answers.answer(request, time.monotonic(), RequestUsage(), call)
-    (message,) = [message async for message in messages]
+    # The process that checks grammars may take seconds to start.
+    (message,) = [message async for message in messages if message != KEEP_ALIVE]
     piece = unpack(message)
     assert piece.head is not None
     return piece.head.status, json.loads(piece.body)
@@ -125,6 +127,38 @@ async def test_a_hostile_grammar_never_reaches_vllm() -> None:
     body = json.dumps({"structured_outputs": {"regex": "a" * (MAX_CHARS + 1)}}).encode()
     status, found = await answer(made(app), replace(REQUEST, body=body))
     assert (status, found["error"]["param"]) == (400, "structured_outputs.regex")
+
+
+class HeldCheck(GrammarCheck):
+    """A check that ends when `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(0.1, 1.0)
+        self.go = asyncio.Event()
+
+    async def check(self, grammars: list[Grammar]) -> None:
+        await self.go.wait()
+        await super().check(grammars)
+
+
+@pytest.mark.parametrize(("characters", "message"), [(1, "oh"), (MAX_CHARS + 1, "at most")])
+async def test_a_request_whose_grammar_takes_long_to_check_has_keep_alives(
+    monkeypatch: pytest.MonkeyPatch, characters: int, message: str
+) -> None:
+    monkeypatch.setattr("serve_app.relay.keepalive.KEEPALIVE_S", 0.001)
+    grammars = HeldCheck()
+    engine: Any = FakeEngine()
+    answers = OpenAIAnswers(failing(), engine, grammars, ready_at=0.0)
+    body = json.dumps({"structured_outputs": {"regex": "a" * characters}}).encode()
+    request = replace(REQUEST, body=body)
+    call = CallBook("demo").open(origin_of(request))
+    async with asyncio.timeout(LIMIT_S):
+        messages = answers.answer(request, time.monotonic(), RequestUsage(), call)
+        assert await anext(messages) == KEEP_ALIVE
+        grammars.go.set()
+        *_, last = [each async for each in messages]
+    await grammars.stop()
+    assert message in json.loads(unpack(last).body)["error"]["message"]
 
 
 @pytest.mark.parametrize(("tokens", "status"), [(1_000, 200), (2_000, 400)])

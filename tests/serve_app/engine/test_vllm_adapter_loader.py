@@ -1,13 +1,20 @@
 """Adapters that go into an engine and out of it."""
 
+import asyncio
+import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from serve_app.engine.adapter_copies import AdapterFiles
-from serve_app.engine.adapter_files import AdapterError
+from serve_app.engine.adapter_files import Adapter, AdapterError
 from serve_app.engine.vllm_adapter_loader import AdapterLoader
+from serve_app.settings.adapters import AdapterSettings
 from tests.serve_app.engine.lora_doubles import FakeLLM, has_files, source
+
+LIMIT_S = 20.0
 
 
 def made() -> tuple[AdapterLoader, FakeLLM]:
@@ -47,6 +54,43 @@ async def test_an_adapter_that_does_not_fit_leaves_no_files(tmp_path: Path, rank
     with pytest.raises(AdapterError, match=reason):
         await loader.load("words", settings)
     assert not fetched.path.exists()
+    await loader.close()
+
+
+async def test_a_load_that_is_cancelled_leaves_no_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, llm = made()
+    settings = source(tmp_path, "words")
+    loop = asyncio.get_running_loop()
+    begun, deleted, go = asyncio.Event(), asyncio.Event(), threading.Event()
+    fetch, delete = AdapterFiles.fetch, shutil.rmtree
+    copies: list[Path] = []
+
+    def slow(files: AdapterFiles, settings: AdapterSettings) -> Adapter:
+        loop.call_soon_threadsafe(begun.set)
+        assert go.wait(LIMIT_S)
+        adapter = fetch(files, settings)
+        copies.append(adapter.path)
+        return adapter
+
+    def tell(path: Path, **options: Any) -> None:
+        delete(path, **options)
+        deleted.set()
+
+    monkeypatch.setattr(AdapterFiles, "fetch", slow)
+    monkeypatch.setattr("shutil.rmtree", tell)
+    async with asyncio.timeout(LIMIT_S):
+        loading = asyncio.ensure_future(loader.load("words", settings))
+        await begun.wait()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        # Its thread goes on.
+        go.set()
+        await deleted.wait()
+    assert [copy.exists() for copy in copies] == [False]
+    assert llm.names == []
     await loader.close()
 
 

@@ -122,6 +122,18 @@ async def test_one_of_the_folder_that_has_gone_is_left_out(tmp_path: Path) -> No
     await adapters.close()
 
 
+async def test_one_of_the_folder_that_can_not_be_used_keeps_no_engine_from_starting(tmp_path: Path) -> None:
+    odd = source(tmp_path, "odd")
+    (Path(odd.source) / "adapter_config.json").write_text('{"r": 1e999}')
+    AdapterFolder(str(tmp_path / "kept"), "demo").write("odd", odd)
+    adapters, _ = made(tmp_path, "words")
+    await adapters.start()
+    assert list(adapters.requests) == ["demo:words"]
+    with pytest.raises(AdapterError, match="PEFT's format"):
+        await adapters.prepare("again", odd)
+    await adapters.close()
+
+
 async def test_one_that_could_not_be_read_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
@@ -36,6 +36,13 @@ def completions(monkeypatch: pytest.MonkeyPatch, script: Script, batcher: Contin
     llm = gated(monkeypatch, script, batcher)
     adapters = Adapters(LLMSettings(id="demo", source=DEMO_MODEL), llm, AdapterFiles(), {})
     return Completions(llm, adapters, {"max_tokens": 16, "temperature": 0.5}, CONTEXT)
+
+
+def unencodable() -> EngineGenerateError:
+    """Return what vLLM raises where its protocol can't carry a value."""
+    error = EngineGenerateError()
+    error.__cause__ = OverflowError("can't serialize ints >= 2**64")
+    return error
 
 
 async def refusal(completions: Completions, token_ids: list[int], **fields: Any) -> RequestError:
@@ -87,8 +94,13 @@ async def test_a_prompt_that_is_empty_or_fills_the_context_is_refused(
 
 @pytest.mark.parametrize(
     ("failure", "status"),
-    [(VLLMValidationError("bad value"), 400), (EngineDeadError(), 503), (None, 500)],
-    ids=["the request", "the engine", "no result"],
+    [
+        (VLLMValidationError("bad value"), 400),
+        (unencodable(), 400),
+        (EngineDeadError(), 503),
+        (None, 500),
+    ],
+    ids=["the request", "a value too large for the engine", "the engine", "no result"],
 )
 async def test_failures_of_vllm_have_a_status(
     completions: Completions, script: Script, failure: Exception | None, status: int

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
@@ -210,6 +211,68 @@ async def test_more_logprobs_of_a_prompt_than_the_loop_can_make_are_refused(
         await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=-1))
     assert len(script.calls) == 1
     assert batcher.stats.total_submitted == 1
+
+
+async def test_each_answer_counts_among_the_logprobs_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    set_current(AdmissionRequest(), AdmissionResult())
+    # Ten tokens; the bound is 100.
+    await run(llm, params=SamplingParams(n=2, max_tokens=4, prompt_logprobs=4))
+    with pytest.raises(RefusedError, match="10 prompt tokens with 5 logprobs each, for each of 3 answers"):
+        await run(llm, params=SamplingParams(n=3, max_tokens=4, prompt_logprobs=4))
+    assert len(script.calls) == 1
+
+
+async def test_more_ids_than_the_engine_has_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm: Any = gated(monkeypatch, script, batcher)
+    result = AdmissionResult()
+    set_current(AdmissionRequest(), result)
+    params = SamplingParams(max_tokens=4, logit_bias=dict.fromkeys(range(1025), 1.0))
+    # vLLM's older runner has room for all.
+    await run(llm, params=params)
+    llm.vllm_config.use_v2_model_runner = True
+    with pytest.raises(RefusedError, match="logit_bias: 1025 token ids") as caught:
+        await run(llm, params=params)
+    assert caught.value.error is result.refusal
+    assert len(script.calls) == 1
+
+
+async def test_the_seeds_of_several_answers_are_numbers_that_the_engine_can_hold(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    for seed in (2**63 - 1, 7):
+        await run(llm, params=SamplingParams(n=3, max_tokens=4, seed=seed))
+    assert [call["params"].seed for call in script.calls] == [2**63 - 3, 7]
+
+
+async def test_a_prompt_that_is_longer_than_the_context_is_left_to_vllm(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    # As of one whose images take more tokens than it seemed.
+    script = Script(VLLMValidationError("longer than the maximum model length"))
+    llm = gated(monkeypatch, script, batcher)
+    with pytest.raises(VLLMValidationError, match="maximum model length"):
+        await run(llm, tokens_input(list(range(CONTEXT + 70))))
+    assert script.costs == [CONTEXT]
+
+
+async def test_the_engine_gets_no_more_of_an_id_than_tells_its_prompts_apart(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    for request_id in ("x" * 10_000_000 + "-7", "short"):
+        async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), request_id):
+            pass
+    assert [call["request_id"] for call in script.calls] == ["x" * 254 + "-7", "short"]
 
 
 def searched(llm: Any, steps: int = 1, **params: Any) -> AsyncGenerator[Any, None]:

@@ -52,6 +52,16 @@ async def test_prompts_are_tokenized_and_one_that_can_not_fit_is_not(prompts: Pr
     assert "100000 characters" in second.message
 
 
+async def test_a_prompt_that_is_no_text_is_an_error_beside_the_others(prompts: Prompts) -> None:
+    # As in data sets that were cut between two halves of a character.
+    first, second, third = await prompts.tokenize(["1+2", "x\ud83d", "3"])
+    assert isinstance(first, list)
+    assert isinstance(third, list)
+    assert len(first) == len(third) + 2
+    assert isinstance(second, RequestError)
+    assert (second.status, "surrogates not allowed at character 1" in second.message) == (400, True)
+
+
 async def test_a_chat_that_can_not_be_rendered_is_an_error_beside_the_others(prompts: Prompts) -> None:
     good, wrong, image = await prompts.render([chat("1+2"), chat("wrong"), chat("image")])
     assert good == [1, 2]

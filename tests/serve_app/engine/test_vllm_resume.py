@@ -1,7 +1,6 @@
 """Streams that go on in another engine."""
 
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from batcher import ContinuousBatcher
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
@@ -50,18 +50,24 @@ async def test_a_stream_states_how_it_could_go_on(
     assert to_ids(result.stream.take()) == ([1, 2] if mode == "tokens" else [])
 
 
+def resuming(
+    monkeypatch: pytest.MonkeyPatch, script: Script, batcher: ContinuousBatcher, tokenizer: Any
+) -> GatedLLM:
+    """Return a client with the parts that a resumed stream needs."""
+    llm: Any = gated(monkeypatch, script, batcher)
+    llm.get_tokenizer = lambda: tokenizer
+    llm.input_processor.renderer.get_eos_token_id = lambda: tokenizer.eos_token_id
+    result: GatedLLM = llm
+    return result
+
+
 async def test_a_resumed_stream_repeats_its_text_with_the_first_new_token(
     monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(LLMSettings(id="demo", source=DEMO_MODEL).path)
     sent, new = tokenizer("12").input_ids, tokenizer("3").input_ids
     script = Script(output(*new), output(finish="length"))
-    llm: Any = gated(monkeypatch, script, batcher)
-    llm.get_tokenizer = lambda: tokenizer
-    llm.input_processor = SimpleNamespace(
-        generation_config_fields={},
-        renderer=SimpleNamespace(get_eos_token_id=lambda: tokenizer.eos_token_id),
-    )
+    llm = resuming(monkeypatch, script, batcher, tokenizer)
     result = AdmissionResult(stream=StreamTokens())
     set_current(AdmissionRequest(token_ids=tuple(sent)), result)
     results = await run(llm, params=SamplingParams(max_tokens=8, temperature=0, output_kind=DELTA))
@@ -71,3 +77,24 @@ async def test_a_resumed_stream_repeats_its_text_with_the_first_new_token(
     (call,) = script.calls
     assert call["prompt"]["prompt_token_ids"] == [*range(10), *sent]
     assert call["params"].max_tokens == 8 - len(sent)
+
+
+async def test_a_resumed_stream_ends_with_the_token_that_completes_a_stop_string(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
+) -> None:
+    def ids(text: str) -> list[int]:
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return found
+
+    tokenizer = AutoTokenizer.from_pretrained(LLMSettings(id="demo", source=DEMO_MODEL).path)
+    # The last token that was sent comes again. The engine, which knows no stop strings here, tells of several
+    # tokens at once.
+    llm = resuming(monkeypatch, Script(output(*ids("23456"))), batcher, tokenizer)
+    result = AdmissionResult(stream=StreamTokens())
+    set_current(AdmissionRequest(token_ids=tuple(ids("12"))), result)
+    params = SamplingParams(max_tokens=20, temperature=0, stop=["4"], output_kind=DELTA)
+    (last,) = await run(llm, params=params)
+    completion = last.outputs[0]
+    assert (completion.text, completion.stop_reason, last.finished) == ("123", "4", True)
+    assert completion.token_ids == ids("1234")
+    assert result.usage.output_tokens == 4

@@ -28,6 +28,7 @@ class Steps:
     def __init__(self) -> None:
         self.running: list[Any] = []
         self.scheduler_config = SimpleNamespace(stream_interval=1)
+        self.observability_config = SimpleNamespace(enable_logging_iteration_details=False)
         self.log_stats = True
 
     def _update_request_with_output(
@@ -195,6 +196,26 @@ def test_statistics_of_one_step_are_told_with_it(scheduler: Held) -> None:
 def test_an_engine_without_statistics_has_none(scheduler: Held) -> None:
     scheduler.log_stats = False
     assert scheduler.make_stats() is None
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"return_sampling_mask": True}, {"aux_output_connector": object()}],
+    ids=["sampling masks", "routed experts"],
+)
+def test_the_tokens_of_an_engine_that_tells_more_of_each_are_not_held(
+    scheduler: Held, option: dict[str, Any]
+) -> None:
+    vars(scheduler).update(option)
+    whole = request()
+    assert [scheduler.tell(whole, token) for token in (5, 6, 0)] == [[5], [6], [0]]
+
+
+def test_an_engine_that_logs_its_steps_has_statistics_of_each(scheduler: Held) -> None:
+    scheduler.observability_config.enable_logging_iteration_details = True
+    scheduler.running = [request()]
+    steps = [stats.step_counter for _ in range(3) if (stats := scheduler.make_stats())]
+    assert steps == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])

@@ -298,3 +298,16 @@ def test_a_step_without_statistics_counts_nothing() -> None:
     counters = EngineCounters()
     counters.record(None, None)
     assert (counters.prompt, counters.output) == (0, 0)
+
+
+async def test_a_client_does_not_state_how_much_of_its_prompt_was_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, book: CallBook
+) -> None:
+    llm, engine = stepped(monkeypatch, batcher, book)
+    # vLLM believes it for a prompt that another engine has computed.
+    claim = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 1_000_000}
+    task = begin(llm, book.open(Origin()), extra_args={"kv_transfer_params": claim})
+    await turns()
+    engine.step(cached=4, finish=True)
+    await task
+    assert [(row.prompt_tokens, row.cached_tokens) for row in rows(book)] == [(10, 4)]

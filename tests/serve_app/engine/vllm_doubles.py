@@ -106,7 +106,15 @@ def gated(
     llm.model_config = SimpleNamespace(
         max_model_len=CONTEXT, get_vocab_size=lambda: 1000, runner_type="generate"
     )
-    llm.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9))
+    llm.vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9), use_v2_model_runner=False
+    )
+    llm.input_processor = SimpleNamespace(
+        vllm_config=llm.vllm_config,
+        generation_config_fields={},
+        renderer=SimpleNamespace(get_eos_token_id=lambda: None),
+        tokenizer=None,
+    )
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
     # The destructor calls it.
     llm.shutdown = lambda *_: None
