@@ -69,9 +69,13 @@ def embedding_response(
         tokens: What the texts cost.
 
     Raises:
-        RequestError: 400, the vectors don't have the length that was asked for.
+        RequestError: 400, the vectors don't have the length that was asked for; 500, they are no vectors. The
+            iterator raises that too.
     """
-    length = len(vectors[0])
+    try:
+        length = len(vectors[0])
+    except TypeError as error:
+        raise _no_vector(error) from error
     if request.dimensions not in (None, length):
         message = f"dimensions: this model's vectors have {length}, not {request.dimensions}"
         raise RequestError(400, "invalid_request_error", message, param="dimensions")
@@ -92,7 +96,14 @@ def _plain(vector: Sequence[float]) -> Any:
 
 
 def _base64(vector: Sequence[float]) -> str:
-    numbers = array("f", vector)
+    try:
+        numbers = array("f", vector)
+    except TypeError as error:
+        raise _no_vector(error) from error
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()
+
+
+def _no_vector(error: TypeError) -> RequestError:
+    return RequestError(500, "internal_error", f"The model's results are no vectors of numbers: {error}")

@@ -11,6 +11,9 @@ from serve_app.api.validation import field_path
 JSON = dict[str, Any]
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
+MAX_NAME = 1_000
+"""Most characters of the path of a field that errors quote."""
+
 Probability = Annotated[float, Field(strict=True, gt=0, le=1)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
 Flag = Annotated[bool, Field(strict=True)]
@@ -203,6 +206,9 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
     param = field_path(
         part for at, part in enumerate(item["loc"]) if isinstance(part, int) or part in fields or not at
     )
+    if len(param) > MAX_NAME:
+        # The name of an unknown field may be as long as the body.
+        param = f"{param[:MAX_NAME]}…"
     if not item["loc"]:
         return RequestError(400, "invalid_request_error", "The body must be a JSON object")
     match item["type"]:

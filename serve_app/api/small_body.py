@@ -1,6 +1,7 @@
 """Bodies of requests that are small by their nature."""
 
 import asyncio
+from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -10,12 +11,13 @@ BODY_S = 60.0
 """Seconds until such a body has to be here."""
 
 
-async def small_body(request: Request, most: int) -> bytes:
+async def small_body(request: Request, most: int, count: Callable[[int], None] = lambda size: None) -> bytes:
     """Return the body of a request.
 
     Args:
         request: The request.
         most: Most bytes that it may have.
+        count: Called with the bytes of each piece. An error that it raises ends the request.
 
     Raises:
         RequestError: 413, it has more; 408, it comes too slowly; 400, it ends early.
@@ -24,10 +26,11 @@ async def small_body(request: Request, most: int) -> bytes:
     try:
         async with asyncio.timeout(BODY_S):
             async for piece in request.stream():
-                body += piece
-                if len(body) > most:
+                if len(body) + len(piece) > most:
                     message = f"The body is larger than the limit of {most} bytes"
                     raise RequestError(413, "request_too_large", message)
+                count(len(piece))
+                body += piece
     except TimeoutError:
         message = f"The body was not here after {BODY_S:g} s"
         raise RequestError(408, "timeout_error", message) from None

@@ -31,8 +31,10 @@ def estimate_call(body: Any) -> int:
     def value(name: str) -> Any:
         return body.get(name) if isinstance(body, dict) else getattr(body, name, None)
 
-    prompts = value("prompts") or value("messages")
-    if not isinstance(prompts, list):
+    # An array of NumPy, as a column of a dataset is, has no truth value.
+    lists = [found for name in ("prompts", "messages") if isinstance(found := value(name), list)]
+    prompts = next(filter(None, lists), None)
+    if prompts is None:
         return EXPECTED_OUTPUT
     limit = value("max_tokens")
     return estimate_tokens(len(repr(prompts)), len(prompts), limit if isinstance(limit, int) else None)

@@ -128,8 +128,13 @@ class AdapterAdmin:
             raise RequestError(400, "invalid_request_error", message, param="lora_path") from None
         reasons = await self._prepare(base, adapter)
         if not reasons:
-            kept: str = await self._one(base, "keep_adapter", body.lora_name, adapter)
-            reasons = [kept] if kept else []
+            try:
+                kept: str = await self._one(base, "keep_adapter", body.lora_name, adapter)
+                reasons = [kept] if kept else []
+            except RequestError:
+                # Whether it is kept isn't known: the replicas serve it, or drop what was loaded for nothing.
+                await self._refresh(base)
+                raise
         # Takes over what is kept, and drops what was loaded for nothing.
         replicas = await self._refresh(base)
         if reasons:
@@ -223,7 +228,9 @@ class AdapterAdmin:
         try:
             async with asyncio.timeout(REFRESH_S):
                 return await handle.remote(*arguments)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if cancellation.is_own():
+                raise
             logger.warning("%s: the adapters were not changed: %r", base, error)
             message = "A replica stopped while it changed the adapters. Try again."
             raise RequestError(503, "service_unavailable", message, retry_after_s=5.0) from None

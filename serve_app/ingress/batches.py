@@ -15,6 +15,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.small_body import small_body
+from serve_app.ingress.body_budget import HeldBody, held_body
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import BATCHES
 from serve_app.ingress.poison import LostEngines
@@ -83,7 +84,7 @@ class Forward:
         if caller:
             scheduling = scheduling._replace(key=caller.key.name)
         upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""
-        body = b"" if upload else await small_body(request, BODY_BYTES)
+        body = b"" if upload else await small_body(request, BODY_BYTES, held_body(request.scope).add)
         query = request.scope["query_string"]
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
         # A request that changes something is not repeated: it may be done already.
@@ -131,18 +132,34 @@ class _UploadResponse(ProxyResponse):
             sending.cancel()
 
     async def _upload(self) -> None:
+        held = held_body(self._body.scope)
         waiting = bytearray()
         since = time.monotonic()
         try:
             async for data in self._body.stream():
                 waiting += data
-                while len(waiting) >= PIECE_BYTES or (waiting and time.monotonic() - since > PIECE_S):
+                # Without room for more, what is here travels at once.
+                room = _hold(held, len(data))
+                while len(waiting) >= PIECE_BYTES or (
+                    waiting and (not room or time.monotonic() - since > PIECE_S)
+                ):
                     piece = bytes(waiting[:PIECE_BYTES])
                     del waiting[:PIECE_BYTES]
                     if not await self._put.remote(self._id, piece, False):
                         return
                     since = time.monotonic()
+                    held.give_back()
+                    room = _hold(held, len(waiting))
             await self._put.remote(self._id, bytes(waiting), True)
         except Exception:
             # The client has left, or the deployment is lost: the answer tells, or nobody reads it.
             self._cancel()
+
+
+def _hold(held: HeldBody, size: int) -> bool:
+    """Count bytes, if they have room; return whether they have."""
+    try:
+        held.add(size)
+    except RequestError:
+        return False
+    return True

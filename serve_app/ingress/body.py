@@ -5,12 +5,12 @@ The Ingress needs a few fields of a body, and how long its lists are. The Engine
 
 import asyncio
 import re
-from collections.abc import Sequence
-from email.message import Message
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from pydantic_core import from_json, to_json
+from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
@@ -31,8 +31,14 @@ _NUMBER = b"-0123456789"
 _DEEPEST = 4
 """Lists in lists that messages may be in: those of chats, of messages, and two that no route has."""
 
+_MOST_BOUNDARY = 70
+"""Most bytes of the boundary of a form, by RFC 2046."""
+
 _PART_HEAD = 4096
-"""Bytes in which the head of a part of a form ends."""
+"""Most bytes of the head of a part of a form."""
+
+_MOST_PARAMETERS = 32
+"""Most parameters of the head of a part: its name, and that of its file, which may have semicolons."""
 
 _MOST_PARTS = 2_000
 """Parts of a form that are looked at; vLLM's application refuses a form with more fields or files."""
@@ -52,7 +58,7 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
         message = f"Content-Encoding: {encoding} is not supported here; send the body as it is"
         raise RequestError(415, "invalid_request_error", message, param="content-encoding")
     most = limits.max_body_bytes
-    pieces = []
+    body = bytearray()
     size = int(request.headers.get("content-length") or 0)
     if size <= most:
         held = held_body(request.scope)
@@ -65,7 +71,7 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
                     if size > most:
                         break
                     held.add(len(piece))
-                    pieces.append(piece)
+                    body += piece
         except TimeoutError:
             message = f"The body was not here after {limits.body_timeout_s:g} s (ingress.body_timeout_s)"
             raise RequestError(408, "timeout_error", message) from None
@@ -75,27 +81,32 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
     if size > most:
         message = f"The body is larger than the limit of {most} bytes (ingress.max_body_bytes)"
         raise RequestError(413, "request_too_large", message)
-    return b"".join(pieces)
+    return bytes(body)
 
 
 def form_field(body: bytes, content_type: str, name: str) -> str | None:
     """Return a field of a form with files (`multipart/form-data`); None: there is no such field.
 
-    The files are not looked into: they may be large, and the Engine parses the form.
+    It is the one that vLLM's application takes, the last of several: with any other, a client could use a
+    model that its API key doesn't allow. The files are not looked into: they may be large, and the Engine
+    parses the form.
+
+    Raises:
+        RequestError: 400, the boundary or the head of a part is too long, or has too many parameters.
     """
-    header = Message()
-    header["content-type"] = content_type
-    boundary = header.get_param("boundary")
-    if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
+    # The parser of vLLM's application. Headers have no other characters than those of Latin-1.
+    kind, options = parse_options_header(content_type.encode("latin-1", "replace"))
+    if kind != b"multipart/form-data" or not (boundary := options.get(b"boundary")):
         return None
-    named = re.compile(rb';\s*name="?%s"?\s*(?:;|$)' % name.encode(), re.IGNORECASE)
-    for part in body.split(b"--" + boundary.encode(), _MOST_PARTS + 1)[1:-1]:
-        head = part.find(b"\r\n\r\n", 0, _PART_HEAD)
-        for line in part[: max(head, 0)].split(b"\r\n"):
-            if line[:20].lower() == b"content-disposition:" and named.search(line):
-                value = part[head + 4 :].removesuffix(b"\r\n")
-                return value[:_MOST_VALUE].decode(errors="replace")
-    return None
+    if len(boundary) > _MOST_BOUNDARY:
+        message = f"content-type: has a boundary longer than {_MOST_BOUNDARY} bytes"
+        raise RequestError(400, "invalid_request_error", message, param="content-type")
+    found = None
+    for head, content in _parts(body, re.escape(boundary)):
+        # A look for the name first: parsing takes a hundred times as long.
+        if name.encode() in head and _field_of(head) == name:
+            found = content
+    return None if found is None else found[:_MOST_VALUE].decode(errors="replace")
 
 
 class JSONBody:
@@ -191,6 +202,43 @@ class JSONBody:
             # A number of thousands of digits, a list of thousands of levels.
             message = f"{name}: is no value that can be read"
             raise RequestError(400, "invalid_request_error", message, param=name) from None
+
+
+def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the heads and the contents of the parts of a form.
+
+    Args:
+        body: The form.
+        boundary: Its boundary, as a regular expression.
+    """
+    ends = re.compile(rb"\r\n--%s([ \t]*\r\n|--)" % boundary)
+    begun = re.compile(rb"[\r\n]*--%s(\r\n|--)" % boundary).match(body)
+    for _ in range(_MOST_PARTS):
+        if begun is None or begun[1] == b"--":
+            return
+        start = begun.end()
+        end = body.find(b"\r\n\r\n", start)
+        if end - start > _PART_HEAD:
+            message = f"The form has a part whose head is longer than {_PART_HEAD} bytes"
+            raise RequestError(400, "invalid_request_error", message)
+        begun = None if end < 0 else ends.search(body, end + 4)
+        if begun is not None:
+            yield body[start:end], body[end + 4 : begun.start()]
+
+
+def _field_of(head: bytes) -> str | None:
+    """Return the name of the field that a part of a form with this head is; None: it is a file."""
+    disposition = b""
+    for line in head.split(b"\r\n"):
+        header, _, value = line.partition(b":")
+        if header.lower() == b"content-disposition":
+            disposition = value.strip()
+    if disposition.count(b";") > _MOST_PARAMETERS:
+        # Thousands of them in each of thousands of parts take the parser seconds.
+        message = f"The form has a part with more than {_MOST_PARAMETERS} parameters"
+        raise RequestError(400, "invalid_request_error", message)
+    options = parse_options_header(disposition)[1]
+    return None if b"filename" in options else options.get(b"name", b"").decode(errors="replace")
 
 
 def _count_raw_parts(text: bytes, levels: int) -> int:

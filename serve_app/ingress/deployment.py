@@ -21,7 +21,7 @@ from starlette.routing import Route
 from serve_app.api.errors import ErrorType, RequestError, error_response
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import GENERATE, MOVED, OPENAI, TOKENIZING
+from serve_app.api.routes import EMBEDDINGS, GENERATE, MOVED, OPENAI, TOKENIZING
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.token_bound import NOTHING, TokenDemand
 from serve_app.auth import bind_check
@@ -36,8 +36,15 @@ from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import BATCHES, QUOTAS, Health
 from serve_app.ingress.http10 import HTTP10Middleware
-from serve_app.ingress.large_bodies import look
-from serve_app.ingress.limits import CallFields, OpenAIFields, read_call, read_json, read_openai
+from serve_app.ingress.large_bodies import look, weight
+from serve_app.ingress.limits import (
+    CallFields,
+    OpenAIFields,
+    check_unread,
+    read_call,
+    read_json,
+    read_openai,
+)
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.prompt_prefix import salted
@@ -49,13 +56,13 @@ from serve_app.ingress.quotas import (
     reserve,
 )
 from serve_app.ingress.replica_stats import deployment_stats, replica_stats
-from serve_app.ingress.routing import PROCESS, Routing, card, simulated
+from serve_app.ingress.routing import PROCESS, Adapter, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.ingress.stats_view import own_part
 from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.ingress.usage_report import UsageReports
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.models import FunctionSettings
+from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
@@ -162,9 +169,10 @@ class Ingress:
                 self._telemetry.middleware,
                 *_cors(self._settings.ingress.allow_origins),
                 *([Middleware(AuthMiddleware, self._access)] if self._access else []),
+                # In front of the quotas: a stream that it breaks off has used what it has reserved.
+                Middleware(HTTP10Middleware, self._bodies),
                 *([Middleware(QuotaMiddleware, self._quotas)] if self._quotas else []),
                 Middleware(BodyBudgetMiddleware, self._bodies),
-                Middleware(HTTP10Middleware),
             ],
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
             lifespan=self._lifespan,
@@ -224,13 +232,13 @@ class Ingress:
             demand = call_demand(content, fields, len(body), limits) if self._quotas else NOTHING
             return fields, call_key(content, fields, len(body)), demand
 
-        fields, key, demand = await look(len(body), read)
+        fields, key, demand = await look(weight(body), read)
         return await self._relay(fields.model, request, body, GENERATE, fields, key, demand)
 
     async def _process(self, request: Request) -> Response:
         limits = self._settings.ingress
         body = await read_body(request, limits)
-        fields = await look(len(body), lambda: read_call(read_json(body, limits), limits, "records"))
+        fields = await look(weight(body), lambda: read_call(read_json(body, limits), limits, "records"))
         return await self._relay(fields.model, request, body, PROCESS, fields)
 
     async def _openai(self, request: Request) -> Response:
@@ -238,7 +246,8 @@ class Ingress:
         path = _path(request)
 
         def read() -> tuple[OpenAIFields, RoutingKey, TokenDemand, bytes]:
-            if not _is_json(request, body):
+            if not _is_json(request, path, body):
+                check_unread(body, self._settings.ingress)
                 # A form with a file: vLLM takes the model from there too.
                 model = form_field(body, request.headers.get("content-type", ""), "model")
                 fields = OpenAIFields(model=model or request.query_params.get("model"))
@@ -252,7 +261,7 @@ class Ingress:
             fast = fields.service_tier == "fast"
             return fields, key, demand, content.replaced("service_tier", "priority") if fast else body
 
-        fields, key, demand, body = await look(len(body), read)
+        fields, key, demand, body = await look(weight(body), read)
         tier = SchedulingFields(service_tier=fields.service_tier)
         return await self._relay(fields.model, request, body, MOVED.get(path, path), tier, key, demand)
 
@@ -278,10 +287,13 @@ class Ingress:
         self._routing.find(name, _allowed(request))
         return JSONResponse(await self._card(name))
 
-    async def _card(self, name: str) -> JSON:
-        model = self._routing.find(name)
+    def _card(self, name: str) -> Awaitable[JSON]:
+        # Both are looked up at once: the adapter may be unloaded while the context is asked for.
+        return self._card_of(name, self._routing.find(name), self._routing.adapter(name))
+
+    async def _card_of(self, name: str, model: ModelSettings, adapter: Adapter | None) -> JSON:
         context = await self._contexts.of(model.id)
-        return card(model, self._started, context, name, self._routing.adapter(name))
+        return card(model, self._started, context, name, adapter)
 
     def _visible(self, request: Request) -> list[str]:
         """Return the ids of the models that the caller may use, as far as they run here."""
@@ -363,9 +375,10 @@ def _allowed(request: Request) -> Collection[str] | None:
     return caller.models if caller else None
 
 
-def _is_json(request: Request, body: bytes) -> bool:
+def _is_json(request: Request, path: str, body: bytes) -> bool:
     kind = (request.headers.get("content-type") or "json").partition(";")[0]
-    return bool(body) and "json" in kind.lower()
+    # A function parses a body of any type, as it does those of its other calls.
+    return bool(body) and ("json" in kind.lower() or path == EMBEDDINGS)
 
 
 def _path(request: Request) -> str:

@@ -146,7 +146,8 @@ class EngineCall:
         self._asking = None
         if not served:
             self._missed = 0
-        elif not self._heard:
+        elif not self._begun:
+            # An Engine that was heard meanwhile is watched by the ticks.
             self._give_up()
 
     def _give_up(self) -> None:

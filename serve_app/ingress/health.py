@@ -16,6 +16,9 @@ MAX_AGE_S = 2.0
 MAX_AGE_AWAITED_S = 0.5
 """The same while a model is not ready."""
 
+ANSWER_S = 10.0
+"""Seconds that Ray Serve's controller has to answer."""
+
 
 BATCHES = "Batches"
 """Name of the deployment of files and batches."""
@@ -112,17 +115,31 @@ class Health:
         self._simulated = simulated or {}
         self._report: Report | None = None
         self._read_at = float("-inf")
-        self._lock = asyncio.Lock()
+        self._asking: asyncio.Future[Report] | None = None
 
     async def read(self) -> Report:
-        """Return a report that is at most `MAX_AGE_S` old, or `MAX_AGE_AWAITED_S`."""
-        async with self._lock:
-            age = time.monotonic() - self._read_at
-            if self._report is None or age > (MAX_AGE_S if self._report.all_ready else MAX_AGE_AWAITED_S):
-                status = await asyncio.to_thread(serve.status)
-                self._report = self._judge(status.applications.get(self._app))
-                self._read_at = time.monotonic()
+        """Return a report that is at most `MAX_AGE_S` old, or `MAX_AGE_AWAITED_S`.
+
+        Raises:
+            TimeoutError: The controller has not answered for `ANSWER_S`.
+        """
+        age = time.monotonic() - self._read_at
+        if self._report is not None and age <= (MAX_AGE_S if self._report.all_ready else MAX_AGE_AWAITED_S):
             return self._report
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._ask())
+        async with asyncio.timeout(ANSWER_S):
+            # A reader that leaves ends no question: a thread goes on with it, and others wait for the answer.
+            return await asyncio.shield(self._asking)
+
+    async def _ask(self) -> Report:
+        try:
+            status = await asyncio.to_thread(serve.status)
+            self._report = self._judge(status.applications.get(self._app))
+            self._read_at = time.monotonic()
+            return self._report
+        finally:
+            self._asking = None
 
     async def running(self, model: str) -> int:
         """Return how many replicas of a model can serve, by such a report."""

@@ -1,5 +1,6 @@
 """Limits on how much one request may ask for, checked before it reaches an engine."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -30,6 +31,9 @@ MESSAGE_LISTS = (*PROMPT_LISTS, "query", "messages", "system", "previous_input_m
 CHAT_BATCH = "/v1/chat/completions/batch"
 CHAT_LISTS = {CHAT_BATCH, EMBEDDINGS}
 """Routes whose `messages` may be a list of chats."""
+
+_FORM = re.compile(rb"[\r\n]*--")
+"""The beginning of a form with files."""
 
 
 class CallFields(SchedulingFields):
@@ -76,6 +80,8 @@ def read_call(content: JSONBody, limits: IngressSettings, *lists: str) -> CallFi
     fields = parse_body(CallFields, content.values(*CallFields.model_fields))
     for name in lists:
         _check_list(content, name, limits)
+    if "messages" in lists:
+        _check_parts(content, "messages", limits)
     if limits.max_tokens is not None:
         _check_most("max_tokens", fields.max_tokens, limits.max_tokens, "ingress.max_tokens")
     return fields
@@ -104,9 +110,23 @@ def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAI
         if content.count(name, limits.max_prompts) != 0:
             _check_list(content, name, limits)
     for name in content.among(MESSAGE_LISTS):
-        count = content.count_parts(name, limits.max_messages)
-        _check_most(name, count, limits.max_messages, "ingress.max_messages")
+        _check_parts(content, name, limits)
     return fields
+
+
+def check_unread(body: bytes, limits: IngressSettings) -> None:
+    """Check a body that is relayed unread, since its type is not JSON. An Engine may parse it all the same.
+
+    Raises:
+        RequestError: 400, it is no form, and has more values than `limits` allow, or isn't UTF-8.
+    """
+    if _FORM.match(body):
+        # No parser of JSON gets past this.
+        return
+    if b"\0" in body:
+        # JSON in UTF-16 or UTF-32, of which the values can't be counted.
+        raise RequestError(400, "invalid_request_error", "The body is neither a form nor JSON in UTF-8")
+    check_values(body, limits.max_values)
 
 
 def prompt_lists(path: str) -> tuple[str, ...]:
@@ -117,6 +137,11 @@ def prompt_lists(path: str) -> tuple[str, ...]:
 def _check_list(content: JSONBody, name: str, limits: IngressSettings) -> None:
     if (count := content.count(name, limits.max_prompts)) is not None:
         check_count(name, count, limits.max_prompts)
+
+
+def _check_parts(content: JSONBody, name: str, limits: IngressSettings) -> None:
+    count = content.count_parts(name, limits.max_messages)
+    _check_most(name, count, limits.max_messages, "ingress.max_messages")
 
 
 def _check_most(field: str, value: int | None, most: int, setting: str) -> None:

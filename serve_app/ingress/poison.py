@@ -64,7 +64,7 @@ class LostEngines:
     second try succeeds, and so does its own after the kill of a healthy engine. A request that loses the
     second engine too is not tried again, and its repeats are refused for `REMEMBERED_S`.
 
-    Requests are the same if route and body are. Nothing is kept of them but a hash.
+    Requests are the same if route and body are; uploads never are. Nothing is kept of them but a hash.
 
     Args:
         clock: Returns the time in seconds.
@@ -125,4 +125,5 @@ class LostEngines:
 
 
 def _key(request: RelayRequest) -> bytes:
-    return hashlib.sha256(request.path.encode() + b"\0" + request.body).digest()
+    head = f"{request.path}\0{request.upload}\0"
+    return hashlib.sha256(head.encode() + request.body).digest()

@@ -33,6 +33,7 @@ class QuotaMetrics:
         self._states = states
         self._meters = meters or Meters(catalogue.QUOTAS)
         self._labels = Tenants(most)
+        self._recorded: set[tuple[str, str]] = set()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -60,6 +61,10 @@ class QuotaMetrics:
                 fullest[place] = max(fullest.get(place, 0.0), share)
         for (label, limit), share in fullest.items():
             self._meters.record(catalogue.QUOTA_USED, share, label, limit)
+        # A gauge keeps its last value: nothing is used of a limit that is gone.
+        for label, limit in self._recorded.difference(fullest):
+            self._meters.record(catalogue.QUOTA_USED, 0.0, label, limit)
+        self._recorded = set(fullest)
 
     async def _run(self) -> None:
         while True:

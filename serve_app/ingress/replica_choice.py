@@ -150,10 +150,13 @@ class ReplicaChoice:
         limit = self.limit(min(loads.values()))
         if adapter:
             holders = self._within(self._adapters.holders(adapter), loads, limit)
-            if not holders:
-                agreed = self._agreed(names, (crc32(adapter.encode()),), loads, limit)
-                return agreed or self._within(names, loads, limit)[0]
-            names, loads = holders, {name: loads[name] for name in holders}
+            if holders:
+                names, loads = holders, {name: loads[name] for name in holders}
+            elif agreed := self._agreed(names, (crc32(adapter.encode()),), loads, limit):
+                return agreed
+            else:
+                # The prompt of an adapter that is loaded nowhere doesn't count.
+                prefix = ()
         if self._prefixes and prefix:
             for chunk, holders in self._index.matches(prefix, LEAST_MATCH[len(prefix)]):
                 if (chosen := self._lesser(holders, loads, limit)) is not None:

@@ -94,10 +94,15 @@ class ReplicaLoads:
             self._change(charge, 1)
 
     def take(self, call: str, replica: str) -> None:
-        """Note that a replica has taken a call: its end will be told."""
+        """Note that a replica has taken a call: its end will be told.
+
+        Of several with one id it has taken one: the end of another, whose caller has left before, is never
+        told.
+        """
         for charge in self._charges.get(call, ()):
-            if charge.replica == replica:
+            if charge.replica == replica and not charge.taken:
                 charge.taken = True
+                return
 
     def end(self, call: str, replica: str) -> None:
         """Take a call that has ended off its replica. One that was never charged is ignored."""

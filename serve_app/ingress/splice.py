@@ -128,6 +128,8 @@ class Splice:
             self._check_all_repeated()
             return DONE
         if "error" in event:
+            # Its text ends here, however short it is.
+            self._finished = True
             return _pack(event)
         choices = event["choices"]
         if not choices:

@@ -6,13 +6,18 @@ from serve_app.api.routes import POOLING, SCORE
 from serve_app.api.token_bound import NOTHING, TEMPLATE_TOKENS, TokenDemand
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.limits import CallFields, OpenAIFields, prompt_lists
+from serve_app.relay.events import RESPONSES
 from serve_app.settings.ingress import IngressSettings
 
 MEDIA = re.compile(
-    rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|video|video_url|prompt_embeds|'
-    rb'previous_response_id)"'
+    rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|audio_embeds|video|video_url|'
+    rb'video_embeds|prompt_embeds|previous_response_id)"'
 )
 """Names in bodies whose prompts have other tokens than those of their bytes."""
+
+ESCAPED = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
+"""Escape of a lower-case letter or of `_`: no encoder of JSON writes one, and it may hide a name of `MEDIA`,
+as in `image\\u005furl`."""
 
 WITHOUT_MODEL = {
     "/tokenize",
@@ -40,14 +45,15 @@ def openai_demand(
     if path in WITHOUT_MODEL:
         return NOTHING
     prompts = 0
-    for name in content.among(prompt_lists(path)):
+    # The items of the `input` of a response are messages of one conversation.
+    for name in () if path == RESPONSES else content.among(prompt_lists(path)):
         # The lists of two fields may be combined.
         if (count := content.count(name, 0) or 1) > 1:
             prompts += count
     prompts = prompts or 1
     # Pairs put the same text into several prompts.
     prompt: int | None = (len(body) * prompts if path in SCORE else len(body)) + prompts * TEMPLATE_TOKENS
-    if MEDIA.search(body):
+    if MEDIA.search(body) or ESCAPED.search(body):
         prompt = None
     if path in POOLING:
         return TokenDemand(prompt, prompts, output=0)

@@ -24,7 +24,8 @@ class TurnMetrics:
         for group in {group for group, _ in self._rotas}:
             rotas = [rota for (name, _), rota in self._rotas.items() if name == group]
             members = [member.report for rota in rotas for member in rota.members.values()]
-            for model in {one.model for one in members}:
+            # Models whose engines have ended are not awake any more: a gauge keeps its last value.
+            for model in {one.model for one in members}.union(*(rota.turns for rota in rotas)):
                 awake = sum(one.model == model and one.state in {"awake", "draining"} for one in members)
                 self._meters.record(catalogue.AWAKE, awake, model, group)
                 turns = sum(rota.turns[model] for rota in rotas)

@@ -51,9 +51,13 @@ class UsageReports:
         if self._folder is None:
             message = "This service keeps no usage ledger: its config has no `args.usage.ledger`"
             raise RequestError(404, "not_found_error", message)
-        for name in fields:
+        for name, value in fields.items():
             if name not in FIELDS:
                 message = f"{name}: unknown parameter; known are {', '.join(FIELDS)}"
+                raise RequestError(400, "invalid_request_error", message, param=name)
+            if "\0" in value:
+                # No argument of a command may have one.
+                message = f"{name}: must not have a NUL"
                 raise RequestError(400, "invalid_request_error", message, param=name)
         form = fields.get("format", "json")
         if form not in TYPES:

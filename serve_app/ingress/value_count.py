@@ -26,7 +26,7 @@ def check_values(body: bytes, most: int) -> None:
     Raises:
         RequestError: 400, it has more.
     """
-    if _count(body) <= most:
+    if count_values(body) <= most:
         # The usual case: even with the commas of its texts it is within the bound.
         return
     for escape in _ESCAPES:
@@ -36,7 +36,7 @@ def check_values(body: bytes, most: int) -> None:
         body = b'"'.join(body.split(b'"')[::2])
         if body.count(b"[") + body.count(b"{") <= most and body.count(b",") <= NUMBERS * most:
             body = _LIST_OF_NUMBERS.sub(b"[", body.translate(None, _NUMBERS))
-            if _count(body) <= most:
+            if count_values(body) <= most:
                 return
     message = (
         f"The body has more than {most} values, or more than {NUMBERS * most} numbers in lists "
@@ -45,6 +45,6 @@ def check_values(body: bytes, most: int) -> None:
     raise RequestError(400, "invalid_request_error", message)
 
 
-def _count(text: bytes) -> int:
+def count_values(text: bytes) -> int:
     """Return how many values a text has, or more."""
     return text.count(b",") + text.count(b"[") + text.count(b"{")

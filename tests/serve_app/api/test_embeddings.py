@@ -94,3 +94,10 @@ def test_the_length_of_the_vectors_can_be_asked_for_but_not_changed() -> None:
     with pytest.raises(RequestError, match="this model's vectors have 2, not 3") as caught:
         answer([[1.0, 0.5]], dimensions=3)
     assert (caught.value.status, caught.value.param) == (400, "dimensions")
+
+
+@pytest.mark.parametrize("vectors", [[0.5], [None], [["a"]], [[None]], [[[1.0]]]])
+def test_results_that_are_no_vectors_are_the_model_s_error(vectors: list[Any]) -> None:
+    with pytest.raises(RequestError) as caught:
+        answer(vectors, encoding_format="base64")
+    assert (caught.value.status, caught.value.type) == (500, "internal_error")

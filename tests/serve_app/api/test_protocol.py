@@ -282,6 +282,12 @@ def test_an_unknown_field_without_a_name_is_not_reported_as_a_body_that_is_no_ob
     assert "unknown field" in error.message
 
 
+def test_a_field_with_an_endless_name_is_quoted_in_part() -> None:
+    error = refusal(json.dumps({"prompts": ["a"], "é" * 1_000_000: 1}).encode())
+    assert (error.param or "").startswith("é" * 100)
+    assert len(json.dumps(error.body())) < 20_000
+
+
 # Records
 
 

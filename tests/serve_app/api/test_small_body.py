@@ -44,3 +44,15 @@ async def test_a_body_that_does_not_come_is_refused(
     with pytest.raises(RequestError) as caught:
         await small_body(request(*messages), 4)
     assert caught.value.status == status
+
+
+async def test_each_piece_is_counted_when_it_comes() -> None:
+    counted: list[int] = []
+    assert await small_body(request(piece(b"ab"), piece(b"cde", more=False)), 9, counted.append) == b"abcde"
+    assert sum(counted) == 5
+
+    def refuse(size: int) -> None:
+        raise RequestError(503, "overloaded_error", "full")
+
+    with pytest.raises(RequestError, match="full"):
+        await small_body(request(piece(b"ab")), 9, refuse)

@@ -59,6 +59,7 @@ class Fleet(Engine):
         self.folder: dict[str, AdapterSettings] = {}
         self.members = [Replica(self.folder) for _ in range(2)]
         self.full = ""
+        self.failure: BaseException | None = None
         self._calls: list[Any] = []
 
     def broadcast(self, method: str, *arguments: Any) -> "Fleet":
@@ -78,6 +79,8 @@ class Fleet(Engine):
         return self._keep(*arguments)
 
     async def _keep(self, id: str, settings: AdapterSettings | None) -> str:
+        if self.failure is not None:
+            raise self.failure
         if settings is None:
             self.folder.pop(id, None)
         elif not self.full:
@@ -152,6 +155,27 @@ async def test_a_folder_that_can_not_be_written_leaves_all_as_it_was(
     fleet.full = "adapters_folder: it is full"
     assert "it is full" in check_error(await load(client), 400, "invalid_request_error", "lora_path")
     assert fleet.members[0].served == {}
+
+
+GONE = asyncio.CancelledError()
+"""The error of a call whose replica Serve takes away."""
+
+
+@pytest.mark.parametrize("failure", [ConnectionError("gone"), GONE], ids=["died", "taken away"])
+async def test_a_replica_that_ends_before_it_keeps_an_adapter_leaves_all_as_it_was(
+    client: httpx.AsyncClient, fleet: Fleet, failure: BaseException
+) -> None:
+    fleet.failure = failure
+    assert "Try again" in check_error(await load(client), 503, "service_unavailable")
+    assert [(member.served, member.prepared) for member in fleet.members] == [({}, {}), ({}, {})]
+
+
+async def test_a_replica_that_serve_takes_away_while_it_unloads_is_a_503(
+    client: httpx.AsyncClient, fleet: Fleet
+) -> None:
+    await load(client)
+    fleet.failure = GONE
+    check_error(await client.post(UNLOAD, json={"lora_name": "words"}), 503, "service_unavailable")
 
 
 async def test_unloading_reaches_every_replica(client: httpx.AsyncClient, fleet: Fleet) -> None:

@@ -112,3 +112,22 @@ def test_without_an_adapter_the_load_decides_as_before() -> None:
     choice.update({"a": ReplicaState(adapters=("x",)), "b": ReplicaState()})
     choice.charge("1", "a", (), 100)
     assert choice.choose(()) == "b"
+
+
+def test_an_adapter_whose_own_replicas_are_too_loaded_goes_by_load() -> None:
+    def policy(**loads: int) -> ReplicaChoice:
+        choice = ReplicaChoice(draw=random.Random(1))
+        choice.update({name: ReplicaState() for name in "abcd"})
+        for name, tokens in loads.items():
+            choice.charge(name, name, (), tokens)
+        return choice
+
+    def drawn(adapter: str) -> set[str]:
+        """Return the two replicas that an adapter's hash draws."""
+        first = policy().choose((), adapter=adapter)
+        return {first, policy(**{first: 10_000}).choose((), adapter=adapter)}
+
+    adapter = next(adapter for adapter in ADAPTERS if drawn(adapter) == {"c", "d"})
+    loaded = policy(a=10_000, c=10_000_000, d=10_000_000)
+    chosen = Counter(loaded.choose((), adapter=adapter) for _ in range(200))
+    assert chosen["b"] > chosen["a"] == chosen.total() - chosen["b"]

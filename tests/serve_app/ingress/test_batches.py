@@ -10,11 +10,15 @@ import openai
 import pytest
 import yaml
 from openai.types import Batch
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope, Send
 
+from serve_app.api.errors import RequestError
 from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches.service import BatchService
 from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
+from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import ModelHealth
 from serve_app.settings.schema import Settings, parse
@@ -256,3 +260,88 @@ async def test_the_statistics_are_those_of_the_replica(site: Site) -> None:
     service, site.handle.service = site.handle.service, None
     assert (await Forward(handle, running).stats())["error"] == "the replica is gone"
     site.handle.service = service
+
+
+async def test_a_body_for_the_batches_counts_with_those_of_all_requests(site: Site) -> None:
+    handle: Any = site.handle
+
+    async def running() -> int:
+        return 1
+
+    budget = BodyBudget(100)
+    held: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Forward(handle, running).answer(Request(scope, receive), "/v1/batches", [])
+        held.append(budget.held)
+
+    async def send(size: int) -> None:
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"x" * size, "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/batches", "query_string": b"", "headers": []}
+        await BodyBudgetMiddleware(app, budget)(scope, receive, unused)
+
+    await send(100)
+    assert held == [100]
+    assert budget.held == 0
+    with pytest.raises(RequestError) as caught:
+        await send(101)
+    assert caught.value.status == 503
+
+
+async def unused(message: Message) -> None:
+    raise AssertionError
+
+
+SMALL = 1 << 16
+FORM = {"content-type": "multipart/form-data; boundary=b"}
+
+
+async def upload(site: Site, budget: BodyBudget) -> tuple[int, int]:
+    """Upload a file of one and a half pieces; return the status, and the most bytes that were held."""
+    handle: Any = site.handle
+
+    async def running() -> int:
+        return 1
+
+    content = text_of(row("1", note="x" * (PIECE_BYTES * 3 // 2)))
+    body = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    body += b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
+    body += content + b"\r\n--b--\r\n"
+    left = [body[start : start + SMALL] for start in range(0, len(body), SMALL)]
+    most = status = 0
+
+    async def receive() -> Message:
+        nonlocal most
+        most = max(most, budget.held)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    async def send(message: Message) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = await Forward(handle, running).answer(
+            Request(scope, receive), "/v1/files", scope["headers"]
+        )
+        await response(scope, receive, send)
+
+    headers = [(name.encode(), value.encode()) for name, value in FORM.items()]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "query_string": b"", "headers": headers}
+    async with asyncio.timeout(LIMIT_S):
+        await BodyBudgetMiddleware(app, budget)(scope, receive, send)
+    assert budget.held == 0
+    return status, most
+
+
+async def test_an_upload_counts_with_the_bodies_of_all_requests(site: Site) -> None:
+    status, most = await upload(site, BodyBudget(10 * PIECE_BYTES))
+    assert status == 200
+    assert PIECE_BYTES - SMALL <= most <= PIECE_BYTES + SMALL
+
+
+async def test_an_upload_without_room_goes_on_in_small_pieces(site: Site) -> None:
+    status, most = await upload(site, BodyBudget(SMALL - 1))
+    assert (status, most) == (200, 0)
+    assert max(site.handle.pieces) == SMALL

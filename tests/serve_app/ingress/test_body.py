@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.ingress.body import JSONBody, form_field
@@ -160,6 +162,91 @@ def test_a_field_of_a_form_is_found_beside_its_files(parts: tuple[bytes, ...], t
 )
 def test_other_bodies_have_no_such_field(body: bytes, type: str) -> None:
     assert form_field(body, type, "model") is None
+
+
+OTHER = b'Content-Disposition: form-data; name="model"\r\n\r\nother'
+FAKE = b'Content-Disposition: form-data; name="file"; filename="x"\r\n\r\nx'
+
+
+async def taken(body: bytes, type: str) -> str | None:
+    """Return the field `model` of a form as vLLM's application takes it."""
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    headers = [(b"content-type", type.encode())]
+    async with Request({"type": "http", "method": "POST", "headers": headers}, receive).form() as fields:
+        value = fields.get("model")
+    return value if isinstance(value, str) else None
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (form(MODEL, OTHER), "other"),
+        (form(OTHER, FILE, MODEL), "whisper-é"),
+        (form(MODEL, OTHER.replace(b"name=", b"name = ")), "other"),
+        (form(MODEL, OTHER.replace(b"name=", b"x=1;NAME=")), "other"),
+        (
+            form(MODEL, OTHER.replace(b"Content", b"content-disposition: form-data; name=x\r\nContent")),
+            "other",
+        ),
+        (
+            form(MODEL, OTHER.replace(b"\r\n\r\n", b"\r\ncontent-disposition: form-data; name=x\r\n\r\n")),
+            None,
+        ),
+        (form(MODEL, OTHER.replace(b'"model"', b'model; name="x"')), None),
+        (form(MODEL, OTHER.replace(b'"model"', b"x; name*=utf-8''model")), None),
+        (form(MODEL, OTHER.replace(b'"model"', b"Model")), None),
+        # In the content of a file: no line begins with the boundary, or it goes on.
+        (form(MODEL, FAKE + b"--cut\r\n" + OTHER), None),
+        (form(MODEL, FAKE + b"\r\n--cutter\r\n" + OTHER), None),
+        (form(MODEL, FAKE[:-1] + b"--cut\r\n" + OTHER), None),
+        (form(MODEL, OTHER).replace(b"\r\n--cut\r", b"\r\n--cut \t\r"), "other"),
+        # Behind the end of the form.
+        (form(MODEL) + form(OTHER), None),
+        (b"\r\n" + form(MODEL), None),
+        (b"\n" + form(MODEL), None),
+    ],
+)
+async def test_the_field_of_a_form_is_the_one_that_vllm_takes(body: bytes, expected: str | None) -> None:
+    type = "multipart/form-data; boundary=cut"
+    assert await taken(body, type) == (expected or "whisper-é")
+    assert form_field(body, type, "model") == (expected or "whisper-é")
+
+
+@pytest.mark.parametrize(
+    "parameter", ["boundary*=x; boundary*0=y", "x*=1; x*0=2", f"x*{'1' * 5000}=2", "boundary*=utf-8''other"]
+)
+async def test_parameters_of_a_type_that_vllm_leaves_out_are_left_out_here(parameter: str) -> None:
+    type = f"multipart/form-data; {parameter}; boundary=cut"
+    assert await taken(form(MODEL), type) == "whisper-é"
+    assert form_field(form(MODEL), type, "model") == "whisper-é"
+
+
+@pytest.mark.parametrize("end", [b"\r\nx: " + b"x" * 5000, b"; " * 33])
+def test_a_part_of_a_form_with_an_endless_head_is_refused(end: bytes) -> None:
+    part = MODEL.replace(b"\r\n\r\n", end + b"\r\n\r\n")
+    with pytest.raises(RequestError) as caught:
+        form_field(form(part), "multipart/form-data; boundary=cut", "model")
+    assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")
+
+
+def test_a_boundary_may_be_as_long_as_the_standard_allows() -> None:
+    for size in (70, 71):
+        type = f"multipart/form-data; boundary={'x' * size}"
+        body = form(MODEL).replace(b"cut", b"x" * size)
+        if size == 70:
+            assert form_field(body, type, "model") == "whisper-é"
+        else:
+            with pytest.raises(RequestError) as caught:
+                form_field(body, type, "model")
+            assert (caught.value.status, caught.value.param) == (400, "content-type")
+
+
+def test_a_long_name_of_a_file_is_no_endless_head() -> None:
+    file = FILE.replace(b'"model"', b'"%s"' % (b"; model" * 30))
+    assert form_field(form(file, MODEL), "multipart/form-data; boundary=cut", "model") == "whisper-é"
 
 
 HEAD = b"content-disposition:"

@@ -1,6 +1,7 @@
 """The bound on the bytes of all bodies: what is held is counted, and given back however a request ends."""
 
 import asyncio
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -240,3 +241,27 @@ async def _asked(engine: Engine, times: int) -> None:
 async def _never(request: Any) -> Any:
     await asyncio.Event().wait()
     yield b""
+
+
+async def test_a_body_in_tiny_pieces_takes_no_more_memory_than_its_bytes() -> None:
+    left = size = 100_000
+
+    async def receive() -> Message:
+        nonlocal left
+        left -= 2
+        return {"type": "http.request", "body": bytes(bytearray(2)), "more_body": left > 0}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert len(await read_body(Request(scope, receive), LIMITS)) == size
+
+    async def unused(message: Message) -> None:
+        raise AssertionError
+
+    scope: Message = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    tracemalloc.start()
+    try:
+        await BodyBudgetMiddleware(app, BodyBudget(LIMITS.bytes_in_flight))(scope, receive, unused)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * size

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -11,11 +12,17 @@ import pytest
 from ray.serve.exceptions import BackPressureError
 
 from serve_app.api.errors import RequestError
+from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED, OPENAI
 from serve_app.api.scheduling import Scheduling
+from serve_app.ingress.body import JSONBody
+from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import Health, ModelHealth, Report
+from serve_app.ingress.limits import read_json
 from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.request import RelayRequest
+from serve_app.settings.ingress import IngressSettings
+from serve_app.settings.schema import parse
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -130,6 +137,25 @@ async def test_the_model_of_a_form_decides_between_two() -> None:
             response = await client.post(path, files=files)
             check_error(response, 400, "invalid_request_error", "model")
     assert (len(engines["a"].requests), len(engines["b"].requests)) == (0, 2)
+
+
+async def test_embeddings_are_read_whatever_type_their_body_has() -> None:
+    # curl sends another one unless it is told; a function answers all the same.
+    engines = {"a": Engine(echo), "embed": Engine(echo)}
+    async with Client(engines, max_prompts=2) as client:
+        for type in ("application/x-www-form-urlencoded", "text/plain"):
+            headers = {"content-type": type}
+            body = b'{"input": "x", "model": "%s"}'
+            assert (
+                await client.post("/v1/embeddings", content=body % b"a", headers=headers)
+            ).status_code == 200
+            response = await client.post("/v1/embeddings", content=body % b"b", headers=headers)
+            check_error(response, 404, "not_found_error", "model")
+            response = await client.post(
+                "/v1/embeddings", content=b'{"input": ["x", "x", "x"]}', headers=headers
+            )
+            check_error(response, 400, "invalid_request_error", "input")
+    assert (len(engines["a"].requests), len(engines["embed"].requests)) == (2, 0)
 
 
 async def test_json_is_read_however_its_type_is_written() -> None:
@@ -404,6 +430,24 @@ async def test_a_body_at_the_limit_is_taken_whole() -> None:
         for content in (body, pieces()):
             assert (await client.post(CHAT, content=content)).status_code == 200
         assert [request.body for request in client.engine.requests] == [body, body]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/generate", "/process"])
+async def test_a_body_of_many_values_is_read_beside_the_event_loop(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+
+    def read(body: bytes, limits: IngressSettings) -> JSONBody:
+        threads.append(threading.get_ident())
+        return read_json(body, limits)
+
+    monkeypatch.setattr("serve_app.ingress.deployment.read_json", read)
+    async with Client(Engine(echo)) as client:
+        for many in (1, 20_000):
+            values: list[JSON] = [{}] * many
+            await client.post(path, json={"messages": values, "records": values})
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 @pytest.mark.parametrize("path", ["/nope", "/v2/chat/completions", "/generate/x"])
@@ -718,3 +762,22 @@ async def test_a_request_without_an_id_gets_one_for_the_engine() -> None:
         (request,) = client.engine.requests
     assert len(dict(request.headers)[b"x-request-id"]) == 32
     assert (request.key, request.source) == ("", "http")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo:x"])
+async def test_an_adapter_that_is_unloaded_meanwhile_is_listed_as_it_was(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = [{"source": "/a", "id": "demo:x"}]
+    settings = parse({"models": [{"id": "demo", "source": "x", "adapters": adapters}]})
+    engines: Any = {"demo": Engine(echo)}
+    ingress = Ingress(settings, engines)
+
+    async def unload(model: str) -> None:
+        ingress._routing.set_adapters(model, {})
+
+    monkeypatch.setattr(ingress._contexts, "of", unload)
+    transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
+    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+        body = (await client.get(path)).json()
+    assert [card["id"] for card in body.get("data", [body])][-1] == "demo:x"

@@ -12,6 +12,7 @@ from serve_app.ingress import engine_call
 from serve_app.ingress.engine_call import EngineCall, EngineGoneError, EngineSilentError, EngineUnreachedError
 from serve_app.ingress.retry import is_lost, ran_there
 from serve_app.relay.frame import KEEP_ALIVE, LOST, Piece, pack
+from tests.batcher.virtual import blocked, virtual
 
 T = TypeVar("T")
 LIMIT_S = 5.0
@@ -138,6 +139,30 @@ async def test_an_engine_is_waited_for_while_its_state_is_unknown() -> None:
     assert await soon(anext(EngineCall(answer, unknown))) == Piece(body=b"a")
     assert asked == 3
     assert not answer.cancelled.is_set()
+
+
+@virtual
+async def test_an_engine_that_is_heard_while_ray_serve_is_asked_is_not_given_up() -> None:
+    answer = Answer()
+    asked, answers = asyncio.Event(), asyncio.Event()
+
+    async def served() -> bool:
+        asked.set()
+        await answers.wait()
+        return True
+
+    call = EngineCall(answer, served)
+    piece = asyncio.ensure_future(anext(call))
+    await asked.wait()
+    answer.said.put_nowait(KEEP_ALIVE)
+    # One tick hears of the keep-alive; Ray Serve's controller answers between it and the next one.
+    await asyncio.sleep(0.75 * SILENCE_S)
+    answers.set()
+    await blocked()
+    assert not answer.cancelled.is_set()
+    answer.said.put_nowait(A)
+    assert await piece == Piece(body=b"a")
+    call.cancel()
 
 
 async def test_a_slow_client_does_not_make_an_engine_silent() -> None:

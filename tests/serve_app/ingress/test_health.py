@@ -32,6 +32,7 @@ class Controller:
     Attributes:
         deployments: What it knows, by deployment.
         calls: How often it was asked.
+        asked: Set once it was asked.
         now: The time, in seconds.
     """
 
@@ -40,12 +41,14 @@ class Controller:
         self.app = "llm"
         self.calls = 0
         self.now = 100.0
+        self.asked = threading.Event()
         self.may_answer = threading.Event()
         self.may_answer.set()
         self.error: Exception | None = None
 
     def status(self) -> ServeStatus:
         self.calls += 1
+        self.asked.set()
         assert self.may_answer.wait(5)
         if self.error:
             raise self.error
@@ -200,3 +203,33 @@ async def test_after_a_failed_read_the_next_one_asks_again(controller: Controlle
     controller.error = None
     controller.deployments["Engine:demo"] = deployment()
     assert (await health.read()).ready
+
+
+async def test_readers_that_leave_end_no_reading_and_begin_no_other(controller: Controller) -> None:
+    health = Health("llm", ["demo"])
+    controller.may_answer.clear()
+    for _ in range(3):
+        reader = asyncio.ensure_future(health.read())
+        assert await asyncio.to_thread(controller.asked.wait, 5)
+        reader.cancel()
+        await asyncio.wait({reader})
+    controller.may_answer.set()
+    async with asyncio.timeout(5):
+        await health.read()
+    assert controller.calls == 1
+
+
+async def test_a_controller_that_does_not_answer_is_an_error_and_is_asked_once(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health = Health("llm", ["demo"])
+    controller.may_answer.clear()
+    async with asyncio.timeout(5):
+        for _ in range(3):
+            monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", 0.01)
+            with pytest.raises(TimeoutError):
+                await health.read()
+        controller.may_answer.set()
+        monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", 5.0)
+        await health.read()
+    assert controller.calls == 1

@@ -1,6 +1,7 @@
 """Answers to clients of HTTP/1.0 are whole and have their length."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message
 
 from serve_app.ingress import http10
+from serve_app.ingress.body_budget import BodyBudget
+from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.relay.frame import pack
+from serve_app.settings.schema import parse
 from tests.serve_app.answers import END
 from tests.serve_app.ingress.engine_doubles import CHAT, STREAM, Engine, answer, application, health
+from tests.serve_app.usage.fleet import QuotasHandle
 
 __all__ = ["health"]
 
@@ -73,6 +78,22 @@ async def test_an_answer_too_large_to_keep_says_so(monkeypatch: pytest.MonkeyPat
     assert b"use HTTP/1.1" in body["body"]
 
 
+async def test_answers_that_are_kept_count_with_the_bodies_of_requests() -> None:
+    for most, status in ((26, 503), (27, 200)):
+        budget = BodyBudget(most)
+        start, body = await call(HTTP10Middleware(app, budget), "/stream", "1.0")
+        assert start["status"] == status
+        assert (b"ingress.max_bytes_in_flight" in body["body"]) == (status == 503)
+        assert budget.held == 0
+
+
+async def test_the_ingress_keeps_no_more_of_answers_than_of_bodies() -> None:
+    pieces = [pack(head=STREAM, body=b"data: %d\n\n" % number) for number in range(99)]
+    ingress = application({"demo": Engine(answer(*pieces, END))}, max_body_bytes=100, max_bytes_in_flight=200)
+    start, _ = await call(ingress, CHAT, "1.0")
+    assert start["status"] == 503
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 async def test_the_ingress_sends_a_stream_as_its_client_can_read_it(version: str) -> None:
     pieces = [pack(head=STREAM, body=b"data: 1\n\n"), pack(body=b"data: [DONE]\n\n"), END]
@@ -80,3 +101,20 @@ async def test_the_ingress_sends_a_stream_as_its_client_can_read_it(version: str
     assert b"".join(each["body"] for each in bodies) == b"data: 1\n\ndata: [DONE]\n\n"
     assert (b"content-length" in dict(start["headers"])) == (version == "1.0")
     assert (len(bodies) == 1) == (version == "1.0")
+
+
+async def test_a_stream_too_large_to_keep_has_used_what_it_has_reserved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The engine has made it: an error status alone would tell that it has used nothing."""
+    monkeypatch.setattr(http10, "MAX_BYTES", 26)
+    quotas = {"folder": str(tmp_path), "tenants": {"default": {"tokens_per_day": 10_000}}}
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": {"quotas": quotas}})
+    assert settings.usage.quotas is not None
+    handle = QuotasHandle(settings.usage.quotas)
+    pieces = [pack(head=STREAM, body=b"data: %d\n\n" % number) for number in range(9)]
+    engines: Any = {"demo": Engine(answer(*pieces))}
+    ingress = Ingress(settings, engines, quotas=handle)
+    start, _ = await call(ingress.__serve_build_asgi_app__(), CHAT, "1.0", b'{"max_tokens": 100}')
+    assert start["status"] == 400
+    assert await handle.left("tenant default", "tokens_per_day") < 10_000 - 100

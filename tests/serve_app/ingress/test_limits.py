@@ -8,9 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.limits import CHAT_BATCH
+from serve_app.ingress.limits import CHAT_BATCH, read_json, read_openai
+from serve_app.ingress.token_demand import openai_demand
+from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -58,6 +61,8 @@ PROMPT = {"prompt": "x"}
         (CHAT, {"messages": json.loads("[" * 500 + "{}, " * 12 + "{}" + "]" * 500)}, "messages"),
         ("/generate", {"prompts": ["x"], "max_tokens": 11}, "max_tokens"),
         ("/generate", {"prompts": ["x"] * 4}, "prompts"),
+        ("/generate", {"messages": [[{"content": "x"}] * 7] * 2}, "messages"),
+        ("/generate", {"messages": [[{"content": [{"text": "x"}] * 12}]]}, "messages"),
         (CHAT, {"metadata": {str(key): key for key in range(2000)}}, None),
         ("/generate", {"prompts": [{}] * 2000}, None),
         ("/process", {"records": [[{}] * 2000]}, None),
@@ -98,6 +103,7 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
         ("/generate", {"prompts": ["x"] * 3, "max_tokens": 10}),
         # One chat of many messages.
         (CHAT, {"messages": [{}] * 9}),
+        ("/generate", {"messages": [[{"content": "x"}] * 4] * 3}),
         # Many objects, but few messages.
         (CHAT, {"messages": [{"content": "{" * 50}, {"content": [{"text": "{" * 50}]}]}),
         (CHAT, {"tools": [{"function": {"parameters": {"a": [{}] * 50}}}]}),
@@ -106,6 +112,34 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
 async def test_a_request_within_the_limits_goes_through(path: str, body: object) -> None:
     async with Client(max_n=2, max_tokens=10, max_prompts=3, max_messages=12, max_values=1000) as client:
         assert (await client.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/audio/transcriptions"])
+@pytest.mark.parametrize("type", ["text/plain", "multipart/form-data; boundary=cut"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32-be"])
+async def test_a_body_that_an_engine_may_parse_has_a_bound_on_its_values_whatever_its_type(
+    path: str, type: str, encoding: str
+) -> None:
+    body = json.dumps({"tools": [[]] * 2000}).encode(encoding)
+    async with Client(max_values=1000) as client:
+        response = await client.post(path, content=body, headers={"content-type": type})
+        check_error(response, 400, "invalid_request_error")
+        assert client.engine.requests == []
+
+
+def test_the_messages_of_a_conversation_are_one_prompt() -> None:
+    limits = IngressSettings()
+    body = json.dumps({"input": [{"content": "hi"}] * 20, "max_output_tokens": 7}).encode()
+    content = read_json(body, limits)
+    fields = read_openai(content, "/v1/responses", limits)
+    demand = openai_demand(content, fields, "/v1/responses", body, limits)
+    assert demand == TokenDemand(len(body) + TEMPLATE_TOKENS, 1, 1, 7)
+
+
+async def test_a_form_has_no_bound_on_the_values_of_its_files() -> None:
+    async with Client(max_values=1000) as client:
+        files = {"file": ("a.wav", b"[],\0" * 2000, "audio/wav")}
+        assert (await client.post("/v1/audio/transcriptions", files=files)).status_code == 200
 
 
 async def test_a_body_that_does_not_come_is_given_up() -> None:

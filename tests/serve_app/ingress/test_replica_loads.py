@@ -77,6 +77,19 @@ def test_a_call_that_no_replica_took_is_given_up() -> None:
     assert one.tokens == {"a": 101}
 
 
+def test_one_of_several_calls_with_one_id_that_no_replica_took_is_given_up() -> None:
+    clock = Clock()
+    one = loads("a", clock=clock)
+    one.charge("x", "a", 10)
+    one.charge("x", "a", 10)
+    # The caller of the other one has left before a replica had it.
+    one.take("x", "a")
+    one.end("x", "a")
+    clock.now = UNTAKEN_S + 1
+    one.charge("new", "a", 100)
+    assert one.tokens == {"a": 100}
+
+
 def test_the_calls_of_a_replica_go_with_it() -> None:
     one = loads("a", "b")
     one.charge("x", "a", 10)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError
@@ -144,6 +145,13 @@ async def test_a_call_without_a_key_is_estimated(three: Handle) -> None:
     for nonsense in ({}, {"prompts": 3, "max_tokens": "x"}, None, "text", relayed().headers):
         await three.send(nonsense)
     assert sum(three.tokens.values()) == 108 + 5 * EXPECTED_OUTPUT
+
+
+async def test_a_call_whose_prompts_are_no_list_is_routed(three: Handle) -> None:
+    """The replica refuses it. A column of a dataset is an array, which has no truth value."""
+    for fields in ({"prompts": np.array(["a", "b"])}, {"messages": np.array([1, 2])}):
+        await three.send(fields)
+    assert sum(three.tokens.values()) == 2 * EXPECTED_OUTPUT
 
 
 async def test_a_request_without_arguments_is_routed(three: Handle) -> None:

@@ -90,6 +90,12 @@ def test_an_error_of_the_other_engine_comes_through() -> None:
     assert told(Splice(text("a")).rest(event({"error": {"code": 500}}))) == [{"error": {"code": 500}}]
 
 
+def test_an_error_of_the_other_engine_ends_the_stream_however_short_its_text_is() -> None:
+    splice = Splice(text("abc"))
+    rest = splice.rest(text("a")) + splice.rest(event({"error": {"code": 400}}) + DONE)
+    assert told(rest) == [{"error": {"code": 400}}, {}]
+
+
 @pytest.mark.parametrize("other", [text("ax"), text("x"), text("a", "stop"), text("a") + DONE])
 def test_another_text_is_not_passed_on(other: bytes) -> None:
     splice = Splice(text("abc"))

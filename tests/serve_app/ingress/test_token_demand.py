@@ -26,13 +26,28 @@ def test_a_prompt_has_no_more_tokens_than_its_body_has_bytes() -> None:
     assert demand == TokenDemand(size + TEMPLATE_TOKENS, 1, 1, 7)
 
 
-@pytest.mark.parametrize("part", ["image_url", "input_audio", "video_url"])
+@pytest.mark.parametrize(
+    "part", ["image_url", "input_audio", "video_url", "image_embeds", "audio_embeds", "video_embeds"]
+)
 def test_bytes_say_nothing_about_media(part: str) -> None:
     messages = [{"role": "user", "content": [{"type": part, part: {"url": "https://x/y"}}]}]
     demand, _ = demand_of(CHAT, messages=messages, max_tokens=7)
     assert demand.prompt is None
     said, _ = demand_of(CHAT, messages=[{"role": "user", "content": f"an {part}"}])
     assert said.prompt is not None
+
+
+@pytest.mark.parametrize("name", ["image\\u005furl", "\\u0069mage_url", "image_ur\\u006C"])
+def test_media_do_not_hide_behind_escapes(name: str) -> None:
+    text = f'{{"messages": [{{"role": "user", "content": [{{"type": "{name}", "{name}": "https://x/y"}}]}}]}}'
+    body = text.encode()
+    content = read_json(body, LIMITS)
+    assert openai_demand(content, read_openai(content, CHAT, LIMITS), CHAT, body, LIMITS).prompt is None
+
+
+def test_escapes_that_encoders_write_are_no_media() -> None:
+    demand, _ = demand_of(CHAT, messages=[{"role": "user", "content": "é世\x00\x1f\x7f\U0001f600"}])
+    assert demand.prompt is not None
 
 
 def test_the_largest_of_several_limits_counts() -> None:

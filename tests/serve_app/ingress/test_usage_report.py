@@ -36,6 +36,7 @@ async def test_a_report_has_the_sums_as_json_or_csv(ledger: Path) -> None:
         ({"since": "1d", "until": "2d"}, "until must be later"),
         ({"format": "table"}, "format: 'table' is no format of a report; take json or csv"),
         ({"config": "/etc/passwd"}, "config: unknown parameter; known are by, since"),
+        ({"since": "7d\0"}, "since: must not have a NUL"),
     ],
 )
 async def test_a_wrong_parameter_is_400(ledger: Path, fields: dict[str, str], message: str) -> None:
