@@ -99,6 +99,9 @@ class Rota:
 
     def _hold(self, report: Report, before: str | None, now: float) -> None:
         """Follow the engine that has the device."""
+        if self.holder is None:
+            # It has had the device for longer than this rota knows.
+            self._freed = self._still_from = now
         self.holder = report.replica
         if report.state == "awake" and before not in {"awake", "draining"}:
             self._began = now
@@ -107,8 +110,10 @@ class Rota:
                 self.still_s[report.model] += now - self._still_from
         elif report.state == "failed":
             self._free(now)
-        elif report.state == "asleep" and self._next is not None:
-            self._drains.append(max(0.0, now - self._stopped - report.sleep_s))
+        elif report.state == "asleep" and before in HOLDING:
+            # The model that it fell asleep for may have no work any more.
+            if self._next is not None:
+                self._drains.append(max(0.0, now - self._stopped - report.sleep_s))
             self._free(now, report.sleep_s)
 
     def _free(self, now: float, sleep_s: float = 0.0) -> None:

@@ -181,6 +181,47 @@ def test_the_cost_of_a_switch_is_measured(pair: Devices) -> None:
     assert pair.tell("b", "asleep", WORK).wait_s >= 4.25
 
 
+def test_an_engine_that_fell_asleep_for_one_without_work_leaves_the_device_free(pair: Devices) -> None:
+    pair.tell("a", "asleep", WORK)
+    assert not pair.tell("b", "awake").yours
+    assert not pair.tell("b", "draining").yours
+    # It reports nothing while it falls asleep; the clients of the other leave meanwhile.
+    pair.tell("a", "asleep", IDLE)
+    pair.now = 100.0
+    assert not pair.tell("b", "asleep", sleep_s=0.5).yours
+    assert pair.rota.holder is None
+    pair.now = 200.0
+    assert pair.tell("a", "asleep", WORK).yours
+    pair.tell("a", "waking", WORK)
+    pair.now = 200.25
+    pair.tell("a", "awake", WORK)
+    # The device had nothing to do before.
+    assert pair.rota.still_s["a"] == 0.25
+
+
+def test_an_engine_that_fell_asleep_for_one_without_work_gets_the_device_for_work_of_its_own(
+    pair: Devices,
+) -> None:
+    pair.tell("a", "asleep", WORK)
+    pair.tell("b", "awake")
+    pair.tell("b", "draining")
+    pair.tell("a", "asleep", IDLE)
+    pair.now = 100.0
+    assert pair.tell("b", "asleep", WORK, sleep_s=0.5).yours
+    pair.tell("b", "waking", WORK)
+    pair.now += 0.25
+    assert pair.tell("b", "awake", WORK).yours
+    assert pair.rota.still_s["b"] == 0.75
+
+
+def test_a_wake_up_that_began_before_the_rota_counts_from_its_first_report() -> None:
+    devices = Devices(Rota(5.0, 30.0, opens_at=105.0), now=100.0)
+    assert devices.tell("a", "waking", WORK).yours
+    devices.now = 100.25
+    devices.tell("a", "awake", WORK)
+    assert devices.rota.still_s == {"a": 0.25}
+
+
 def test_the_expected_wait_counts_down_to_the_turn(pair: Devices) -> None:
     pair.tell("b", "awake", WORK._replace(tokens=1_000, left_s=100.0))
     first = pair.tell("a", "asleep", WORK).wait_s
