@@ -101,7 +101,7 @@ def new(
     """
     if more_tiers and not tiers:
         raise click.UsageError(f"got unexpected extra argument {more_tiers[0]!r}")
-    key = new_key()
+    key = _new_key()
     entry = {name: value for name, value in values.items() if value is not None and value is not False}
     # `--tiers flex default` is the form of earlier versions.
     for field, texts in (("tiers", (*tiers, *more_tiers)), ("models", models), ("allow_from", allow_from)):
@@ -171,7 +171,7 @@ def rotate(name: str, in_place: bool, finish: bool, file: Path) -> None:
     """
     text = _text(file)
     _read(file, text)
-    key = "" if finish else new_key()
+    key = "" if finish else _new_key()
     try:
         changed = drop_old_secret(text, name) if finish else add_secret(text, name, hash_key(key.encode()))
         entry = "" if in_place else entry_of(changed, name)
@@ -183,6 +183,14 @@ def rotate(name: str, in_place: bool, finish: bool, file: Path) -> None:
     if in_place:
         # Last: a secret that holds has been shown.
         _write(file, changed)
+
+
+def _new_key() -> str:
+    """Return a new key, if there is a place to show it."""
+    if sys.stderr is None:
+        # `print` would take standard output, which may be the keys file.
+        sys.exit(1)
+    return new_key()
 
 
 def _show(name: str, key: str) -> None:
@@ -219,6 +227,7 @@ def _write(file: Path, text: str) -> None:
                 new.write(text)
                 new.flush()
                 os.fsync(new.fileno())
+                _keep_owner(file, new.name)
                 shutil.copymode(file, new.name)
                 os.replace(new.name, file)
             except BaseException:
@@ -229,6 +238,14 @@ def _write(file: Path, text: str) -> None:
         raise click.ClickException(
             f"{file}: {error.strerror}; it is unchanged, and its keys are as before"
         ) from None
+
+
+def _keep_owner(file: Path, new: str) -> None:
+    """Give a file the owner and the group of another, as far as this user may: a service has to read it."""
+    status = file.stat()
+    for owner, group in ((-1, status.st_gid), (status.st_uid, -1)):
+        with suppress(PermissionError):
+            os.chown(new, owner, group)
 
 
 def _row(key: Key, now: float) -> tuple[str, ...]:

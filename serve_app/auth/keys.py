@@ -159,6 +159,15 @@ _KEYS = TypeAdapter(list[Key])
 _PLAIN = re.compile(r"sk-[A-Za-z0-9_-]{43}")
 """A key as `new_key` makes it."""
 
+_FIELD = re.compile(r"(?!sk-)[A-Za-z_ -]{1,30}")
+"""A field that doesn't exist, as a person may write it. Anything else may be a key in the wrong place."""
+
+_QUOTED = re.compile(r"\b(alias|anchor|tag|handle) '.*", re.DOTALL)
+"""The end of an error of YAML with a part of the text, which may be a key with such a sign in front."""
+
+_SECTIONS: dict[int | str, type[Strict]] = {"quota": Quota, "batches": BatchLimits}
+"""The fields of a key that are objects."""
+
 
 def hash_key(key: bytes) -> str:
     """Return the SHA-256 of a key's secret, in hex."""
@@ -215,9 +224,10 @@ def read_keys(text: str, source: str) -> list[Key]:
         content = yaml.load(text, KeysLoader)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SettingsError(f"{source}: this is not YAML: {error.problem}{line}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        # The last two: a tag with a value that is none of its type, and lists that are nested too deep.
+        problem = _QUOTED.sub(r"\1", error.problem or "")
+        raise SettingsError(f"{source}: this is not YAML: {problem}{line}") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+        # All but the first: tags with values that are none of their types, and lists nested too deep.
         raise SettingsError(f"{source}: this is not YAML") from None
     if not isinstance(content, list):
         raise SettingsError(f"{source}: must be a list of keys, each with name, sha256 and tenant")
@@ -270,6 +280,8 @@ def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
         # pydantic adds whether it is one hash or a list of them.
         place = place[:2] + place[3:]
     if type == "extra_forbidden":
-        fields = Quota.model_fields if "quota" in place[:-1] else Key.model_fields
+        fields = _SECTIONS.get(place[-2], Key).model_fields
         message = f"unknown field; allowed are {', '.join(fields)}"
+        if not _FIELD.fullmatch(str(place[-1])):
+            place = place[:-1]
     return f"{field_path(place)}: {message.removeprefix('Value error, ')}"

@@ -175,7 +175,11 @@ class KeyStore:
             try:
                 text = self._file.read_text()
             except (OSError, ValueError) as error:
-                reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
+                reason = "it is not UTF-8"
+                if isinstance(error, OSError):
+                    reason = error.strerror or reason
+                    # Its signature says that it can be read: the next look tries again.
+                    self._seen = error.errno
                 raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
             more = self._read(text, f"access.keys_file ({self._file})")
             keys = keys + more

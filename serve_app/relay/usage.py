@@ -15,6 +15,9 @@ MAX_PROMPTS = 64
 
 _FIELDS = struct.Struct(">IIffI")
 
+_MOST = (1 << 32) - 1
+"""The largest total that crosses the relay; the cost of a function's records may be larger."""
+
 
 class PromptUsage(NamedTuple):
     """Usage of one prompt of a request; the times are those of `time.monotonic`."""
@@ -62,7 +65,11 @@ class RequestUsage:
     def pack(self) -> bytes:
         """Return the totals as bytes."""
         return _FIELDS.pack(
-            self.prompt_tokens, self.output_tokens, self.wait_s, self.engine_s, self.cached_tokens
+            min(self.prompt_tokens, _MOST),
+            min(self.output_tokens, _MOST),
+            self.wait_s,
+            self.engine_s,
+            min(self.cached_tokens, _MOST),
         )
 
     @classmethod

@@ -34,7 +34,9 @@ def listeners(port: int, processes: Path = Path("/proc")) -> list[Listener]:
         # Processes of others can't be looked into, and some end meanwhile.
         with suppress(OSError):
             if any(_target(file) in sockets for file in (folder / "fd").iterdir()):
-                found.append(Listener(int(folder.name), (folder / "comm").read_text().strip()))
+                found.append(
+                    Listener(int(folder.name), (folder / "comm").read_text(errors="replace").strip())
+                )
     return sorted(found)
 
 

@@ -179,7 +179,8 @@ class Machine:
             with suppress(OSError, ValueError, IndexError):
                 if folder.stat().st_uid == os.geteuid():
                     # The name stands in parentheses, and may have spaces and parentheses.
-                    name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+                    text = (folder / "stat").read_text(errors="replace")
+                    name, _, rest = text.partition("(")[2].rpartition(")")
                     found.append(Process(int(folder.name), int(rest.split()[1]), name))
         return found
 

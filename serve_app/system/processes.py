@@ -98,7 +98,7 @@ def start_time(pid: int) -> int | None:
     The pair of id and start time names one process for good, since the kernel reuses ids.
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
     # The second field is the program's name in parentheses, which may hold spaces and parentheses.

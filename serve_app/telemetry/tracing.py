@@ -1,5 +1,6 @@
 """OpenTelemetry spans of a request: in the Ingress, in the queue and in the engine."""
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,10 @@ from serve_app.telemetry.request_tracker import QUIET, TrackedRequest
 
 W3C = TraceContextTextMapPropagator()
 CONTEXT = (b"traceparent", b"tracestate")
+
+for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext"):
+    # Their warnings quote a trace context that is wrong, which any client may send, at any rate.
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 class Tracing:
@@ -142,6 +147,11 @@ def _ns(at: float, offset: int) -> int:
 def _exporter(endpoint: str) -> SpanExporter:
     where = urlsplit(endpoint)
     if where.scheme == "file":
+        if where.netloc:
+            raise SettingsError(
+                f"telemetry.traces.endpoint: {endpoint} names a host; a folder has three slashes, as in "
+                f"file:///{where.netloc}{where.path}"
+            )
         path = Path(unquote(where.path)) / f"spans-{os.getpid()}.jsonl"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

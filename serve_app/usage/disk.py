@@ -1,7 +1,9 @@
 """The file system as the ledger uses it: each method is one step, which a crash may leave undone."""
 
 import fcntl
+import fnmatch
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -53,6 +55,8 @@ class LocalDisk:
 
     def __init__(self) -> None:
         self._locks: dict[Path, IO[bytes]] = {}
+        # All replicas write the prices when they start: each has drafts of its own.
+        self._ending = f".{secrets.token_hex(4)}{DRAFT}"
 
     def append(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +67,7 @@ class LocalDisk:
 
     def replace(self, path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + DRAFT)
+        draft = path.with_name(path.name + self._ending)
         try:
             draft.write_bytes(data)
             draft.replace(path)
@@ -89,7 +93,11 @@ class LocalDisk:
         path.unlink(missing_ok=True)
 
     def files(self, folder: Path, pattern: str) -> list[Path]:
-        return sorted(folder.glob(pattern))
+        # `Path.glob` takes a folder that may not be read for an empty one.
+        found = [folder]
+        for part in pattern.split("/"):
+            found = [one / name for one in found for name in fnmatch.filter(_names(one), part)]
+        return sorted(found)
 
     def lock(self, path: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,11 +105,16 @@ class LocalDisk:
         try:
             # The system gives it back when the process ends, of whatever cause.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            # The process that had it may have removed the file since: nobody would see this lock.
+            found = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            found = False
+        except OSError:
             file.close()
-            if isinstance(error, BlockingIOError):
-                return False
             raise
+        if not found:
+            file.close()
+            return False
         self._locks[path] = file
         return True
 
@@ -120,3 +133,11 @@ class LocalDisk:
             with file:
                 if not keep:
                     path.unlink(missing_ok=True)
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names in a folder; none if it isn't there."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

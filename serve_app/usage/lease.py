@@ -3,6 +3,7 @@
 Nothing here waits or does I/O.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 from serve_app.settings.usage import Quota
@@ -23,10 +24,7 @@ SLOTS_S = 10.0
 """Seconds without the service after which free slots are no longer taken: it gives them to others later."""
 
 AHEAD_S = 1.0
-"""Seconds of use that a lease should cover."""
-
-FADE = 0.7
-"""Share of the measured rate of use that is left after a report without use."""
+"""Seconds of use that a lease should cover, by the use of about as many seconds before."""
 
 IDLE_S = 5.0
 """Seconds without a request after which the whole lease is given back."""
@@ -61,7 +59,7 @@ class Lease:
         "_active_at",
         "_local",
         "_opened",
-        "_rate",
+        "_recent",
         "_sent",
         "account",
         "base",
@@ -109,7 +107,7 @@ class Lease:
         self._opened = 0
         self._active_at = now
         self.base = 0
-        self._rate = 0.0
+        self._recent = 0.0
         self.taken = 0
 
     def set_quota(self, quota: Quota) -> None:
@@ -163,9 +161,10 @@ class Lease:
             self._active_at = now
         elif now - self._active_at >= IDLE_S:
             self._drop()
-        self._rate = max(self.taken / elapsed, FADE * self._rate)
+        # Requests that wait have a lease reported many times a second: no use in a short time tells a rate.
+        self._recent = self._recent * math.exp(-elapsed / AHEAD_S) + self.taken
         self.taken = 0
-        want = int(self._rate * AHEAD_S) if now - self._active_at < IDLE_S else 0
+        want = int(self._recent) if now - self._active_at < IDLE_S else 0
         self._sent = self.account.numbers
         return self.account.message(self.id, self.need, self.least, max(self.need, want))
 

@@ -200,8 +200,12 @@ class Ledger:
                 self.written_at = self._now()
                 self.segments.roll(self._now(), _today(now))
 
-    def finish(self) -> None:
-        """Write the last rows: calls that run now are lost with the process. Leave the rest in order."""
+    def finish(self) -> bool:
+        """Write the last rows: calls that run now are lost with the process. Leave the rest in order.
+
+        Returns:
+            Whether they are written; if not, another process has to finish the work of this one.
+        """
         with self._rounds:
             running, ended = self._book.take()
             now = self._clock()
@@ -214,14 +218,19 @@ class Ledger:
                 self.segments.close()
             except OSError as error:
                 logger.warning("the last rows of the usage ledger can't be written: %s", error)
+                return False
+        return True
 
     def _hold_lock(self) -> None:
         """Take the lock that tells other processes that this one lives.
 
         Raises:
-            OSError: The file system has none.
+            OSError: The file system has none, or a process that looks for the work of dead ones has it.
         """
-        self._locked = self._locked or self._disk.lock(self._lock)
+        if not self._locked and not self._disk.lock(self._lock):
+            # That one would take rows of this process for those of a dead one.
+            raise BlockingIOError(f"another process has {self._lock}")
+        self._locked = True
 
     def _take(self, ended: list[Call], now: float) -> None:
         room = 0 if self.segments.full else MAX_PENDING - len(self._pending)

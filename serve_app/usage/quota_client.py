@@ -25,6 +25,7 @@ from serve_app.usage.messages import (
 )
 from serve_app.usage.quota_refusal import LEAST_RETRY_S, away_error, check_fits, limit_error, refusal
 from serve_app.usage.reservation import Reservation
+from serve_app.usage.windows import WindowClock
 
 logger = logging.getLogger("ray.serve")
 
@@ -100,7 +101,7 @@ class QuotaClient:
         self._settings = settings
         self._exchange = exchange
         self._clock = clock
-        self._wall = wall
+        self._windows = WindowClock(wall, clock)
         self._holder = LeaseHolder(name, clock, self._gave_back)
         self._tenants: dict[str, Quota] = {}
         self._known = False
@@ -139,7 +140,9 @@ class QuotaClient:
             tenant: Its tenant.
             key: The quota of its key, if it has one.
         """
-        found = self._leases.get((key.name if key else "", tenant))
+        # A client may name any tenant: those without a quota are one.
+        place = (key.name if key else "", tenant if tenant in self._tenants else "")
+        found = self._leases.get(place)
         if found is not None and found[0] is (key.quota if key else None):
             return found[1]
         leases: list[Lease] = []
@@ -150,9 +153,7 @@ class QuotaClient:
             leases += [
                 self._holder.lease(LeaseID(subject, kind), quota) for kind in LIMITS if limits_of(quota, kind)
             ]
-        if leases:
-            # Others are not remembered: a client may name any tenant.
-            self._leases[key.name if key else "", tenant] = (key.quota if key else None, tuple(leases))
+        self._leases[place] = (key.quota if key else None, tuple(leases))
         return tuple(leases)
 
     def reserve_nowait(self, tenant: str, tokens: int, key: KeyQuota | None = None) -> Reservation | None:
@@ -347,7 +348,7 @@ class QuotaClient:
     def _reserve_away(self, leases: Sequence[Lease], tokens: int) -> Reservation:
         if self._settings.when_away == "fail_closed":
             raise away_error(self._patience_s)
-        found = self._holder.take_share(leases, tokens, self._wall())
+        found = self._holder.take_share(leases, tokens, self._windows.now())
         if isinstance(found, Reservation):
             return found
         lease = next(lease for lease in leases if found.name in lease.limits)

@@ -65,6 +65,7 @@ class QuotaService:
         self._waiting: list[asyncio.Future[None]] = []
         self._unsaved = False
         self._saving = False
+        self._closing = False
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._taken_over: TakenOverError | None = None
@@ -111,7 +112,11 @@ class QuotaService:
 
     async def close(self) -> None:
         """Save what has changed, and close the database."""
-        for task in self._tasks:
+        # The one that saves ends by itself: when a task is cancelled its thread goes on, beside the last save
+        # and behind the end of the database.
+        self._closing = True
+        self._wake.set()
+        for task in self._tasks[1:]:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
@@ -148,7 +153,7 @@ class QuotaService:
                 future.set_exception(failed)
 
     async def _save_on(self) -> None:
-        while True:
+        while not self._closing:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), SAVE_S)
             self._wake.clear()

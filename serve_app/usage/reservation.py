@@ -68,9 +68,9 @@ class Reservation:
         used = reserved if tokens is None else tokens
         now = holder.clock()
         for lease, account in zip(self.leases, self._accounts, strict=True):
+            lease.hold_s += USED * (now - self._began - lease.hold_s)
             if lease.is_tokens:
                 held, spent = reserved, used
-                lease.hold_s += USED * (now - self._began - lease.hold_s)
                 if reserved:
                     lease.used_share += USED * (used / reserved - lease.used_share)
             else:

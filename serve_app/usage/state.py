@@ -80,8 +80,9 @@ class SQLiteState:
         dropped = [(key,) for key, value in changes.items() if value is None]
         try:
             with _transaction(self._db):
-                (found,) = self._db.execute("SELECT value FROM quotas WHERE key = ?", (EPOCH,)).fetchone()
-                if int(found) != self._epoch:
+                found = self._db.execute("SELECT value FROM quotas WHERE key = ?", (EPOCH,)).fetchone()
+                # Without it somebody has emptied the table.
+                if found is None or int(found[0]) != self._epoch:
                     raise TakenOverError(f"{self.place}: another process keeps these quotas now")
                 self._db.executemany("INSERT OR REPLACE INTO quotas VALUES (?, ?)", kept)
                 self._db.executemany("DELETE FROM quotas WHERE key = ?", dropped)
@@ -152,8 +153,8 @@ class PostgresState:
             db = self._connect()
             with db.transaction(), db.cursor() as cursor:
                 query = "SELECT value FROM saturate_quotas WHERE key = %s FOR SHARE"
-                (found,) = db.execute(query, (EPOCH,)).fetchone()
-                if int(found) != self._epoch:
+                found = db.execute(query, (EPOCH,)).fetchone()
+                if found is None or int(found[0]) != self._epoch:
                     raise TakenOverError(f"{self.place}: another process keeps these quotas now")
                 self._put(db, [(key, value) for key, value in changes.items() if value is not None])
                 dropped = [(key,) for key, value in changes.items() if value is None]

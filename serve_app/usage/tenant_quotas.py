@@ -33,7 +33,8 @@ def read_quotas(text: str, source: str) -> dict[str, Quota]:
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"{source}: this is not YAML: {error.problem}{line}") from None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError):
+        # All but the first: values that are none of their types, and objects that are nested too deep.
         raise SettingsError(f"{source}: this is not YAML") from None
     if not isinstance(content, dict):
         raise SettingsError(f"{source}: must be an object with a quota for each tenant")
@@ -72,7 +73,7 @@ class TenantQuotas:
         self.quotas: dict[str, Quota] = dict(self._fixed)
         if self._file is None:
             return
-        self._seen = file_signature(self._file)
+        self._seen: object = file_signature(self._file)
         try:
             self._load()
         except SettingsError as error:
@@ -109,7 +110,11 @@ class TenantQuotas:
         try:
             text = self._file.read_text()
         except (OSError, ValueError) as error:
-            reason = (isinstance(error, OSError) and error.strerror) or "it is not UTF-8"
+            reason = "it is not UTF-8"
+            if isinstance(error, OSError):
+                reason = error.strerror or reason
+                # Its signature says that it can be read: the next look tries again.
+                self._seen = error.errno
             raise SettingsError(f"{source}: {reason}") from None
         self.quotas = {**self._fixed, **read_quotas(text, source)}
         self.held = text

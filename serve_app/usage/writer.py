@@ -1,5 +1,6 @@
 """The threads that write the ledger of a replica: one for its rows, one for what closed segments need."""
 
+import hashlib
 import logging
 import secrets
 import threading
@@ -28,6 +29,9 @@ ADOPT_EVERY = 6
 
 WARN_S = 60.0
 """Seconds between two warnings."""
+
+LAST_S = 2.0
+"""Seconds that the last rows of a process have, at least. A network disk that is away hangs for good."""
 
 DAY_S = 86_400.0
 
@@ -59,14 +63,14 @@ class Writer:
         self._interval_s = interval_s
         self._closing_s = closing_s
         self._remote = _remote(self._options.folder)
-        folder = self._options.spool if self._remote else self._options.folder
-        self._folder = Path(folder).expanduser()
+        self._folder = _folder(self._options)
         disk = LocalDisk()
         self._disk = disk
         self.ledger = Ledger(
             book, self._folder, disk=disk, segment_s=self._options.upload_s if self._remote else None
         )
-        keep_days = self._options.keep_days
+        # What waits for its upload is no old file.
+        keep_days = None if self._remote else self._options.keep_days
         self._closer = Closer(
             self._folder,
             book.name,
@@ -76,6 +80,7 @@ class Writer:
             upload=None if self._remote is None else self._remote.uploader(self._folder),
             keep_s=None if keep_days is None else keep_days * DAY_S,
         )
+        self._priced = False
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -90,8 +95,8 @@ class Writer:
         return self
 
     def flush(self) -> None:
-        """Write what has ended, now: the process is about to end."""
-        self.ledger.round()
+        """Write what has ended, now: the process is about to end, even if the disk hangs."""
+        _within(LAST_S, self.ledger.round)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Write the last rows, and bring the segments into their last form if that takes no longer.
@@ -106,10 +111,7 @@ class Writer:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        self.ledger.finish()
-        last = threading.Thread(target=self._finish, name="usage-last-segments", daemon=True)
-        last.start()
-        last.join(max(0.0, deadline - time.monotonic()))
+        _within(max(LAST_S, deadline - time.monotonic()), self._finish)
 
     def _write(self) -> None:
         while not self._stopping.wait(self._interval_s):
@@ -120,25 +122,27 @@ class Writer:
 
     def _close(self) -> None:
         looks = 0
-        written = False
         while True:
-            try:
-                written = written or self._write_prices()
-                self._closer.close_segments()
-                if looks % ADOPT_EVERY == 0:
-                    self._closer.adopt()
-                    self._closer.remove_old()
-            except Exception as error:
-                self._warn(f"segments of the usage ledger wait: {error!r}")
-            self._bound()
+            steps = [self._write_prices, self._closer.close_segments]
+            if looks % ADOPT_EVERY == 0:
+                steps += [self._closer.adopt, self._closer.remove_old]
+            steps.append(self._bound)
+            # Each for itself: on a full disk the first ones fail until old files are removed.
+            for step in steps:
+                try:
+                    step()
+                except Exception as error:
+                    self._warn(f"segments of the usage ledger wait: {error!r}")
             looks += 1
             if self._stopping.wait(self._closing_s):
                 return
 
     def _finish(self) -> None:
+        written = self.ledger.finish()
         try:
             self._closer.close_segments()
-            self._closer.release()
+            if written:
+                self._closer.release()
         except Exception as error:
             logger.warning("segments of the usage ledger are left to the next replica here: %r", error)
 
@@ -150,15 +154,15 @@ class Writer:
         if full:
             self._warn(f"usage.ledger.max_spool_bytes is reached in {self._folder}: new rows are dropped")
 
-    def _write_prices(self) -> bool:
-        """Keep the prices beside the rows, for those who read them without the config."""
-        if self._settings.prices:
+    def _write_prices(self) -> None:
+        """Keep the prices beside the rows, once, for those who read them without the config."""
+        if self._settings.prices and not self._priced:
             content = prices.pack(self._settings)
             if self._remote is not None:
                 self._remote.write(Path(PRICES), content)
             else:
                 self._disk.replace(self._folder / PRICES, content)
-        return True
+            self._priced = True
 
     def _warn(self, message: str) -> None:
         if time.monotonic() - self._warned_at >= WARN_S:
@@ -193,6 +197,22 @@ def new_book(model: str, replica: str) -> CallBook:
         replica: The replica.
     """
     return CallBook(model, replica, unique_name(replica, secrets.token_hex(4)))
+
+
+def _folder(options: LedgerSettings) -> Path:
+    """Return the folder of the files of this node."""
+    if "://" not in options.folder:
+        return Path(options.folder).expanduser()
+    # Services with other URLs may have the same spool, and each finishes the work of its own dead processes.
+    name = hashlib.sha256(options.folder.encode()).hexdigest()[:16]
+    return Path(options.spool).expanduser() / name
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Do something in a thread, and wait for its end for so long at most."""
+    thread = threading.Thread(target=work, name="usage-last-rows", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _remote(folder: str) -> Remote | None:

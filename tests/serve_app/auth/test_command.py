@@ -264,3 +264,25 @@ def test_a_file_that_can_not_be_written_is_unchanged(file: Path, monkeypatch: py
     assert f"{file}: Permission denied; it is unchanged" in done.stderr
     assert list(file.parent.iterdir()) == [file]
     assert file.read_text() == ENTRIES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's file needs root")
+def test_a_rotation_in_place_keeps_the_owner_of_the_file(file: Path) -> None:
+    # The service that reads it has a user of its own.
+    os.chown(file, 1234, 2345)
+    file.chmod(0o600)
+    assert invoke("rotate", "--name", "ada", "-i", file).exit_code == 0
+    status = file.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (1234, 2345, 0o600)
+
+
+def test_a_key_that_can_not_be_shown_is_not_made(file: Path) -> None:
+    def without_errors(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "serve_app.auth.command", *arguments]
+        shell = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+        return subprocess.run(shell, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+
+    done = without_errors("new", "--name", "sam", "--tenant", "x")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert without_errors("rotate", "--name", "ada", "-i", str(file)).returncode == 1
+    assert file.read_text() == ENTRIES

@@ -82,6 +82,7 @@ def test_yaml_and_json_are_read_alike_and_limits_default_to_none() -> None:
         ({"admin": 1}, "[0].admin: "),
         ({"quota": {"tokens": 5}}, "[0].quota.tokens: unknown field; allowed are tokens_per_minute, "),
         ({"quota": {"tokens_per_day": -5}}, "[0].quota.tokens_per_day: "),
+        ({"batches": {"max_open": 5}}, "[0].batches.max_open: unknown field; allowed are max_file_bytes"),
         ({"key": SECRET}, "[0].key: unknown field; allowed are name, sha256, tenant"),
     ],
 )
@@ -100,6 +101,9 @@ def test_an_error_has_its_place_and_not_its_value(change: dict[str, Any], words:
         f'["{SECRET}"]',
         f"- &a {SECRET}\x01",
         f"- !!int {SECRET}",
+        "- !!int ''",
+        "- !!bool maybe",
+        "- !!timestamp soon",
         "[" * 2_000,
     ],
 )
@@ -223,3 +227,18 @@ def test_either_secret_of_a_key_is_found_in_plain_text() -> None:
     old, new = new_key(), new_key()
     keys = read_keys(json.dumps([ADA | {"sha256": [hash_key(old.encode()), hash_key(new.encode())]}]), "x")
     assert plain_keys(f"# {old}", keys) == plain_keys(f"# {new}", keys) == ["ada"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"- {SECRET}: ada",
+        f"- {{name: ada, quota: {{{new_key()}: 5}}}}",
+        f"- sha256: *{SECRET}",
+        f"- sha256: !{SECRET} x",
+        f"- sha256: !{SECRET}!y x",
+    ],
+    ids=["field", "inner field", "alias", "tag", "handle"],
+)
+def test_a_key_in_the_wrong_place_is_not_quoted(text: str) -> None:
+    assert "sk-" not in error_of(text)

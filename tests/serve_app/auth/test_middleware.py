@@ -1,6 +1,7 @@
 """Valid keys, their permissions, their reload, and the middleware that requires one."""
 
 import asyncio
+import errno
 import gc
 import json
 import logging
@@ -278,6 +279,7 @@ def test_a_change_of_secrets_keeps_the_state_of_the_limits(write: Callable[..., 
         json.dumps([entry("sk-a", allow_from=["sk-canary"])]),
         json.dumps([entry("sk-a"), entry("sk-b", sha256=[hash_key(b"sk-a")])]),
         "- !!int sk-canary",
+        "- !!bool sk-canary",
         "[" * 2_000,
         None,
     ],
@@ -526,3 +528,21 @@ async def test_a_websocket_is_closed() -> None:
         {"type": "websocket", "path": "/health", "headers": []}, app, send
     )
     assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE])
+def test_a_file_that_could_not_be_read_is_read_once_it_can(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    keys = KeyStore(AccessSettings(keys_file=str(write([entry("sk-a")]))))
+    write([entry("sk-b")])
+
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        keys.refresh()
+    assert names(keys, "sk-a", "sk-b") == ["a", "-"]
+    keys.refresh()
+    assert names(keys, "sk-a", "sk-b") == ["-", "b"]

@@ -22,3 +22,9 @@ def test_only_the_first_prompts_are_kept_one_by_one() -> None:
         usage.add(PromptUsage(0.0, 0.0, 1.0, 1, 1))
     assert len(usage.prompts) == MAX_PROMPTS
     assert usage.prompt_tokens == MAX_PROMPTS + 1
+
+
+def test_a_total_above_the_largest_that_crosses_the_relay_is_cut_off() -> None:
+    # A function may say what it likes of the cost of its records.
+    usage = RequestUsage(prompt_tokens=1 << 40, output_tokens=3)
+    assert RequestUsage.unpack(usage.pack()) == RequestUsage(prompt_tokens=(1 << 32) - 1, output_tokens=3)

@@ -125,6 +125,13 @@ def test_processes_of_this_user() -> None:
     assert (mine.parent, bool(mine.name)) == (os.getppid(), True)
 
 
+def test_a_process_whose_name_is_cut_inside_a_character_is_one_too(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_bytes(b"7 (mod\xc3) S 1 7 7 0")
+    (process,) = Machine(processes=tmp_path).processes()
+    assert (process.pid, process.parent) == (7, 1)
+
+
 def test_this_machine_has_memory_and_limits() -> None:
     here = Machine()
     total, free = here.memory()

@@ -9,6 +9,8 @@ import textwrap
 
 import pytest
 
+from serve_app.system.processes import start_time
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 HEAD = """
@@ -151,3 +153,14 @@ def test_the_environment_of_a_process_is_that_of_its_start() -> None:
         child.wait(10)
         assert environment(child.pid) == {}
     """)
+
+
+def test_a_process_whose_name_is_cut_inside_a_character_has_a_start_time() -> None:
+    # PR_SET_NAME is 15.
+    code = r"import ctypes, sys; ctypes.CDLL(None).prctl(15, b'mod\xc3', 0, 0, 0); print(); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"\n"
+        assert start_time(process.pid) is not None

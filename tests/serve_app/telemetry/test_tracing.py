@@ -151,3 +151,16 @@ def test_a_folder_that_can_not_be_written_is_named(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_named(telemetry: object, message: str) -> None:
     with pytest.raises(SettingsError, match=message.replace(".", r"\.")):
         parse({"models": [{"id": "m", "source": "saturate://demo"}], "telemetry": telemetry})
+
+
+def test_a_folder_with_two_slashes_is_no_folder_of_the_root() -> None:
+    with pytest.raises(SettingsError, match=r"telemetry\.traces\.endpoint: .*file:///var/spans"):
+        Tracing(TraceSettings(endpoint="file://var/spans"))
+
+
+@pytest.mark.parametrize("state", [b"what a client writes", b"a=b," * 3_000], ids=["wrong", "long"])
+def test_a_client_writes_no_lines_into_the_log(state: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    tracing = Tracing(SETTINGS, InMemorySpanExporter())
+    headers = serve(tracing, tracked(traceparent(True), (b"tracestate", state)))
+    assert headers[b"traceparent"].decode().split("-")[1] == TRACE
+    assert caplog.records == []

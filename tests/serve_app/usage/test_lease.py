@@ -59,3 +59,15 @@ def test_a_lease_is_active_until_the_service_has_heard_of_its_use() -> None:
     lease.forget()
     active.append(lease.is_active)
     assert active == [False, True, False, True]
+
+
+def test_a_lease_wants_a_second_of_use_however_often_it_is_reported() -> None:
+    lease = Lease(LeaseID("tenant t", "tokens"), QUOTA, 0.0)
+    lease.taken = 8_000
+    # Requests that wait have it reported again within milliseconds.
+    assert lease.report(0.003, 0.003).want <= 8_000
+    for interval_s in (0.01, 0.2):
+        for step in range(1, round(10 / interval_s) + 1):
+            lease.taken = round(10_000 * interval_s)
+            want = lease.report(step * interval_s, interval_s).want
+        assert 8_000 <= want <= 12_000

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve_app.usage.calls import Call, Part
 from serve_app.usage.closing import Closer
-from serve_app.usage.files import JSONL, OPEN, open_path
+from serve_app.usage.files import JSONL, OPEN, lock_path, open_path
 from serve_app.usage.ledger import MAX_PENDING, Ledger
 from serve_app.usage.parquet import to_parquet
 from serve_app.usage.reading import read
@@ -418,3 +418,30 @@ def test_a_sequence_that_begins_in_a_part_that_has_ended_is_counted() -> None:
     part.begin(FakeSequence(Tokens(output=2)))
     call.close()
     assert process.book.total().output == 2
+
+
+def test_a_process_whose_lock_another_one_has_writes_nothing_before_it_is_free() -> None:
+    store, clock = Store(), Clock()
+    process, other = (Process(store, clock, name, parquet=True) for name in "ab")
+    # It looks for the work of processes that have died, and sees the file before this process has its lock.
+    lock = lock_path(FOLDER, "a")
+    assert other.disk.lock(lock)
+    ran(process.book, Tokens(output=3))
+    process.round()
+    assert rows_in(store) == []
+    other.disk.unlock(lock)
+    process.round()
+    ran(process.book, Tokens(output=4))
+    process.round()
+    other.closer.adopt()
+    assert [row.output_tokens for row in rows_in(store)] == [3, 4]
+
+
+def test_a_process_tells_whether_its_last_rows_are_written() -> None:
+    store, clock = Store(), Clock()
+    process = Process(store, clock, "a", parquet=False)
+    ran(process.book, Tokens(output=3))
+    process.disk.failing = True
+    assert not process.ledger.finish()
+    process.disk.failing = False
+    assert process.ledger.finish()

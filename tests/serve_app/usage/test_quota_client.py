@@ -314,3 +314,34 @@ async def test_a_state_that_cannot_be_saved_grants_nothing() -> None:
     await asyncio.sleep(2)
     (await fleet.clients[0].reserve(TENANT, 90)).settle()
     fleet.stop()
+
+
+@virtual
+async def test_the_tenants_that_a_client_makes_up_are_not_remembered() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=LIMIT), clients=1)
+    (client,) = fleet.clients
+    key = KeyQuota("gateway", Quota(tokens_per_minute=LIMIT))
+    (await client.reserve(TENANT, 1, key)).settle()
+    remembered = len(client._leases)
+    for number in range(100):
+        (await client.reserve(f"user {number}", 1, key)).settle()
+    assert len(client._leases) <= remembered + 1
+    assert len(client.leases(TENANT, key)) > len(client.leases("user 1", key)) > 0
+    fleet.stop()
+
+
+@virtual
+async def test_a_jump_of_the_clock_while_the_service_is_away_takes_no_share() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=300), clients=1, away_s=2.0, when_away="fail_open")
+    (client,) = fleet.clients
+    (await client.reserve(TENANT, 1)).settle(0)
+    await asyncio.sleep(0.5)
+    fleet.answering = False
+    await asyncio.sleep(120)
+    (await client.reserve(TENANT, 200)).settle()
+    fleet.jump_s = 86_400.0
+    assert (await refused(client, 200)).status == 429, "no second share of the same minute"
+    fleet.jump_s = 0.0
+    await asyncio.sleep(60)
+    (await client.reserve(TENANT, 200)).settle()
+    fleet.stop()

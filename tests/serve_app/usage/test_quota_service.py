@@ -14,6 +14,7 @@ from tests.serve_app.usage.fleet import START, MemoryState, inline
 
 SETTINGS = QuotasSettings(tenants={"t": Quota(tokens_per_day=1000)}, folder="/nowhere")
 TOKENS = LeaseID("tenant t", "tokens")
+LIMIT_S = 20.0
 
 
 def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) -> QuotaService:
@@ -111,3 +112,29 @@ async def test_it_counts_the_replicas_that_report() -> None:
     await service.exchange(ask(1, 1, "b"))
     assert service.holders == 2
     await service.close()
+
+
+async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    state = open_state(tmp_path, None)
+    began, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(save: Any, changes: Any) -> None:
+        began.set()
+        await goes_on.wait()
+        await asyncio.to_thread(save, changes)
+
+    service = service_of(state, beside=slow)
+    service.start()
+    asked = asyncio.ensure_future(service.exchange(ask(1, 300)))
+    await began.wait()
+    closing = asyncio.ensure_future(service.close())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    goes_on.set()
+    async with asyncio.timeout(LIMIT_S):
+        await closing
+        assert (await asked).grants[0].granted == 300
+    again = service_of(open_state(tmp_path, None))
+    assert (await _unsaved(again, ask(2, 0))).grants[0].granted == 300
+    await again.close()

@@ -3,8 +3,11 @@
 import time
 from typing import Any
 
+import pytest
+
 from serve_app.settings.usage import Quota
 from serve_app.usage.lease import tightest
+from serve_app.usage.quota_refusal import refusal
 from tests.serve_app.usage.site import START, Site
 
 MOST_CPU_S = 20e-6
@@ -62,3 +65,19 @@ def test_a_reservation_costs_little() -> None:
     best = min(rounds(500) for _ in range(20))
     print(f"a reservation in {len(leases)} leases and its end: {best * 1e6:.1f} µs of CPU")
     assert best < MOST_CPU_S
+
+
+def test_a_refused_slot_is_told_the_measured_time_of_requests() -> None:
+    site = Site(Quota(tokens_per_day=1_000_000, requests_per_minute=5, max_concurrency=2))
+    slots = site.leases = site.leases[-1:]
+    for _ in range(50):
+        reservation = site.reserve(1)
+        site.at += 60.0
+        reservation.settle(1)
+        site.report()
+    for _ in range(2):
+        site.reserve(1)
+    site.report()
+    error = refusal(slots[0], 1, site.at)
+    assert error is not None
+    assert error.retry_after_s == pytest.approx(30.0, rel=0.1)

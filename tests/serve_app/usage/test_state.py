@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from serve_app.usage.state import State, StateError, TakenOverError, open_state
+from serve_app.usage.state import (
+    PostgresState,
+    SQLiteState,
+    State,
+    StateError,
+    TakenOverError,
+    open_state,
+)
 from tests.serve_app.batches.server import Server, start
 
 
@@ -112,3 +119,18 @@ def test_redis_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(StateError, match=r"saturate\[redis\]"):
         open_state(None, "redis://host:6379/0")
+
+
+@pytest.mark.parametrize("opened", ["SQLite", "PostgreSQL"], indirect=True)
+def test_a_state_that_was_emptied_is_not_the_process_s_any_more(opened: Callable[[], State]) -> None:
+    state = opened()
+    state.load()
+    state.save({"a": "1"})
+    # By hand, to begin anew.
+    if isinstance(state, SQLiteState):
+        state._db.execute("DELETE FROM quotas")
+    elif isinstance(state, PostgresState):
+        state._connection.execute("DELETE FROM saturate_quotas")
+    with pytest.raises(TakenOverError):
+        state.save({"a": "2"})
+    state.close()

@@ -19,6 +19,10 @@ from serve_app.usage.tenant_quotas import TenantQuotas, read_quotas
         ("a: 5", "a: "),
         ("[]", "must be an object with a quota for each tenant"),
         ("a: {", "this is not YAML: "),
+        # The number of a customer looks like a date.
+        ("1234-56-78: {tokens_per_day: 5}", "this is not YAML"),
+        ("a: !!bool maybe", "this is not YAML"),
+        ("[" * 2_000, "this is not YAML"),
         ("'': {}", "must be 1 to 128 printable characters"),
     ],
 )
@@ -85,3 +89,21 @@ def test_equal_quotas_have_the_same_version_in_every_process(tmp_path: Path) -> 
     file = tmp_path / "quotas.yaml"
     file.write_text("b: {tokens_per_day: 20}")
     assert quotas_of(file).version == quotas_of(file).version
+
+
+def test_a_file_that_could_not_be_read_is_read_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("b: {tokens_per_day: 20}")
+    quotas = quotas_of(file)
+    file.write_text("b: {tokens_per_day: 300}")
+
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", fail)
+        assert not quotas.refresh()
+    assert quotas.refresh()
+    assert quotas.quotas["b"].tokens_per_day == 300

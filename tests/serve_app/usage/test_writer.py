@@ -173,3 +173,106 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(SettingsError, match=message):
         Writer(UsageSettings(ledger=LedgerSettings(spool=str(tmp_path), **fields)), new_book("m", "r"))
+
+
+def full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_files_of_old_days_are_removed_from_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "day=2020-01-01" / "a.00000.parquet"
+    old.parent.mkdir()
+    old.write_bytes(b"")
+    book = new_book("demo", "r")
+    closed = tmp_path / "day=2999-01-01" / f"{book.name}.00000.jsonl"
+    closed.parent.mkdir()
+    closed.write_bytes(b"")
+    writer = Writer(settings(tmp_path, keep_days=30), book, **FAST)
+    # The closed segment can't become Parquet.
+    monkeypatch.setattr(writer._disk, "replace", full)
+    writer.start()
+    try:
+        wait_for(lambda: not old.exists())
+    finally:
+        writer.stop()
+    assert closed.exists()
+
+
+def test_rows_that_a_full_disk_refuses_at_the_end_are_left_to_the_next_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = settings(f"local://{tmp_path}/far", spool=str(tmp_path / "spool"), format="jsonl")
+    book = new_book("demo", "r")
+    writer = Writer(options, book, **FAST)
+    ran(book, Tokens(output=3))
+    writer.flush()
+    monkeypatch.setattr(writer._disk, "append", full)
+    ran(book, Tokens(output=4))
+    writer.flush()
+    writer.stop()
+    # The system gives its lock back.
+    for lock in writer._disk._locks.values():
+        lock.close()
+    remote = Remote(f"local://{tmp_path}/far")
+    following = Writer(options, new_book("demo", "r"), **FAST).start()
+    try:
+        wait_for(lambda: outputs(remote.root, remote) == {"ok": 7})
+    finally:
+        following.stop()
+
+
+def test_a_service_takes_no_rows_from_the_spool_of_another_url(tmp_path: Path) -> None:
+    def writer_to(bucket: str) -> tuple[CallBook, Writer, Remote]:
+        url = f"local://{tmp_path}/{bucket}"
+        options = settings(url, spool=str(tmp_path / "spool"), upload_s=0.01, format="jsonl")
+        book = new_book("demo", "r")
+        return book, Writer(options, book, **FAST), Remote(url)
+
+    book, dead, first = writer_to("first")
+    ran(book, Tokens(output=3))
+    dead.flush()
+    # The system gives its lock back.
+    for lock in dead._disk._locks.values():
+        lock.close()
+    book, other, second = writer_to("second")
+    ran(book, Tokens(output=4))
+    other.start()
+    try:
+        wait_for(lambda: outputs(second.root, second))
+    finally:
+        other.stop()
+    assert outputs(second.root, second) == {"ok": 4}
+    _, following, _ = writer_to("first")
+    following.start()
+    try:
+        wait_for(lambda: outputs(first.root, first) == {"ok": 3})
+    finally:
+        following.stop()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_end_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.usage.writer.LAST_S", 0.01)
+    book = new_book("demo", "r")
+    writer = Writer(settings(tmp_path), book)
+    goes_on = threading.Event()
+    append = writer._disk.append
+
+    def hang(path: Path, data: bytes) -> None:
+        goes_on.wait(LIMIT_S)
+        append(path, data)
+
+    monkeypatch.setattr(writer._disk, "append", hang)
+    ran(book, Tokens(output=3))
+    ends = [threading.Thread(target=writer.flush), threading.Thread(target=writer.stop, args=(0.01,))]
+    try:
+        for end in ends:
+            end.start()
+            end.join(LIMIT_S / 2)
+            assert not end.is_alive()
+    finally:
+        goes_on.set()
+    wait_for(lambda: outputs(tmp_path) == {"ok": 3})
