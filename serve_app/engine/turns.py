@@ -198,8 +198,7 @@ class EngineTurns:
     async def _fall_asleep(self) -> None:
         began = self._clock()
         try:
-            async with asyncio.timeout(SWITCH_S):
-                await self._engine.sleep()
+            await self._switch(self._engine.sleep())
         except Exception as error:
             await self._fail("fall asleep", error)
             return
@@ -210,14 +209,30 @@ class EngineTurns:
         await self._ask()
         began = self._clock()
         try:
-            async with asyncio.timeout(SWITCH_S):
-                await self._engine.wake_up()
+            await self._switch(self._engine.wake_up())
         except Exception as error:
             await self._fail("wake up", error)
             return
         self.state, self._wake_s = "awake", self._clock() - began
         self._began += 1
         self._batcher.resume()
+
+    async def _switch(self, switching: Awaitable[None]) -> None:
+        """Wait for the engine to sleep or to wake up.
+
+        Reports go on meanwhile: a new replica of Turns learns from them that the device is not free.
+        """
+        reporting = asyncio.create_task(self._report_on())
+        try:
+            async with asyncio.timeout(SWITCH_S):
+                await switching
+        finally:
+            reporting.cancel()
+
+    async def _report_on(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_S)
+            await self._ask()
 
     async def _fail(self, what: str, error: Exception) -> None:
         """Refuse all requests, and leave the device to the others."""

@@ -30,17 +30,18 @@ class FakeSleeper:
         self.device = device
         self.device.awake.add(name)
         self.busy = self.died = self.released = False
+        self.sleep_s, self.wake_s = SLEEP_S, WAKE_S
         self.broken: Exception | None = None
 
     async def sleep(self) -> None:
         assert not self.busy
-        await asyncio.sleep(SLEEP_S)
+        await asyncio.sleep(self.sleep_s)
         self.device.awake.remove(self.name)
 
     async def wake_up(self) -> None:
         assert not self.device.awake
         self.device.awake.add(self.name)
-        await asyncio.sleep(WAKE_S)
+        await asyncio.sleep(self.wake_s)
         if self.broken is not None:
             raise self.broken
 
@@ -271,3 +272,21 @@ async def test_one_that_sleeps_and_has_no_work_reports_rarely() -> None:
         began = now()
         await asleep.answer(0.0)
         assert now() - began < SLEEP_S + WAKE_S + 0.3
+
+
+@pytest.mark.parametrize("switch", ["sleep", "wake"])
+@virtual
+async def test_a_new_rota_leaves_the_device_to_an_engine_whose_switch_takes_long(switch: str) -> None:
+    async with trio() as (group, engines):
+        (awake,) = [engine for engine in engines if engine.turns.state == "awake"]
+        second, third = [engine for engine in engines if engine is not awake]
+        awake.sleeper.sleep_s = 20.0 if switch == "sleep" else SLEEP_S
+        second.sleeper.wake_s = 20.0 if switch == "wake" else WAKE_S
+        requests = [asyncio.create_task(second.answer(0.1))]
+        await reach(*((awake, "draining") if switch == "sleep" else (second, "waking")))
+        await asyncio.sleep(0.1)
+        group.renew()
+        requests.append(asyncio.create_task(third.answer(0.1)))
+        # An engine that wakes up beside another one fails.
+        await asyncio.gather(*requests)
+        assert (second.answered, third.answered) == (1, 1)
