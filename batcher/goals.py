@@ -234,9 +234,10 @@ class Background:
     def _expected_by_answers(self, goal_s: float, since: float = -math.inf) -> float:
         """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell.
 
-        The 99th percentile of a hundred answers is now this, now twice as much, by chance. That of an
-        exponential with their mean above the median is steady, but too much where they have a bound. Far
-        enough from the goal, the less of both counts.
+        The 99th percentile of a hundred answers is now this, now twice as much, by chance. Far enough from
+        the goal, that of all that are remembered counts too if it is more, which forbids growth but asks for
+        no cut. That of an exponential with their mean above the median is steadier still, but too much where
+        they have a bound: it is the most.
         """
         oldest = self._clock() - LATE_FOR_S
         latest = [(tail, at) for _, _, at, tail in self._tails if at >= oldest]
@@ -244,12 +245,16 @@ class Background:
         found = sorted(tail for tail, at in latest if at >= since)
         if len(self._tails) < ENOUGH_ANSWERS or len(found) <= late:
             return 0.0
-        middle = len(found) // 2
-        median, above = found[middle], sum(found[middle:]) / (len(found) - middle)
-        steady = median + (above - median) * math.log(0.5 / MAY_BE_LATE)
         steps_s, width = 2 * self._mean_s, math.pow(self._width(), TAILS_POWER)
         measured = steps_s + found[-late - 1] * width
-        return measured if measured > LATE * goal_s else min(measured, steps_s + steady * width)
+        if measured > LATE * goal_s:
+            return measured
+        usual = sorted(tail for took, _, at, tail in self._tails if took <= goal_s or at >= oldest)
+        middle = len(usual) // 2
+        median, above = usual[middle], sum(usual[middle:]) / (len(usual) - middle)
+        steady = median + (above - median) * math.log(0.5 / MAY_BE_LATE)
+        longest = max(found[-late - 1], usual[-max(1, int(MAY_BE_LATE * len(usual))) - 1])
+        return min(steps_s + min(steady, longest) * width, LATE * goal_s)
 
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""
