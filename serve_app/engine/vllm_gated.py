@@ -155,8 +155,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         try:
             await (held := self.adapters.using(request)).__aenter__()
         except RequestError as error:
-            current().result.refusal = error
-            raise RefusedError(error) from None
+            raise _refused(error) from None
         try:
             yield
         finally:
@@ -180,9 +179,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             f"prompt_logprobs: {length} prompt tokens with {every} logprobs each{answers} are more than "
             f"{self.max_prompt_logprobs} (max_prompt_logprobs); ask for fewer, or send a shorter prompt"
         )
-        result = current().result
-        result.refusal = RequestError(400, "invalid_request_error", message, param="prompt_logprobs")
-        raise RefusedError(result.refusal)
+        raise _refused(RequestError(400, "invalid_request_error", message, param="prompt_logprobs"))
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         """Refuse more token ids than the engine can take.
@@ -192,8 +189,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         """
         error = oversize_ids(params, self.input_processor)
         if error is not None:
-            current().result.refusal = error
-            raise RefusedError(error)
+            raise _refused(error)
 
     def _slot(self, length: int, max_tokens: int | None, n: int) -> AdmittedSlot:
         """Return the slot of `n` sequences with one prompt.
@@ -211,9 +207,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 f"n: {n} answers of {most} tokens with their prompts need {whole} tokens of KV cache, and "
                 f"the engine has {capacity}; lower n or max_tokens"
             )
-            result = current().result
-            result.refusal = RequestError(400, "invalid_request_error", message, param="n")
-            raise RefusedError(result.refusal)
+            raise _refused(RequestError(400, "invalid_request_error", message, param="n"))
         return AdmittedSlot(self.batcher, reserved, whole - reserved, length, n)
 
     async def _stream(
@@ -276,6 +270,12 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         cache = self.vllm_config.cache_config
         block: int = cache.block_size if cache.num_gpu_blocks > 1 else 1
         return -(-tokens // block) * block
+
+
+def _refused(error: RequestError) -> RefusedError:
+    """Note the answer of the current request, and return what ends it in vLLM."""
+    current().result.refusal = error
+    return RefusedError(error)
 
 
 def _prompt_length(prompt: Any, limit: int) -> int:

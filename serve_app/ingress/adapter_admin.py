@@ -132,7 +132,7 @@ class AdapterAdmin:
                 kept: str = await self._one(base, "keep_adapter", body.lora_name, adapter)
                 reasons = [kept] if kept else []
             except RequestError:
-                # Whether it is kept isn't known: the replicas serve it, or drop what was loaded for nothing.
+                # It is kept, or it is not: the replicas serve it, or drop what was loaded for nothing.
                 await self._refresh(base)
                 raise
         # Takes over what is kept, and drops what was loaded for nothing.

@@ -69,7 +69,7 @@ class Writer:
         self.ledger = Ledger(
             book, self._folder, disk=disk, segment_s=self._options.upload_s if self._remote else None
         )
-        # What waits for its upload is no old file.
+        # A file that waits for its upload is never too old.
         keep_days = None if self._remote else self._options.keep_days
         self._closer = Closer(
             self._folder,
