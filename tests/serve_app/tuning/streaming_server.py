@@ -1,13 +1,18 @@
-"""A tiny service on the loopback interface that answers with streams."""
+"""A tiny service that answers with streams, on the loopback interface or without a network."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from aiohttp import web
+
+REFUSAL = {"error": {"message": "no"}}
+
+MODELS = {"data": [{"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}]}
 
 
 @dataclass
@@ -47,36 +52,46 @@ class StreamingServer:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.bodies.append(body)
-        self.paths.append(request.path)
+        self.note(request.path, body)
         if self.status != 200:
-            return web.json_response({"error": {"message": "no"}}, status=self.status)
+            return web.json_response(REFUSAL, status=self.status)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        # A client that leaves ends the events at once.
+        async with aclosing(self.events(body)) as events:
+            async for event in events:
+                await response.write(event)
+        return response
+
+    def note(self, path: str, body: Any) -> None:
+        """Note a request for an answer."""
+        self.bodies.append(body)
+        self.paths.append(path)
+
+    async def events(self, body: Any) -> AsyncGenerator[bytes]:
+        """Yield the events of an answer."""
         self.running += 1
         self.most = max(self.most, self.running)
         try:
-            response = web.StreamResponse(headers={"content-type": "text/event-stream"})
-            await response.prepare(request)
             if self.silent:
                 await asyncio.Event().wait()
             for number in range(body["max_tokens"]):
                 await asyncio.sleep(self.token_s)
                 event: Any = {"choices": [{"text": "a"}], "usage": {"completion_tokens": number + 1}}
-                await response.write(f"data: {json.dumps(event)}\n\n".encode())
+                yield f"data: {json.dumps(event)}\n\n".encode()
                 if self.broken:
-                    await response.write(b'data: {"error": {"message": "the engine died"}}\n\n')
-                    return response
+                    yield b'data: {"error": {"message": "the engine died"}}\n\n'
+                    return
             usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
-            await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
-            return response
-        except (asyncio.CancelledError, ConnectionError):
+            yield f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode()
+        except (asyncio.CancelledError, GeneratorExit):
             self.cut += 1
             raise
         finally:
             self.running -= 1
 
     async def models(self, request: web.Request) -> web.Response:
-        card = {"id": "m", "owned_by": "saturate", "kind": "llm", "parent": None, "max_model_len": 4096}
-        return web.json_response({"data": [card]})
+        return web.json_response(MODELS)
 
     async def health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ready"})
@@ -85,6 +100,10 @@ class StreamingServer:
         return web.json_response({"count": len((await request.json())["prompt"].split())})
 
     async def stats(self, request: web.Request) -> web.Response:
+        return web.json_response(self.report())
+
+    def report(self) -> dict[str, Any]:
+        """Return the statistics."""
         batcher = {
             "capacity": 100_000,
             "max_running": self.max_running,
@@ -92,7 +111,38 @@ class StreamingServer:
             "queue_depth": 0,
             "total_submitted": (len(self.bodies) if self.status == 200 else 0) + self.others,
         }
-        return web.json_response({"models": {"m": {"replicas": [{"batcher": batcher}] * self.replicas}}})
+        return {"models": {"m": {"replicas": [{"batcher": batcher}] * self.replicas}}}
+
+
+class StreamingTransport(httpx.AsyncBaseTransport):
+    """The same service without a network, so that no time passes but that of its tokens."""
+
+    def __init__(self, server: StreamingServer) -> None:
+        self._server = server
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        match request.url.path:
+            case "/v1/models":
+                return httpx.Response(200, json=MODELS)
+            case "/stats":
+                return httpx.Response(200, json=self._server.report())
+            case path:
+                body = json.loads(request.content)
+                self._server.note(path, body)
+                if self._server.status != 200:
+                    return httpx.Response(self._server.status, json=REFUSAL)
+                return httpx.Response(200, stream=_Events(self._server.events(body)))
+
+
+class _Events(httpx.AsyncByteStream):
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        self._events = events
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._events
+
+    async def aclose(self) -> None:
+        await self._events.aclose()
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""The load generator, against a tiny service on the loopback interface."""
+"""The load generator, against a tiny service: on virtual time for figures, else on the loopback interface."""
 
 import asyncio
 import math
@@ -13,7 +13,13 @@ from serve_app.tuning.load_step import Load, Step
 from serve_app.tuning.requests import Requests
 from serve_app.tuning.service import Service
 from serve_app.tuning.workload import Lengths
-from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server, until
+from tests.batcher.virtual import now, virtual
+from tests.serve_app.tuning.streaming_server import (
+    StreamingServer,
+    StreamingTransport,
+    streaming_server,
+    until,
+)
 
 GOALS = parse_goals("ttft_p99<5,tpot_p99<5")
 
@@ -21,13 +27,16 @@ GOALS = parse_goals("ttft_p99<5,tpot_p99<5")
 async def step(
     server: StreamingServer, load: Load, seconds: float = 0.6, goals: str = "", **options: Any
 ) -> Step:
-    """Return a step of answers of four tokens."""
+    """Return a step of answers of four tokens; a server without a URL is reached without a network."""
     requests = Requests("m", Lengths(5), Lengths(4), options.pop("prompts", ()))
     warm_up, seed = options.pop("warm_up", 0.0), options.pop("seed", 1)
     drain = options.pop("drain", 2.0)
+    transport = None if server.url else StreamingTransport(server)
     async with (
-        Service(server.url) as service,
-        Generator(service, requests, parse_goals(goals) if goals else GOALS, **options) as generator,
+        Service(server.url or "http://virtual", clock=now, transport=transport) as service,
+        Generator(
+            service, requests, parse_goals(goals) if goals else GOALS, transport=transport, **options
+        ) as generator,
     ):
         return await generator.step(load, seconds=seconds, warm_up=warm_up, drain=drain, seed=seed)
 
@@ -43,28 +52,26 @@ def looks_after(server: StreamingServer, running: int) -> Callable[[float], Awai
     return sleep
 
 
+@virtual
 async def test_an_open_loop_has_the_rate_and_the_times_of_the_answers() -> None:
-    async with streaming_server(token_s=0.01) as server:
-        found = await step(server, Load("open", 60.0), seconds=1.0)
+    found = await step(StreamingServer(token_s=0.01), Load("open", 60.0), seconds=1.0)
     assert found.sent == pytest.approx(60, abs=25)
-    assert (found.failed, found.misses, found.cut) == (0, (), False)
-    assert 0.01 <= found.figure("ttft", 50) < found.figure("latency", 50)
-    # Three tokens follow the first one.
-    assert 0.009 <= found.figure("tpot", 50) <= found.figure("latency", 50) / 3
+    assert (found.failed, found.misses, found.cut, found.late_s) == (0, (), False, 0.0)
+    # A token comes every 10 ms, the first one too.
+    assert found.figure("ttft", 50) == pytest.approx(0.01)
+    assert found.figure("tpot", 50) == pytest.approx(0.01)
+    assert found.figure("latency", 50) == pytest.approx(0.04)
     # Those of the last answers may come after the step.
-    assert 0 < found.tokens <= 4 * found.sent
+    assert 4 * (found.sent - 4) <= found.tokens <= 4 * found.sent
 
 
+@virtual
 async def test_an_open_loop_keeps_its_schedule_whatever_the_service_does() -> None:
-    async with streaming_server(silent=True) as server:
-        silent = await step(server, Load("open", 100.0), drain=0.3, goals="ttft_p99<60")
-    async with streaming_server() as server:
-        quick = await step(server, Load("open", 100.0))
-    # The same seed has the same requests, at the same times, if this machine is in time with them.
-    least, most = sorted((silent.sent, quick.sent))
-    assert 10 < least <= most <= 100
-    if not (silent.late_s > 0.05 or quick.late_s > 0.05):
-        assert least == pytest.approx(most, abs=2)
+    silent = await step(StreamingServer(silent=True), Load("open", 100.0), drain=0.3, goals="ttft_p99<60")
+    quick = await step(StreamingServer(), Load("open", 100.0))
+    # The same seed has the same requests, at the same times.
+    assert 10 < silent.sent == quick.sent <= 100
+    assert silent.late_s == quick.late_s == 0.0
     # Of requests that are cut off below the bound it isn't known whether they hold.
     assert math.isnan(silent.figure("ttft", 50))
 
@@ -78,20 +85,20 @@ async def test_what_runs_at_the_end_of_a_step_is_cut_off() -> None:
     assert found.sent == 3
 
 
+@virtual
 async def test_a_closed_loop_has_so_many_requests_in_flight() -> None:
-    # An answer takes longer by far than the next request of its client, on a busy machine too.
-    async with streaming_server(token_s=0.1) as server:
-        found = await step(server, Load("closed", 4), seconds=1.2, warm_up=0.2, goals="ttft_p99<60")
+    server = StreamingServer(token_s=0.1)
+    found = await step(server, Load("closed", 4), seconds=1.2, warm_up=0.2, goals="ttft_p99<60")
     assert server.most == 4
-    assert found.in_flight == pytest.approx(4, abs=0.5)
+    assert found.in_flight == pytest.approx(4)
     assert found.peak == 4
     assert found.holds
 
 
 @pytest.mark.parametrize("options", [{"status": 429}, {"status": 503}, {"broken": True}])
+@virtual
 async def test_answers_that_fail_count_as_missed(options: dict[str, Any]) -> None:
-    async with streaming_server(**options) as server:
-        found = await step(server, Load("open", 100.0), seconds=2.0)
+    found = await step(StreamingServer(**options), Load("open", 100.0), seconds=2.0)
     # It ends before its time: the goal is missed for certain. Some may still be on their way then.
     assert found.cut
     assert 0 < found.failed <= found.sent
@@ -100,11 +107,11 @@ async def test_answers_that_fail_count_as_missed(options: dict[str, Any]) -> Non
     assert math.isinf(found.figure("ttft", 50))
 
 
+@virtual
 async def test_the_number_in_flight_is_bounded() -> None:
-    async with streaming_server(silent=True) as server:
-        options: dict[str, Any] = {"most": 5, "sleep": looks_after(server, 5)}
-        found = await step(server, Load("open", 200.0), drain=0.0, goals="ttft_p99<60", **options)
-        assert server.most == 5
+    server = StreamingServer(silent=True)
+    found = await step(server, Load("open", 200.0), drain=0.0, goals="ttft_p99<60", most=5)
+    assert server.most == 5
     assert found.failed == found.sent - 5
 
 
