@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
@@ -115,14 +115,15 @@ class Engine:
                 place = Place(settings.share, device_name(), replica_name(), settings.id)
                 self._turns = EngineTurns(place, asking(turns))
                 await self._turns.first()
-            self._engine = VLLMEngine(
-                settings,
-                max_prompts=max_prompts,
-                book=self._book,
-                metrics=telemetry.metrics and telemetry.engine_metrics,
-                exact=usage.ledger is not None,
-            )
-            app, self._routes = await self._engine.start()
+            with self._turns.loading() if self._turns is not None else nullcontext():
+                self._engine = VLLMEngine(
+                    settings,
+                    max_prompts=max_prompts,
+                    book=self._book,
+                    metrics=telemetry.metrics and telemetry.engine_metrics,
+                    exact=usage.ledger is not None,
+                )
+                app, self._routes = await self._engine.start()
             if share is not None and self._turns is not None:
                 self._turns.run(await self._engine.sleeper(share), self._engine.batcher)
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)

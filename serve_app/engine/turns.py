@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from batcher import ContinuousBatcher
@@ -113,7 +115,7 @@ class EngineTurns:
         self._batcher: ContinuousBatcher
 
     async def first(self) -> None:
-        """Wait until the device is free for the weights; call `run` once they are loaded."""
+        """Wait until the device is free for the weights; load them within `loading`, then call `run`."""
         while True:
             order = await self._ask()
             if order is not None and order.yours:
@@ -121,6 +123,26 @@ class EngineTurns:
             await asyncio.sleep(BUSY_S)
         self.state, self._waiting_since = "loading", None
         await self._ask()
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Report from a thread: vLLM's constructor holds the event loop.
+
+        A new replica of Turns learns from these reports that the device is not free.
+        """
+        loaded = threading.Event()
+
+        def report_on() -> None:
+            while not loaded.wait(IDLE_S):
+                asyncio.run(self._ask())
+
+        thread = threading.Thread(target=report_on, name="loading", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            loaded.set()
+            thread.join()
 
     def run(self, engine: Sleeper, batcher: ContinuousBatcher) -> None:
         """Take turns from now on; the engine is awake.

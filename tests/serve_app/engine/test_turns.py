@@ -1,6 +1,7 @@
 """The turns of an Engine in virtual time, with a fake of vLLM and a real rota behind a way that breaks."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -290,3 +291,25 @@ async def test_a_new_rota_leaves_the_device_to_an_engine_whose_switch_takes_long
         # An engine that wakes up beside another one fails.
         await asyncio.gather(*requests)
         assert (second.answered, third.answered) == (1, 1)
+
+
+async def test_an_engine_reports_while_its_constructor_holds_the_event_loop() -> None:
+    reports: list[Report] = []
+    reported = threading.Event()
+
+    async def exchange(report: Report) -> Order:
+        reports.append(report)
+        # The first ones come before the constructor.
+        if sum(each.state == "loading" for each in reports) == 3:
+            reported.set()
+        return Order(yours=True, wait_s=0.0)
+
+    turns = EngineTurns(Place("g", "gpu", "r", "m"), exchange)
+    await turns.first()
+    with turns.loading():
+        assert reported.wait(30)
+    count = len(reports)
+    assert [each.state for each in reports[1:]] == ["loading"] * (count - 1)
+    assert [each.number for each in reports] == list(range(1, count + 1))
+    # Reports end with it.
+    assert all(thread.name != "loading" for thread in threading.enumerate())
