@@ -28,6 +28,9 @@ REMEMBERED = 1_000
 WAIT_S = 30.0
 """Longest wait for the process, which may start first or not get a core."""
 
+RETRY_S = 5.0
+"""Seconds after which a request may be tried again when the process doesn't start."""
+
 
 class GrammarCheck:
     """Parses and compiles grammars in a process of its own, and refuses those that take too long.
@@ -66,7 +69,7 @@ class GrammarCheck:
         """Check the grammars of a request.
 
         Raises:
-            RequestError: 400, one is too long or takes too much to parse.
+            RequestError: 400, one is too long or takes too much to parse; 503, the process does not start.
         """
         for grammar in grammars:
             if len(grammar.text) > MAX_CHARS:
@@ -95,7 +98,12 @@ class GrammarCheck:
 
     async def _try(self, grammar: Grammar) -> str:
         """Return the verdict of the process; empty: it gave none."""
-        process = await self._ready()
+        try:
+            process = await self._ready()
+        except (OSError, RuntimeError) as error:
+            logger.error("the process that checks grammars does not start: %r", error)
+            message = "grammars can't be checked now, since the process that checks them does not start"
+            raise RequestError(503, "service_unavailable", message, retry_after_s=RETRY_S) from error
         assert process.stdin
         assert process.stdout
         line = json.dumps([grammar.kind, grammar.text, grammar.compiles]) + "\n"
@@ -136,7 +144,7 @@ class GrammarCheck:
                     await process.stdin.drain()
                     while (line := await process.stdout.readline()) != f"{READY}\n".encode():
                         if not line:
-                            raise RuntimeError("the process that checks grammars did not start")
+                            raise RuntimeError("the process that checks grammars ended at once")
                 ready = True
             finally:
                 if not ready:

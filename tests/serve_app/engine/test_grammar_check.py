@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import shutil
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -10,7 +12,7 @@ import pytest
 import xgrammar
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
+from serve_app.engine.grammar_check import MAX_CHARS, RETRY_S, GrammarCheck
 from serve_app.engine.grammars import Grammar
 
 LIMIT_S = 60.0
@@ -162,4 +164,16 @@ async def test_a_grammar_that_was_not_checked_to_the_end_is_checked_again(gramma
         grammars.process.kill()
         with pytest.raises(RequestError):
             await grammars.check(HARMLESS[:1])
+        await grammars.check(HARMLESS[:1])
+
+
+async def test_a_process_that_does_not_start_is_told_and_the_next_check_starts_another(
+    grammars: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "executable", shutil.which("false"))
+            with pytest.raises(RequestError, match="does not start") as caught:
+                await grammars.check(HARMLESS[:1])
+        assert (caught.value.status, caught.value.retry_after_s) == (503, RETRY_S)
         await grammars.check(HARMLESS[:1])
