@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,7 +18,7 @@ from serve_app.auth.keys import Key, check_together, expired_keys, hash_key, pla
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
-from serve_app.system.file_signature import file_signature
+from serve_app.settings.watched_file import WatchedFile
 
 logger = logging.getLogger("ray.serve")
 
@@ -106,7 +105,7 @@ class KeyStore:
         quotas: bool = True,
     ) -> None:
         self._quotas = quotas
-        self._file = Path(settings.keys_file) if settings.keys_file else None
+        self._file = WatchedFile(settings.keys_file, "access.keys_file") if settings.keys_file else None
         self._clock = clock
         self._now = now
         self.trusted_proxies = Networks(settings.trusted_proxies)
@@ -115,19 +114,15 @@ class KeyStore:
             if name not in environment:
                 raise SettingsError(f"access.keys_env: the environment has no variable {name}")
             self._fixed = self._read(environment[name], f"access.keys_env ({name})")
-        self._seen: object = None
         self._keys: dict[str, Key] = {}
         self._callers: dict[str, Caller] = {}
         self._rate_limits: dict[str, RateLimit] = {}
-        if self._file:
-            self._seen = file_signature(self._file)
         self._load()
 
     def refresh(self) -> None:
         """Read the file again if it has changed. The keys stay as they were if it can't be read."""
-        if self._file is None or (signature := file_signature(self._file)) == self._seen:
+        if self._file is None or not self._file.look():
             return
-        self._seen = signature
         try:
             self._load()
         except SettingsError as error:
@@ -172,16 +167,7 @@ class KeyStore:
         keys = self._fixed
         places = [f"keys_env[{number}]" for number in range(len(keys))]
         if self._file:
-            try:
-                text = self._file.read_text()
-            except (OSError, ValueError) as error:
-                reason = "it is not UTF-8"
-                if isinstance(error, OSError):
-                    reason = error.strerror or reason
-                    # Its signature says that it can be read: the next look tries again.
-                    self._seen = error.errno
-                raise SettingsError(f"access.keys_file ({self._file}): {reason}") from None
-            more = self._read(text, f"access.keys_file ({self._file})")
+            more = self._read(self._file.read(), self._file.source)
             keys = keys + more
             places += [f"keys_file[{number}]" for number in range(len(more))]
         check_together(keys, places, "access")

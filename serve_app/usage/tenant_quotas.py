@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-from pathlib import Path
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -11,7 +10,7 @@ from serve_app.api.scheduling import Tenant
 from serve_app.api.validation import field_path
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota, QuotasSettings
-from serve_app.system.file_signature import file_signature
+from serve_app.settings.watched_file import WatchedFile
 
 logger = logging.getLogger("ray.serve")
 
@@ -68,12 +67,11 @@ class TenantQuotas:
 
     def __init__(self, settings: QuotasSettings, held: str | None = None) -> None:
         self._fixed = settings.tenants
-        self._file = Path(settings.file) if settings.file else None
+        self._file = WatchedFile(settings.file, "usage.quotas.file") if settings.file else None
         self.held = held if self._file else None
         self.quotas: dict[str, Quota] = dict(self._fixed)
         if self._file is None:
             return
-        self._seen: object = file_signature(self._file)
         try:
             self._load()
         except SettingsError as error:
@@ -93,9 +91,8 @@ class TenantQuotas:
 
         They stay as they were if it can't be read.
         """
-        if self._file is None or (signature := file_signature(self._file)) == self._seen:
+        if self._file is None or not self._file.look():
             return False
-        self._seen = signature
         try:
             self._load()
         except SettingsError as error:
@@ -106,15 +103,6 @@ class TenantQuotas:
 
     def _load(self) -> None:
         assert self._file is not None
-        source = f"usage.quotas.file ({self._file})"
-        try:
-            text = self._file.read_text()
-        except (OSError, ValueError) as error:
-            reason = "it is not UTF-8"
-            if isinstance(error, OSError):
-                reason = error.strerror or reason
-                # Its signature says that it can be read: the next look tries again.
-                self._seen = error.errno
-            raise SettingsError(f"{source}: {reason}") from None
-        self.quotas = {**self._fixed, **read_quotas(text, source)}
+        text = self._file.read()
+        self.quotas = {**self._fixed, **read_quotas(text, self._file.source)}
         self.held = text

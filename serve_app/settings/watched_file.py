@@ -1,0 +1,53 @@
+"""A file of settings that is read again once it has changed."""
+
+import os
+from pathlib import Path
+
+from serve_app.settings.schema import SettingsError
+
+
+class WatchedFile:
+    """A file of settings, of which a change is noticed.
+
+    Args:
+        path: Its path.
+        setting: The setting that names it, for errors.
+
+    Attributes:
+        source: Its origin, for errors.
+    """
+
+    def __init__(self, path: str, setting: str) -> None:
+        self._path = Path(path)
+        self.source = f"{setting} ({path})"
+        self._seen = self._signature()
+
+    def look(self) -> bool:
+        """Return whether the file has changed since the last look, or was not read then."""
+        before, self._seen = self._seen, self._signature()
+        return self._seen != before
+
+    def read(self) -> str:
+        """Return its text.
+
+        Raises:
+            SettingsError: It can't be read, or is not UTF-8.
+        """
+        try:
+            return self._path.read_text(encoding="utf-8")
+        except OSError as error:
+            # Its signature says that it can be read: the next look tries again.
+            self._seen = error.errno
+            raise SettingsError(f"{self.source}: {error.strerror or error}") from None
+        except ValueError:
+            raise SettingsError(f"{self.source}: it is not UTF-8") from None
+
+    def _signature(self) -> object:
+        """Return a value that differs once the file has changed; the error's number if it can't be read."""
+        try:
+            # Permissions change without a trace in what follows: a file is there once it can be opened.
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+        except OSError as error:
+            return error.errno
+        return status.st_mtime_ns, status.st_size, status.st_ino
