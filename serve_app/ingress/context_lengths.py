@@ -1,12 +1,20 @@
 """Context lengths of the models, as their replicas report them."""
 
 import asyncio
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
+from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.ingress.routing import Routing
 from serve_app.settings.models import FunctionSettings
+
+logger = logging.getLogger("ray.serve")
+
+RETRY_S = 15.0
+"""Seconds after which a request for a model that starts may be tried again."""
 
 
 class ContextLengths:
@@ -15,11 +23,19 @@ class ContextLengths:
     Args:
         routing: The models.
         replicas: Returns the statistics of a model's replicas, by the model's id.
+        start: Starts a replica of a model that has none, and waits for it, by the model's id.
     """
 
-    def __init__(self, routing: Routing, replicas: Callable[[str], Awaitable[Sequence[JSON]]]) -> None:
+    def __init__(
+        self,
+        routing: Routing,
+        replicas: Callable[[str], Awaitable[Sequence[JSON]]],
+        start: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
         self._routing = routing
         self._replicas = replicas
+        self._start = start
+        self._starting: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, int] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._answers: Counter[str] = Counter()
@@ -39,3 +55,31 @@ class ContextLengths:
                     self._known[name] = replica["max_model_len"]
                 self._answers[name] += 1
         return self._known.get(name, model.engine.max_model_len)
+
+    def refusal(self, name: str, error: RequestError) -> RequestError:
+        """Return the error of a request that its quotas don't allow.
+
+        One that never fits may fit once the context of its model is known: the model is started, and the
+        request may come again.
+
+        Args:
+            name: The model.
+            error: The error of the quotas.
+        """
+        model = self._routing.find(name)
+        known = isinstance(model, FunctionSettings) or name in self._known or model.engine.max_model_len
+        if error.status != 400 or known:
+            return error
+        if name not in self._starting:
+            self._starting[name] = task = asyncio.create_task(self._start(name))
+            task.add_done_callback(lambda task: self._started(name, task))
+        message = (
+            f"{name}: its context length is not known until it has started, nor how many tokens this request "
+            f"takes at most. Try again in {RETRY_S:g} s, or lower max_tokens."
+        )
+        return RequestError(503, "service_unavailable", message, retry_after_s=RETRY_S)
+
+    def _started(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._starting[name]
+        if not task.cancelled() and (error := task.exception()):
+            logger.warning("%s was not started: %r", name, error)

@@ -39,6 +39,15 @@ async def replica_stats(
         raise ConnectionError("a replica stopped while it was asked") from None
 
 
+async def start_replica(handle: Any) -> None:
+    """Wait for a replica of a model; one is started if there is none.
+
+    Args:
+        handle: The handle of the model's Engine.
+    """
+    await handle.options(method_name="stats", _by_reference=False).remote()
+
+
 async def deployment_stats(name: str, handle: Any, running: Callable[[], Awaitable[int]]) -> JSON:
     """Return the statistics of a deployment with one replica, or `error`: why there are none.
 

@@ -100,6 +100,35 @@ async def test_a_row_counts_for_the_quota_of_its_key_and_names_its_models_only(
     quotas.stop()
 
 
+async def test_a_row_for_a_model_that_sleeps_comes_again_once_its_context_is_known(
+    tmp_path: Path, health: dict[str, ModelHealth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health["demo"] = ModelHealth(0, asleep=True, awaits="")
+    tenants = {"anna": {"tokens_per_day": 2_000}}
+    usage: JSON = {"quotas": {"folder": str(tmp_path), "tenants": tenants}}
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": usage})
+    assert settings.usage.quotas
+    engine = Engine(answer(complete(PLAIN, b"{}")))
+    started = asyncio.Event()
+
+    async def start_replica(handle: object) -> None:
+        assert handle is engine
+        engine.stats = [{"max_model_len": 1000}]
+        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        started.set()
+
+    monkeypatch.setattr(engines, "start_replica", start_replica)
+    handles: Any = {"demo": engine}
+    quotas = CallQuotas(settings.usage.quotas, QuotasHandle(settings.usage.quotas))
+    client = EngineClient(settings, handles, Health("llm", ["demo"]), quotas=quotas)
+    with pytest.raises(RequestError, match="context length is not known") as refused:
+        await client.send(CHAT, BODY, ANNA)
+    assert (refused.value.status, refused.value.final) == (503, False)
+    await started.wait()
+    assert (await client.send(CHAT, BODY, ANNA)).status == 200
+    quotas.stop()
+
+
 async def test_a_row_calls_a_route_by_the_name_that_vllm_has_for_it() -> None:
     engine = Engine(answer(complete(PLAIN, b'{"ok": 1}')))
     await client_of({"demo": engine}).send("/v1/classify", {"model": "demo", "input": "a"}, ANNA)

@@ -11,7 +11,9 @@ import httpx
 import pytest
 from ray.serve.handle import DeploymentHandle
 
+from serve_app.ingress import deployment
 from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.health import ModelHealth
 from serve_app.relay.frame import pack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -36,14 +38,17 @@ def site(tmp_path: Path) -> Site:
     """Returns a client of an Ingress with one key, its quotas and its application."""
 
     def build(
-        engine: Engine, key: dict[str, Any] | None = None, **tenants: dict[str, int]
+        engine: Engine,
+        key: dict[str, Any] | None = None,
+        context: int | None = 4096,
+        **tenants: dict[str, int],
     ) -> tuple[httpx.AsyncClient, QuotasHandle, Ingress]:
         entry = {"name": "ada", "sha256": hashlib.sha256(SECRET.encode()).hexdigest(), "tenant": "research"}
         keys = tmp_path / "keys.yaml"
         keys.write_text(json.dumps([entry | ({"quota": key} if key else {})]))
         settings = parse(
             {
-                "models": [{"id": "demo", "source": "x", "engine": {"max_model_len": 4096}}],
+                "models": [{"id": "demo", "source": "x", "engine": {"max_model_len": context}}],
                 "access": {"keys_file": str(keys)},
                 "usage": {"quotas": {"tenants": tenants, "folder": str(tmp_path)}},
             }
@@ -169,3 +174,27 @@ def test_a_key_with_a_quota_needs_the_deployment(tmp_path: Path) -> None:
     )
     with pytest.raises(SettingsError, match=r"the quota of the key 'ada' needs args\.usage\.quotas"):
         Ingress(settings, {})
+
+
+async def test_a_request_for_a_model_that_sleeps_comes_again_once_its_context_is_known(
+    site: Site, health: dict[str, ModelHealth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    health["demo"] = ModelHealth(0, asleep=True, awaits="")
+    engine = used(10, 20)
+    started = asyncio.Event()
+
+    async def start_replica(handle: object) -> None:
+        assert handle is engine
+        engine.stats = [{"max_model_len": 4096}]
+        health["demo"] = ModelHealth(1, asleep=False, awaits="")
+        started.set()
+
+    monkeypatch.setattr(deployment, "start_replica", start_replica)
+    client, _, _ = site(engine, context=None, research={"tokens_per_day": 10_000})
+    body = {"messages": BODY["messages"]}
+    response = await client.post(CHAT, json=body)
+    # Without a context it is taken for the largest one.
+    assert (response.status_code, response.headers["retry-after"]) == (503, "15")
+    assert "context length is not known" in response.json()["error"]["message"]
+    await started.wait()
+    assert (await client.post(CHAT, json=body)).status_code == 200

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.ingress.replica_stats import replica_stats
+from serve_app.api.protocol import JSON
+from serve_app.ingress.replica_stats import replica_stats, start_replica
 from tests.serve_app.ingress.engine_doubles import Engine, answer
 
 
@@ -56,3 +57,19 @@ async def test_a_caller_that_is_cancelled_stops() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_replica_is_started_by_a_call() -> None:
+    calls: list[dict[str, Any]] = []
+
+    class Handle:
+        def options(self, **options: Any) -> "Handle":
+            calls.append(options)
+            return self
+
+        async def remote(self) -> JSON:
+            return {}
+
+    await start_replica(Handle())
+    # Unlike a broadcast, a call makes Ray Serve scale the model up.
+    assert [call["method_name"] for call in calls] == ["stats"]
