@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 
 SERVE = """#!{python}
 import os, signal, subprocess, sys, time
-deaf = "trap '' INT HUP TERM; echo; sleep 60 & wait"
+deaf = "trap '' INT HUP TERM; sleep 60 & echo; wait"
 child = subprocess.Popen(["setsid", "--fork", "sh", "-c", deaf], stdout=subprocess.PIPE)
 child.stdout.readline()
 child.wait()
