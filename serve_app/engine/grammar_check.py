@@ -29,7 +29,7 @@ WAIT_S = 30.0
 """Longest wait for the process, which may start first or not get a core."""
 
 RETRY_S = 5.0
-"""Seconds after which a request may be tried again when the process doesn't start."""
+"""Seconds after which a request may be tried again when the process doesn't start, or gives no verdict."""
 
 
 class GrammarCheck:
@@ -69,7 +69,8 @@ class GrammarCheck:
         """Check the grammars of a request.
 
         Raises:
-            RequestError: 400, one is too long or takes too much to parse; 503, the process does not start.
+            RequestError: 400, one is too long or takes too much to parse; 503, the process does not start, or
+                gives no verdict.
         """
         for grammar in grammars:
             if len(grammar.text) > MAX_CHARS:
@@ -87,23 +88,19 @@ class GrammarCheck:
         if key not in self._known:
             async with self._lock:
                 if key not in self._known:
-                    if not (verdict := await self._try(grammar)):
-                        # It got no core for long, or was killed: the next check may end.
-                        return PARSING
-                    self._known[key] = verdict
+                    self._known[key] = await self._try(grammar)
         self._known.move_to_end(key)
         while len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return self._known[key]
 
     async def _try(self, grammar: Grammar) -> str:
-        """Return the verdict of the process; empty: it gave none."""
+        """Return the verdict of the process."""
         try:
             process = await self._ready()
         except (OSError, RuntimeError) as error:
             logger.error("the process that checks grammars does not start: %r", error)
-            message = "grammars can't be checked now, since the process that checks them does not start"
-            raise RequestError(503, "service_unavailable", message, retry_after_s=RETRY_S) from error
+            raise _unavailable("does not start") from error
         assert process.stdin
         assert process.stdout
         line = json.dumps([grammar.kind, grammar.text, grammar.compiles]) + "\n"
@@ -118,10 +115,13 @@ class GrammarCheck:
             if not verdict:
                 # The next check would read the answer of one that is cancelled.
                 self._kill()
+        if not verdict:
+            # Its own limits are of CPU time: it got no core, or was killed.
+            logger.error("a grammar of %d characters got no verdict", len(grammar.text))
+            raise _unavailable(f"ended, or has not answered for {WAIT_S:g} s")
         if verdict != PASSES:
-            logger.warning(
-                "refused a grammar of %d characters: %s takes too long", len(grammar.text), verdict or PARSING
-            )
+            size = len(grammar.text)
+            logger.warning("refused a grammar of %d characters: %s takes too long", size, verdict)
         return verdict
 
     async def _ready(self) -> asyncio.subprocess.Process:
@@ -163,6 +163,11 @@ class GrammarCheck:
             with suppress(ProcessLookupError):
                 process.kill()
         return process
+
+
+def _unavailable(reason: str) -> RequestError:
+    message = f"grammars can't be checked now, since the process that checks them {reason}"
+    return RequestError(503, "service_unavailable", message, retry_after_s=RETRY_S)
 
 
 def _refusal(grammar: Grammar, reason: str) -> RequestError:

@@ -162,8 +162,9 @@ async def test_a_grammar_that_was_not_checked_to_the_end_is_checked_again(gramma
         assert grammars.process is not None
         # As when the machine has no memory left.
         grammars.process.kill()
-        with pytest.raises(RequestError):
+        with pytest.raises(RequestError, match="the process that checks them ended") as caught:
             await grammars.check(HARMLESS[:1])
+        assert (caught.value.status, caught.value.retry_after_s) == (503, RETRY_S)
         await grammars.check(HARMLESS[:1])
 
 
