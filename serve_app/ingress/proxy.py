@@ -8,7 +8,8 @@ may be what they die of, and is not sent on.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import AsyncGenerator, Callable, MutableMapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -97,7 +98,9 @@ class ProxyResponse(Response):
             self._answered(head)
             await send({"type": "http.response.body", "body": piece.body, "more_body": False})
             return
-        await self._send_pieces(head, piece, scope, send)
+        async with aclosing(self._bodies(head, piece, scope)) as bodies:
+            async for body in bodies:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begin_alive(self, send: Send) -> tuple[Head, Piece]:
@@ -176,8 +179,8 @@ class ProxyResponse(Response):
         except Exception as error:
             logger.info("an engine failed behind its answer: %r", error)
 
-    async def _send_pieces(self, head: Head, piece: Piece, scope: Scope, send: Send) -> None:
-        """Send a body of several pieces; have another Engine go on with a stream when its own is lost."""
+    async def _bodies(self, head: Head, piece: Piece, scope: Scope) -> AsyncGenerator[bytes, None]:
+        """Yield a body of several pieces; have another Engine go on with a stream when its own is lost."""
         sent = Sent(head.resume)
         splice: Splice | None = None
         complete = False
@@ -190,7 +193,7 @@ class ProxyResponse(Response):
                     complete = piece.usage is not None
                     _keep_usage(scope, piece)
                     if body:
-                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                        yield body
                     if complete:
                         self._answered(head)
                         await self._finish()
@@ -211,8 +214,7 @@ class ProxyResponse(Response):
         if not head.is_event_stream:
             # Without a last piece the connection breaks: the client can't take what it has for the whole.
             raise failed
-        body = error_event(shown, self._request.path, piece.body)
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        yield error_event(shown, self._request.path, piece.body)
 
     async def _resume(self, sent: Sent, error: Exception) -> tuple[Piece, Splice]:
         """Have another Engine go on with a stream; return its first piece, and what joins it to the others.

@@ -492,3 +492,22 @@ async def test_a_stream_that_breaks_leaves_none() -> None:
 async def test_a_stream_that_ends_without_its_usage_broke_off() -> None:
     received = await reply(Engines([stream(([1], event("a")))]))
     assert received.events[-1]["error"]["code"] == 503
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("too large"), DEAD], ids=["other", "dead"])
+async def test_an_answer_that_can_not_be_sent_is_no_failure_of_its_engine(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = Engines([WHOLE])
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            raise failure
+
+    request = RelayRequest("POST", "/v1/completions", b"", [], b'{"prompt": "x"}')
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(type(failure)):
+            await ProxyResponse(engines.ask, request, engines.lost)({"type": "http"}, no_body, send)
+    assert len(engines.asked) == 1
+    assert engines.answers[0].left
+    assert not caplog.records
