@@ -1,5 +1,6 @@
 """Runs a click command; each error of its user is one line, without a stack trace."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -19,6 +20,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoRet
     """
     try:
         code = command.main(arguments, standalone_mode=False)
+        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         code = USAGE
@@ -31,7 +33,22 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoRet
         code = error.exit_code
     except click.Abort:
         code = INTERRUPTED
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            name = f"{error.filename}: " if error.filename else ""
+            print(f"error: {name}{error.strerror or error}", file=sys.stderr)
+        _flush()
+        code = 1
     sys.exit(code)
+
+
+def _flush() -> None:
+    """Write what standard output still holds; drop it where that fails, or Python tries again at the exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _message(error: click.UsageError) -> str:

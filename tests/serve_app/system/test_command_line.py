@@ -1,6 +1,9 @@
 """Errors of a command's user: one line on standard error, and an exit code."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 import pytest
@@ -67,3 +70,23 @@ def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str])
 
 def test_an_interrupt_has_its_exit_code() -> None:
     assert end("paint", "8") == 130
+
+
+@pytest.mark.parametrize("write", ["click.echo('key')", "print('key')"])
+def test_a_full_disk_is_one_line(write: str) -> None:
+    script = "import click; from serve_app.system.command_line import run\n"
+    script += f"run(click.Command('tool', callback=lambda: {write}))"
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
+def test_a_file_that_can_t_be_opened_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    read = click.Command("read", callback=(tmp_path / "gone").read_text)
+    with pytest.raises(SystemExit) as ended:
+        run(read, [])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/gone: No such file or directory\n"
