@@ -58,15 +58,15 @@ traffic. The time of the batch is that from its creation to `completed`.
 
 beside: live streams, whose rate doubles in the middle, alone, then beside a batch that does not end, then the
 batch alone. The service gets a goal for the TTFT p99 of --goal times that of the live streams alone in the
-same round, since a machine that others use changes within minutes; the batch alone has none that binds. It
-has the places that are kept for live requests less than on a service without a goal, whose throughput is
-measured at the beginning. A batch begins with few rows beside live traffic, and has more and more: --settle
-leaves that out. A p99 takes some hundreds of requests: --seconds times 1.5 of --rate.
+same round, since a machine that others use changes within minutes; the batch alone has none that binds.
+Places that are kept for live requests stay free then, so a batch on a service without a goal is measured as
+well, before the rounds. The number of rows takes a while to fit the goal: --settle leaves that out. A p99
+takes some hundreds of requests: --seconds times 1.5 of --rate.
 
 --in-turn: vLLM schedules a step while the one before it runs, so that a live request waits for up to three
 steps. With this option it schedules each step after the other (`async_scheduling: false`), and a live request
-waits for two; on a CPU it does so anyway. The throughput is still compared with that of steps that are
-scheduled ahead, and the TTFT with both.
+waits for two; on a CPU it does so anyway. Throughput and TTFT are then compared with those of steps that are
+scheduled ahead, too: the service without a goal schedules so.
 
 examples:
   make bench-batches-live
