@@ -183,25 +183,21 @@ class ProxyResponse(Response):
         """Yield a body of several pieces; have another Engine go on with a stream when its own is lost."""
         sent = Sent(head.resume)
         splice: Splice | None = None
-        complete = False
         while True:
             began = time.monotonic()
             try:
                 while True:
                     body = piece.body if splice is None else splice.rest(piece.body)
                     sent.add(piece.token_ids, body)
-                    complete = piece.usage is not None
                     _keep_usage(scope, piece)
                     if body:
                         yield body
-                    if complete:
+                    if piece.usage is not None:
                         self._answered(head)
                         await self._finish()
                         return
                     piece = await self._next_piece()
             except Exception as error:
-                if complete:
-                    raise
                 failed = error
             try:
                 if time.monotonic() - began < LONG_S:
