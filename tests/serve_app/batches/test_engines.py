@@ -30,7 +30,7 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import parse
 from tests.serve_app.answers import END, complete
-from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer, health
+from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, Waking, answer, health
 from tests.serve_app.usage.fleet import QuotasHandle
 
 __all__ = ["health"]
@@ -103,28 +103,20 @@ async def test_a_row_counts_for_the_quota_of_its_key_and_names_its_models_only(
 async def test_a_row_for_a_model_that_sleeps_comes_again_once_its_context_is_known(
     tmp_path: Path, health: dict[str, ModelHealth], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    health["demo"] = ModelHealth(0, asleep=True, awaits="")
     tenants = {"anna": {"tokens_per_day": 2_000}}
     usage: JSON = {"quotas": {"folder": str(tmp_path), "tenants": tenants}}
     settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": usage})
     assert settings.usage.quotas
     engine = Engine(answer(complete(PLAIN, b"{}")))
-    started = asyncio.Event()
-
-    async def start_replica(handle: object) -> None:
-        assert handle is engine
-        engine.stats = [{"max_model_len": 1000}]
-        health["demo"] = ModelHealth(1, asleep=False, awaits="")
-        started.set()
-
-    monkeypatch.setattr(engines, "start_replica", start_replica)
+    waking = Waking(engine, health, 1000)
+    monkeypatch.setattr(engines, "start_replica", waking)
     handles: Any = {"demo": engine}
     quotas = CallQuotas(settings.usage.quotas, QuotasHandle(settings.usage.quotas))
     client = EngineClient(settings, handles, Health("llm", ["demo"]), quotas=quotas)
     with pytest.raises(RequestError, match="context length is not known") as refused:
         await client.send(CHAT, BODY, ANNA)
     assert (refused.value.status, refused.value.final) == (503, False)
-    await started.wait()
+    await waking.started.wait()
     assert (await client.send(CHAT, BODY, ANNA)).status == 200
     quotas.stop()
 

@@ -19,7 +19,17 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import SettingsError, parse
 from tests.serve_app.answers import END
-from tests.serve_app.ingress.engine_doubles import CHAT, LIMIT_S, PLAIN, STREAM, Call, Engine, answer, health
+from tests.serve_app.ingress.engine_doubles import (
+    CHAT,
+    LIMIT_S,
+    PLAIN,
+    STREAM,
+    Call,
+    Engine,
+    Waking,
+    answer,
+    health,
+)
 from tests.serve_app.usage.fleet import QuotasHandle
 
 __all__ = ["health"]
@@ -179,22 +189,14 @@ def test_a_key_with_a_quota_needs_the_deployment(tmp_path: Path) -> None:
 async def test_a_request_for_a_model_that_sleeps_comes_again_once_its_context_is_known(
     site: Site, health: dict[str, ModelHealth], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    health["demo"] = ModelHealth(0, asleep=True, awaits="")
     engine = used(10, 20)
-    started = asyncio.Event()
-
-    async def start_replica(handle: object) -> None:
-        assert handle is engine
-        engine.stats = [{"max_model_len": 4096}]
-        health["demo"] = ModelHealth(1, asleep=False, awaits="")
-        started.set()
-
-    monkeypatch.setattr(deployment, "start_replica", start_replica)
+    waking = Waking(engine, health, 4096)
+    monkeypatch.setattr(deployment, "start_replica", waking)
     client, _, _ = site(engine, context=None, research={"tokens_per_day": 10_000})
     body = {"messages": BODY["messages"]}
     response = await client.post(CHAT, json=body)
     # Without a context it is taken for the largest one.
     assert (response.status_code, response.headers["retry-after"]) == (503, "15")
     assert "context length is not known" in response.json()["error"]["message"]
-    await started.wait()
+    await waking.started.wait()
     assert (await client.post(CHAT, json=body)).status_code == 200
