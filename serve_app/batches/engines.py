@@ -30,7 +30,7 @@ from serve_app.ingress.poison import MAX_LOST, PoisonError
 from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.proxy import unavailable
 from serve_app.ingress.quotas import key_quota
-from serve_app.ingress.replica_stats import replica_stats, start_replica
+from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.retry import back_off, ran_there
 from serve_app.ingress.routing import Routing
 from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
@@ -77,9 +77,7 @@ class EngineClient:
         self._asked: Counter[str] = Counter()
         self._used: set[str] = set()
         self._suspects = asyncio.Lock()
-        self._contexts = ContextLengths(
-            self._routing, self._replicas, lambda model: start_replica(self._engines[model])
-        )
+        self._contexts = ContextLengths(self._routing, self._replicas, self._engines)
         self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
         self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
 

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
+from serve_app.ingress.replica_stats import start_replica
 from serve_app.ingress.routing import Routing
 from serve_app.settings.models import FunctionSettings
 
@@ -23,18 +24,18 @@ class ContextLengths:
     Args:
         routing: The models.
         replicas: Returns the statistics of a model's replicas, by the model's id.
-        start: Starts a replica of a model that has none, and waits for it, by the model's id.
+        engines: Handle of the Engine of each model; a call starts a model that has no replica.
     """
 
     def __init__(
         self,
         routing: Routing,
         replicas: Callable[[str], Awaitable[Sequence[JSON]]],
-        start: Callable[[str], Coroutine[Any, Any, None]],
+        engines: Mapping[str, Any],
     ) -> None:
         self._routing = routing
         self._replicas = replicas
-        self._start = start
+        self._engines = engines
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, int] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -71,7 +72,7 @@ class ContextLengths:
         if error.status != 400 or known:
             return error
         if name not in self._starting:
-            self._starting[name] = task = asyncio.create_task(self._start(name))
+            self._starting[name] = task = asyncio.create_task(start_replica(self._engines[name]))
             task.add_done_callback(lambda task: self._started(name, task))
         message = (
             f"{name}: its context length is not known until it has started, nor how many tokens this request "

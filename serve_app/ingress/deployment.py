@@ -55,7 +55,7 @@ from serve_app.ingress.quotas import (
     key_quota,
     reserve,
 )
-from serve_app.ingress.replica_stats import deployment_stats, replica_stats, start_replica
+from serve_app.ingress.replica_stats import deployment_stats, replica_stats
 from serve_app.ingress.routing import PROCESS, Adapter, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.ingress.stats_view import own_part
@@ -125,9 +125,7 @@ class Ingress:
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
         self._started = int(time.time())
-        self._contexts = ContextLengths(
-            self._routing, self._replicas, lambda model: start_replica(self._engines[model])
-        )
+        self._contexts = ContextLengths(self._routing, self._replicas, self._engines)
         self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
         self._adapter_admin = AdapterAdmin(
             settings, self._engines, self._health.running, self._routing, self._adapters

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
@@ -53,8 +54,22 @@ class Replicas:
         return [{"max_model_len": self.lengths[name]}] if name in self.lengths else []
 
 
+@dataclass
+class Engine:
+    """The handle of a model, whose call starts it."""
+
+    replicas: Replicas
+    name: str
+
+    def options(self, **_: object) -> "Engine":
+        return self
+
+    async def remote(self) -> None:
+        await self.replicas.start(self.name)
+
+
 def lengths_of(replicas: Replicas) -> ContextLengths:
-    return ContextLengths(Routing(parse(MODELS).models), replicas, replicas.start)
+    return ContextLengths(Routing(parse(MODELS).models), replicas, {"llm": Engine(replicas, "llm")})
 
 
 async def test_a_replica_is_asked_once() -> None:
