@@ -48,5 +48,15 @@ class Client(Protocol):
     async def refresh(self) -> None:
         """Learn which adapters are served now."""
 
-    async def load(self) -> EngineLoad | None:
-        """Return the load of the engines that had rows since the last call; None: it isn't known."""
+    def base_of(self, model: str) -> str | None:
+        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return the load of the engines of a model.
+
+        Args:
+            base: The model; None: all engines that had rows since the last such call.
+
+        Returns:
+            Their load; None: it isn't known.
+        """

@@ -151,10 +151,22 @@ class EngineClient:
                     raise PoisonError("it is not tried again") from error
                 await back_off(lost)
 
-    async def load(self) -> EngineLoad | None:
-        """Return the load of the engines that had rows since the last call; None: it isn't known."""
-        models = self._used | {model for model, rows in self._asked.items() if rows}
-        self._used.clear()
+    def base_of(self, model: str) -> str | None:
+        """Return the model whose engines run a model or an adapter; None: it isn't served now."""
+        return self._routing.base_of(model) if model in self._routing else None
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return the load of the engines of a model.
+
+        Args:
+            base: The model; None: all engines that had rows since the last such call.
+
+        Returns:
+            Their load; None: it isn't known.
+        """
+        models = {base} if base else self._used | {model for model, rows in self._asked.items() if rows}
+        if base is None:
+            self._used.clear()
         found = await asyncio.gather(*map(self._replicas, models))
         replicas = [replica for one in found for replica in one]
         return engine_load(replicas) if replicas else None

@@ -24,8 +24,8 @@ def late(batches: Sequence[Batch], rate: float, now: float) -> dict[str, str]:
     has so many.
 
     Args:
-        batches: The open batches, the earliest first.
-        rate: Rows per second; 0: it is not known.
+        batches: The open batches of a model, the earliest first.
+        rate: Its rows per second; 0: it is not known.
         now: Seconds since the epoch.
     """
     if not rate:

@@ -16,6 +16,7 @@ class OpenBatch:
 
     Attributes:
         batch: Its state as far as it matters here; the store has the counts.
+        base: The model whose engines run its rows; None: they have several, or it is not validated yet.
         rows: Rows that are read and not yet sent.
         position: The place behind them in the input.
         read: Whether all of the input was read.
@@ -29,6 +30,7 @@ class OpenBatch:
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
+        self.base: str | None = None
         self.rows: deque[Row] = deque()
         self.position = Position()
         self.read = False

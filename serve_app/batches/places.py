@@ -1,4 +1,4 @@
-"""The places of rows at the engines."""
+"""The places of rows at the engines of one model."""
 
 import asyncio
 from collections import Counter
@@ -15,7 +15,7 @@ FILL_ROWS = 32
 
 
 class Places:
-    """Gives rows their places at the engines.
+    """Gives rows their places at the engines of one model.
 
     A row is in flight from the time at which it is taken until its result is recorded. It has a place
     meanwhile, but for the time in which it waits for its next try, so that a model that is down, or a quota

@@ -15,6 +15,7 @@ from serve_app.batches.errors import ContentLostError, DatabaseError, NotFoundEr
 from serve_app.batches.files import remove_expired
 from serve_app.batches.forecast import late
 from serve_app.batches.key_rules import KeyRules
+from serve_app.batches.model_rows import ModelRows
 from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.places import Places
 from serve_app.batches.rate import Rate
@@ -22,7 +23,6 @@ from serve_app.batches.recording import close, give_up, record, unfinished
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
 from serve_app.batches.store import Store
-from serve_app.batches.stored import Batch
 from serve_app.batches.validate import validate
 
 logger = logging.getLogger("ray.serve")
@@ -41,18 +41,20 @@ TIDY_S = 600.0
 class Runner:
     """Runs all open batches of a store.
 
-    Batches of a tenant go in the order of their arrival; the next one begins when all rows of the one before
-    are taken. Which rows are at the engines, `Places` decides.
+    Batches of a tenant for one model go in the order of their arrival; the next one begins when all rows of
+    the one before are taken. Those for another model go beside them. The rows of a batch that has several
+    models are treated as those of a model of its own. Which rows are at the engines, `Places` decides.
 
     Args:
         store: The state.
         content: The contents.
         client: The engines.
         rules: Models and limits of the batches, by the keys that created them.
-        concurrency: Limit on rows that have a place, and on the rows of each tenant in flight.
+        concurrency: Returns the limit on rows of a model that have a place, and on those of each tenant in
+            flight.
         backoff: Waits between the tries of a row.
         retries: Failures of a row before it is given up; see `Sender`.
-        max_bytes: Most bytes of input lines in flight, but for one line of each tenant.
+        max_bytes: Most bytes of input lines of a model in flight, but for one line of each tenant.
         row_timeout_s: Seconds after which a try has failed.
         tick_s: Seconds between two looks at deadlines.
         gather_s: Seconds for which results are gathered, to be recorded together.
@@ -71,7 +73,7 @@ class Runner:
         client: Client,
         rules: KeyRules,
         *,
-        concurrency: Concurrency | None = None,
+        concurrency: Callable[[], Concurrency] = Auto,
         backoff: Backoff | None = None,
         retries: int = 8,
         max_bytes: int = 64 << 20,
@@ -87,8 +89,11 @@ class Runner:
         self._content = content
         self._client = client
         self._rules = rules
-        self._concurrency = concurrency or Auto()
-        self._sender = Sender(client, self._concurrency, backoff or Backoff(), retries, row_timeout_s)
+        self._concurrency = concurrency
+        self._backoff = backoff or Backoff()
+        self._retries = retries
+        self._max_bytes = max_bytes
+        self._row_timeout_s = row_timeout_s
         self._tick_s = tick_s
         self._gather_s = gather_s
         self._clock = clock
@@ -97,9 +102,8 @@ class Runner:
         self._failed_writes: list[Done] = []
         self._unwritten = False
         self._to_write = asyncio.Event()
-        self._sending = asyncio.Event()
         self._changed = asyncio.Event()
-        self._places = Places(self._concurrency, max_bytes, self._changed.set)
+        self._models: dict[str | None, ModelRows] = {}
         self._stale = True
         self._stopping = False
         self._group = asyncio.TaskGroup()
@@ -107,12 +111,12 @@ class Runner:
     @property
     def in_flight(self) -> int:
         """Rows that were taken and have no committed result."""
-        return self._places.in_flight
+        return sum(model.places.in_flight for model in self._models.values())
 
     @property
     def limit(self) -> int:
-        """Rows that may have a place now."""
-        return self._concurrency.limit
+        """Rows that may have a place now, at the engines of all models that had some."""
+        return sum(model.concurrency.limit for model in self._models.values())
 
     def notice(self) -> None:
         """Look at the store again: a batch was added or cancelled."""
@@ -123,7 +127,7 @@ class Runner:
         """Send no more rows. `run` returns when those in flight are recorded."""
         self._stopping = True
         for one in self._open.values():
-            self._places.stop(one)
+            self._model(one.base).places.stop(one)
         self._changed.set()
 
     async def run(self) -> None:
@@ -132,7 +136,7 @@ class Runner:
         If it is cancelled instead, the next run sends the rows in flight again.
         """
         async with asyncio.TaskGroup() as self._group:
-            background = [self._group.create_task(work()) for work in (self._write, self._pace, self._tidy)]
+            background = [self._group.create_task(work()) for work in (self._write, self._tidy)]
             while not self._stopping or self.in_flight or any(one.busy for one in self._open.values()):
                 self._changed.clear()
                 if self._stale:
@@ -140,8 +144,19 @@ class Runner:
                 if not self._stopping:
                     self._step()
                 await self._wait()
+            background += [model.pacing for model in self._models.values() if model.pacing]
             for task in background:
                 task.cancel()
+
+    def _model(self, base: str | None) -> ModelRows:
+        """Return the rows of a model; None: those of the batches that have several."""
+        model = self._models.get(base)
+        if model is None:
+            concurrency = self._concurrency()
+            places = Places(concurrency, self._max_bytes, self._changed.set)
+            sender = Sender(self._client, concurrency, self._backoff, self._retries, self._row_timeout_s)
+            model = self._models[base] = ModelRows(concurrency, places, sender)
+        return model
 
     async def _wait(self) -> None:
         # Batches that were begun come first.
@@ -168,32 +183,40 @@ class Runner:
             if batch.id not in busy:
                 one.batch = batch
         self._open = found
-        self._places.keep({batch.tenant for batch in batches})
-        self._warn(batches)
+        tenants = {batch.tenant for batch in batches}
+        for model in self._models.values():
+            model.places.keep(tenants)
+        self._warn()
 
-    def _warn(self, batches: list[Batch]) -> None:
+    def _warn(self) -> None:
         """Tell, once in the log, which batches won't end in time."""
-        found = late(batches, self.rate.per_s, self._clock())
+        found: dict[str, str] = {}
+        for base, model in self._models.items():
+            batches = [one.batch for one in self._open.values() if one.base == base]
+            found |= late(batches, model.rate.per_s, self._clock())
         for id in found.keys() - self.warnings.keys():
             logger.warning("%s: %s", id, found[id])
         self.warnings = found
 
     def _step(self) -> None:
         """Begin what can be begun now."""
-        heads: dict[str, OpenBatch] = {}
+        heads: dict[tuple[str | None, str], OpenBatch] = {}
         # A row that was taken goes before those that weren't, also of a batch that came earlier.
-        due: dict[str, OpenBatch] = {}
+        due: dict[tuple[str | None, str], OpenBatch] = {}
         validating = any(
             one.busy and not one.resting and one.batch.state == "validating" for one in self._open.values()
         )
         for one in self._open.values():
-            state, tenant = one.batch.state, one.batch.tenant
+            if not one.in_flight:
+                # Rows in flight keep their places; without any, its adapter may have moved to another model.
+                one.base = self._client.base_of(one.batch.model) if one.batch.model else None
+            state, turn = one.batch.state, (one.base, one.batch.tenant)
             if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
-                self._places.stop(one)
+                self._model(one.base).places.stop(one)
             if one.takes_rows and not one.exhausted:
-                heads.setdefault(tenant, one)
+                heads.setdefault(turn, one)
             if one.due:
-                due.setdefault(tenant, one)
+                due.setdefault(turn, one)
             if one.busy:
                 continue
             if state == "validating" and not one.lost:
@@ -204,17 +227,24 @@ class Runner:
             elif one.stopping.is_set() or one.exhausted:
                 if not one.in_flight:
                     self._begin(one, self._end)
-            elif heads.get(tenant) is one and not one.read and len(one.rows) < LOW_ROWS:
+            elif heads.get(turn) is one and not one.read and len(one.rows) < LOW_ROWS:
                 self._begin(one, self._read)
-        for one, row in self._places.fill([one for one in (heads | due).values() if one.due or one.rows]):
-            self._sending.set()
-            self._group.create_task(self._run_row(one, row))
+        ready: dict[str | None, list[OpenBatch]] = {}
+        for (base, _), one in (heads | due).items():
+            if one.due or one.rows:
+                ready.setdefault(base, []).append(one)
+        for base, batches in ready.items():
+            model = self._model(base)
+            for one, row in model.places.fill(batches):
+                self._group.create_task(self._run_row(model, one, row))
+            if model.places.in_flight and (model.pacing is None or model.pacing.done()):
+                model.pacing = self._group.create_task(self._pace(base, model))
 
-    async def _run_row(self, one: OpenBatch, row: Row) -> None:
-        result = await self._sender.send(one.batch, row, one.stopping, partial(self._places.away, one))
+    async def _run_row(self, model: ModelRows, one: OpenBatch, row: Row) -> None:
+        result = await model.sender.send(one.batch, row, one.stopping, partial(model.places.away, one))
         if result is None:
             # It is left to the end of the batch, or to the next process.
-            self._places.leave(one, row)
+            model.places.leave(one, row)
             self._changed.set()
         else:
             self._results.append((one, row, result))
@@ -256,7 +286,8 @@ class Runner:
         for one, row, result in group:
             one.lost = one.lost or lost
             self.failed += result.is_error
-            self._places.leave(one, row)
+            self._model(one.base).places.leave(one, row)
+        self._model(group[0][0].base).rate.add(len(group))
         self.rate.add(len(group))
 
     def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:
@@ -311,22 +342,20 @@ class Runner:
         batch = await asyncio.to_thread(self._store.batch, batch.id)
         await _finished(close, self._store, self._content, batch, self._now())
 
-    async def _pace(self) -> None:
-        """Adapt the number of rows in flight to the load of the engines."""
+    async def _pace(self, base: str | None, model: ModelRows) -> None:
+        """Adapt the number of rows at the engines of a model to their load, while there are any."""
         while True:
-            await self._sending.wait()
-            await asyncio.sleep(self._concurrency.interval_s)
-            if not self.in_flight:
-                self._sending.clear()
-                continue
+            await asyncio.sleep(model.concurrency.interval_s)
+            if not model.places.in_flight:
+                return
             try:
-                load = await self._client.load()
+                load = await self._client.load(base)
             except Exception as error:
                 logger.debug("batches: the load of the engines is not known: %r", error)
                 load = None
             if not self._unwritten:
                 # Results count until they are recorded: a slow disk takes more of them at once.
-                self._concurrency.observe(load, self._places.used)
+                model.concurrency.observe(load, model.places.used)
                 self._changed.set()
 
     async def _tidy(self) -> None:

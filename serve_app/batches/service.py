@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -82,7 +83,7 @@ class BatchService:
             content,
             client,
             rules,
-            concurrency=Auto(most=settings.max_rows_in_flight),
+            concurrency=partial(Auto, most=settings.max_rows_in_flight),
             gather_s=GATHER_S,
         )
         api = BatchAPI(

@@ -42,7 +42,7 @@ class BatchesSettings(Strict):
         retention_s: Seconds after which a file is deleted, if its upload doesn't say, and a batch, from the
             end of its window on.
         max_result_bytes: Most bytes of all result files of a tenant; the oldest are deleted beyond it.
-        max_rows_in_flight: Most rows that are sent to the engines at once.
+        max_rows_in_flight: Most rows at the engines of one model at once.
     """
 
     folder: Folder

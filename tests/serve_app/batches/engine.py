@@ -77,7 +77,10 @@ class Engine:
     async def refresh(self) -> None:
         return
 
-    async def load(self) -> EngineLoad | None:
+    def base_of(self, model: str) -> str | None:
+        return model
+
+    async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load, if the number of places is set."""
         if self.places is None:
             return None

@@ -39,7 +39,10 @@ class LoggedEngine:
     async def refresh(self) -> None:
         return
 
-    async def load(self) -> EngineLoad | None:
+    def base_of(self, model: str) -> str | None:
+        return model
+
+    async def load(self, base: str | None) -> EngineLoad | None:
         """Return nothing: it isn't known."""
         return None
 
@@ -50,7 +53,13 @@ async def main(folder: Path, calls: Path, limit: int, kill_at: int) -> None:
     delete_noted(store, content)
     engine = LoggedEngine(calls)
     runner = Runner(
-        store, content, engine, KeyRules({"demo"}), concurrency=Fixed(limit), clock=lambda: NOW, tick_s=0.05
+        store,
+        content,
+        engine,
+        KeyRules({"demo"}),
+        concurrency=lambda: Fixed(limit),
+        clock=lambda: NOW,
+        tick_s=0.05,
     )
     reached = count(1)
     committed = asyncio.Event()

@@ -264,6 +264,13 @@ async def test_a_row_that_is_at_an_engine_is_kept_as_text_only() -> None:
     await asyncio.wait([sending])
 
 
+def test_the_engines_of_an_adapter_are_those_of_its_model() -> None:
+    adapted = {"id": "demo", "source": "x", "adapters": [{"source": "org/words", "id": "words"}]}
+    handles: Any = {"demo": Engine(answer())}
+    client = EngineClient(parse({"models": [adapted]}), handles, Health("llm", ["demo"]))
+    assert [client.base_of(name) for name in ("demo", "words", "unknown")] == ["demo", "demo", None]
+
+
 async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, ModelHealth]) -> None:
     engines = {name: Engine(Stuck()) for name in ("demo", "other", "asleep", "unused")}
     one = {"batcher": {"running": 2, "queue_depth": 3}}
@@ -272,7 +279,7 @@ async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, 
     health |= {name: ModelHealth(2, False, "") for name in engines}
     health["asleep"] = ModelHealth(0, True, "")
     client = client_of(engines)
-    assert await client.load() is None
+    assert await client.load(None) is None
     async with asyncio.TaskGroup() as group:
         rows = [
             group.create_task(client.send(CHAT, BODY | {"model": name}, ANNA))
@@ -280,16 +287,18 @@ async def test_the_load_is_that_of_the_engines_that_have_rows(health: dict[str, 
         ]
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*(engines[name].asked.wait() for name in ("demo", "other", "asleep")))
-        assert await client.load() == EngineLoad(4, 6)
+        assert await client.load(None) == EngineLoad(4, 6)
         assert engines["asleep"].broadcasts == engines["unused"].broadcasts == []
+        assert await client.load("demo") == EngineLoad(4, 6)
+        assert await client.load("other") is None
         health["demo"] = ModelHealth(0, True, "")
-        assert await client.load() is None
+        assert await client.load(None) is None
         for task in rows:
             task.cancel()
     health["demo"] = ModelHealth(2, False, "")
-    assert await client.load() is None
+    assert await client.load(None) is None
     engines["demo"].answering = answer(complete(PLAIN, b"{}"))
     await client.send(CHAT, BODY, ANNA)
     # Rows that were answered meanwhile count: they may take less time than there is between two looks.
-    assert await client.load() == EngineLoad(4, 6)
-    assert await client.load() is None
+    assert await client.load(None) == EngineLoad(4, 6)
+    assert await client.load(None) is None

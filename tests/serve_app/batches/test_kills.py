@@ -148,7 +148,7 @@ class Schedule:
                 content,
                 self.engine,
                 KeyRules({"demo"}),
-                concurrency=Fixed(self.limit),
+                concurrency=lambda: Fixed(self.limit),
                 backoff=Backoff(0.0, 0.0),
                 clock=lambda: self.now,
                 tick_s=TICK_S,

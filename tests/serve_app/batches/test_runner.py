@@ -12,6 +12,7 @@ import pytest
 from pydantic_core import from_json
 
 from serve_app.api import pacing
+from serve_app.api.engine_load import EngineLoad
 from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
@@ -40,11 +41,13 @@ class Bench:
         self.at: Callable[[str], None] | None = None
         self.committed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        concurrency = options.pop("concurrency", None)
         self.runner = Runner(
             store,
             content,
             engine,
-            KeyRules({"demo"}, options.pop("limits", None)),
+            KeyRules(options.pop("models", {"demo"}), options.pop("limits", None)),
+            concurrency=Auto if concurrency is None else lambda: concurrency,
             backoff=options.pop("backoff", Backoff(0.0, 0.0)),
             clock=lambda: self.now,
             tick_s=options.pop("tick_s", 0.01),
@@ -157,6 +160,79 @@ async def test_batches_of_a_tenant_go_in_the_order_of_their_arrival(tmp_path: Pa
         for id in ("b", "a", "c"):
             await bench.ended(id)
     assert [id for _, id in engine.sent] == ["b0", "b1", "b2", "a0", "a1", "a2", "c0", "c1", "c2"]
+
+
+class TwoModels(Engine):
+    """Engines of two models: `slow`, as its base class is, and `quick`, which has 50 places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quick = Engine()
+        self.quick.places = 50
+
+    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+        """Answer a row."""
+        if body["model"] == "quick":
+            return await self.quick.send(endpoint, body, scheduling)
+        return await super().send(endpoint, body, scheduling)
+
+    async def load(self, base: str | None) -> EngineLoad | None:
+        """Return the load of a model: `slow` has a long queue."""
+        return await self.quick.load(base) if base == "quick" else EngineLoad(0, 50, 0)
+
+
+def rows_of(model: str, count: int) -> list[JSON]:
+    """Return rows of a model."""
+    rows = [row(f"{model}{number}") for number in range(count)]
+    return [one | {"body": one["body"] | {"model": model}} for one in rows]
+
+
+MODELS = {"slow", "quick"}
+
+
+async def test_a_batch_does_not_wait_for_one_of_another_model(tmp_path: Path) -> None:
+    engine = TwoModels()
+    engine.go.clear()
+    async with running(tmp_path, engine, models=MODELS) as bench:
+        bench.add("first", *rows_of("slow", 9))
+        await engine.until(lambda: engine.running == 4)
+        bench.add("second", *rows_of("quick", 9))
+        assert (await bench.ended("second")).completed == 9
+        assert bench.runner.in_flight == 4
+        engine.go.set()
+        assert (await bench.ended("first")).completed == 9
+
+
+async def test_a_batch_with_several_models_holds_up_none_with_one(tmp_path: Path) -> None:
+    engine = TwoModels()
+    engine.go.clear()
+    async with running(tmp_path, engine, models=MODELS) as bench:
+        bench.add("first", *rows_of("slow", 9), *rows_of("quick", 1))
+        await engine.until(lambda: engine.running == 4)
+        bench.add("second", *rows_of("quick", 9))
+        assert (await bench.ended("second")).completed == 9
+        engine.go.set()
+        assert (await bench.ended("first")).completed == 10
+
+
+async def test_a_queue_at_one_model_does_not_lower_the_limit_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pacing, "GROWING_S", 0.001)
+    monkeypatch.setattr(pacing, "STEADY_S", 0.001)
+    engine = TwoModels()
+    for each in (engine, engine.quick):
+        each.go.clear()
+    async with running(tmp_path, engine, models=MODELS) as bench:
+        bench.add("slow", *rows_of("slow", 100))
+        await engine.until(lambda: engine.running > 0)
+        bench.add("quick", *rows_of("quick", 100), tenant="ben")
+        await engine.quick.until(lambda: engine.quick.running == 50)
+        assert engine.most == 4
+        for each in (engine, engine.quick):
+            each.go.set()
+        await bench.ended("slow")
+        await bench.ended("quick")
 
 
 async def test_tenants_share_what_may_be_in_flight(tmp_path: Path) -> None:

@@ -41,7 +41,10 @@ class Script:
     async def refresh(self) -> None:
         return
 
-    async def load(self) -> EngineLoad | None:
+    def base_of(self, model: str) -> str | None:
+        return model
+
+    async def load(self, base: str | None) -> EngineLoad | None:
         """Return nothing."""
         return None
 
@@ -149,7 +152,10 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
         async def refresh(self) -> None:
             return
 
-        async def load(self) -> EngineLoad | None:
+        def base_of(self, model: str) -> str | None:
+            return model
+
+        async def load(self, base: str | None) -> EngineLoad | None:
             """Return nothing."""
             return None
 
