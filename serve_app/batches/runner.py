@@ -283,11 +283,12 @@ class Runner:
             logger.error("%s: results can't be written, next try in %g s: %s", id, self._tick_s, error)
             self._failed_writes += group
             return
+        model = self._model(group[0][0].base)
         for one, row, result in group:
             one.lost = one.lost or lost
             self.failed += result.is_error
-            self._model(one.base).places.leave(one, row)
-        self._model(group[0][0].base).rate.add(len(group))
+            model.places.leave(one, row)
+        model.rate.add(len(group))
         self.rate.add(len(group))
 
     def _begin(self, one: OpenBatch, work: Callable[[OpenBatch], Awaitable[None]]) -> None:

@@ -135,7 +135,7 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
     class Body(dict[str, Any]):
         """A body that can be watched."""
 
-    class Taking:
+    class Taking(Script):
         """A client that needs a row for a moment."""
 
         async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
@@ -148,16 +148,6 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
                 await gone.wait()
             forgotten.append(watched() is None)
             return Answer(200, {})
-
-        async def refresh(self) -> None:
-            return
-
-        def base_of(self, model: str) -> str | None:
-            return model
-
-        async def load(self, base: str | None) -> EngineLoad | None:
-            """Return nothing."""
-            return None
 
     forgotten: list[bool] = []
     threads = set()
