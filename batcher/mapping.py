@@ -1,8 +1,8 @@
 """Many records through a batcher, in bounded memory."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
 from batcher.errors import Closed
 
@@ -22,29 +22,41 @@ async def map_records(
     An error, or closing the iterator, cancels what was submitted and has not been yielded.
     """
     places = asyncio.Semaphore(max_pending)
-    pending: set[asyncio.Future[ResultT]] = set()
-    done: asyncio.Queue[asyncio.Future[ResultT] | None] = asyncio.Queue()
+    pending: set[asyncio.Future[Any]] = set()
+    done: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
+
+    async def take(record: RecordT) -> None:
+        await places.acquire()
+        try:
+            future = await submit(record)
+        except Closed:
+            raise
+        except Exception as error:
+            # This record alone is refused.
+            future = asyncio.get_running_loop().create_future()
+            future.set_exception(error)
+        pending.add(future)
+        if ordered:
+            done.put_nowait(future)
+        else:
+            future.add_done_callback(done.put_nowait)
 
     async def feed() -> None:
-        try:
-            async for record in _each(records):
-                await places.acquire()
-                future = await _submitted(submit, record)
-                pending.add(future)
-                if ordered:
-                    done.put_nowait(future)
-                else:
-                    future.add_done_callback(done.put_nowait)
-        finally:
-            done.put_nowait(None)
+        if isinstance(records, AsyncIterable):
+            async for record in records:
+                await take(record)
+        else:
+            for record in records:
+                await take(record)
 
     feeder = asyncio.create_task(feed())
-    fed = False
+    pending.add(feeder)
+    feeder.add_done_callback(done.put_nowait)
     try:
-        while pending or not fed:
+        while pending:
             future = await done.get()
-            if future is None:
-                fed = True
+            pending.remove(future)
+            if future is feeder:
                 continue
             result: ResultT | Exception
             try:
@@ -53,35 +65,10 @@ async def map_records(
                 if not return_exceptions:
                     raise
                 result = error
-            pending.remove(future)
             places.release()
             yield result
         await feeder
     finally:
-        feeder.cancel()
-        for future in pending:
+        for future in (feeder, *pending):
             future.cancel()
         await asyncio.wait((feeder,))
-
-
-async def _each(records: Iterable[RecordT] | AsyncIterable[RecordT]) -> AsyncIterator[RecordT]:
-    if isinstance(records, AsyncIterable):
-        async for record in records:
-            yield record
-    else:
-        for record in records:
-            yield record
-
-
-async def _submitted(
-    submit: Callable[[RecordT], Awaitable["asyncio.Future[ResultT]"]], record: RecordT
-) -> "asyncio.Future[ResultT]":
-    """Submit one record; if it alone is refused, return a future that says so."""
-    try:
-        return await submit(record)
-    except Closed:
-        raise
-    except Exception as error:
-        refused: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
-        refused.set_exception(error)
-        return refused
