@@ -18,7 +18,7 @@ from batcher.entries import Entry
 from batcher.errors import Closed, Oversize
 from batcher.forming import FORMINGS, LOOKAHEAD_BATCHES, Former, Forming
 from batcher.mapping import map_records
-from batcher.processing import ON_ERROR, OnError, ProcessCall, ProcessFn, Processor
+from batcher.processing import ON_ERROR, OnError, ProcessFn, Processor
 from batcher.stats import BatchStats
 
 RecordT = TypeVar("RecordT")
@@ -150,9 +150,11 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         for name, bound in (("max_batch_size", max_batch_size), ("max_queue_size", max_queue_size)):
             if min_batch_size > bound:
                 raise ValueError(f"min_batch_size must be at most {name}={bound}, not {min_batch_size}")
-        self._call = ProcessCall(process_fn, max_concurrent_batches, type(self).__name__)
         self._cost_of = CostRule(cost_estimator, self._cost_methods, default_cost)
-        self._processor: Processor[ResultT] = Processor(self._call, on_error, self._recorder, clock)
+        name = type(self).__name__
+        self._processor: Processor[ResultT] = Processor(
+            process_fn, max_concurrent_batches, name, on_error, self._recorder, clock
+        )
         lookahead = LOOKAHEAD_BATCHES * max_batch_size if lookahead is None else lookahead
         self._former = Former(forming, max_batch_size, target_batch_cost, padded, lookahead)
         self._plans = prefetch_batches > 0 and self._former.chooses
@@ -194,7 +196,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
 
     async def start(self) -> None:
         await super().start()
-        self._call.open()
+        self._processor.open()
         self._context = contextvars.copy_context()
         self._delay.release()
         self._due_size = 0
@@ -202,7 +204,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
         await super().stop(drain, timeout)
         if self._state == STOPPED:
-            self._call.close()
+            self._processor.close()
 
     def submit_nowait(
         self,
