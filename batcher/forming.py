@@ -3,7 +3,7 @@
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+import operator
 from typing import Literal
 
 from batcher.queue import EntryT, RequestQueue
@@ -13,6 +13,8 @@ FORMINGS = ("arrival", "static", "sorted", "bucketed")
 
 LIKE = 1.25  # longest over shortest length that go together: padding stays near a tenth, batches still fill
 LOOKAHEAD_BATCHES = 16  # how far to look ahead by default
+
+_length = operator.attrgetter("cost")
 
 
 class Former:
@@ -78,51 +80,33 @@ class Former:
         place = ranked.index(window[0])
         lengths = [entry.cost for entry in ranked]
         sums = list(itertools.accumulate(lengths, initial=0))
-        best = (0, 0)
-        best_run = (place, place + 1)
+        best = (-1, 0, place + 1)
         for end in range(place + 1, min(place + self.max_records, len(ranked)) + 1):
             longest = lengths[end - 1]
-            start = max(
-                end - self.max_records,
-                bisect.bisect_left(lengths, longest / LIKE),
-                self._first_affordable(sums, longest, end),
-            )
+            if self._padded:
+                affordable = end - int(self.budget // longest) if longest else 0
+            else:
+                affordable = bisect.bisect_left(sums, sums[end] - self.budget)
+            start = max(end - self.max_records, bisect.bisect_left(lengths, longest / LIKE), affordable)
             if start > place:
                 break
-            count = end - start
-            waste = longest * count - (sums[end] - sums[start])
-            if (count, -waste) > best:
-                best = (count, -waste)
-                best_run = (start, end)
-        return ranked[slice(*best_run)]
-
-    def _first_affordable(self, sums: Sequence[int], longest: int, end: int) -> int:
-        """Return the lowest start from which the run up to `end` is within the budget."""
-        if self._padded:
-            return max(0, end - int(self.budget // longest)) if longest else 0
-        return bisect.bisect_left(sums, sums[end] - self.budget)
+            waste = longest * (end - start) - (sums[end] - sums[start])
+            best = min(best, (start - end, waste, end))
+        count, _, end = best
+        return ranked[end + count : end]
 
     def _of_one_bucket(self, window: list[EntryT]) -> list[EntryT]:
         """Return the entries of the first one's bucket, in the order of the queue, within the budget."""
-        bucket = _bucket(window[0].cost)
-        batch: list[EntryT] = []
-        total = longest = 0
-        for entry in window:
-            if _bucket(entry.cost) != bucket:
-                continue
-            longest = max(longest, entry.cost)
-            total = longest * (len(batch) + 1) if self._padded else total + entry.cost
-            if batch and total > self.budget:
-                break
-            batch.append(entry)
-            if len(batch) == self.max_records:
-                break
-        return batch
+        bucket = _bucket(window[0])
+        alike = (entry for entry in window if _bucket(entry) == bucket)
+        batch = list(itertools.islice(alike, self.max_records))
+        if self._padded:
+            longest = itertools.accumulate(map(_length, batch), max)
+            costs = [length * count for count, length in enumerate(longest, 1)]
+        else:
+            costs = list(itertools.accumulate(map(_length, batch)))
+        return batch[: max(1, bisect.bisect_right(costs, self.budget))]
 
 
-def _length(entry: EntryT) -> int:
-    return entry.cost
-
-
-def _bucket(length: int) -> int:
-    return math.ceil(math.log(length) / math.log(LIKE)) if length > 1 else 0
+def _bucket(entry: EntryT) -> int:
+    return math.ceil(math.log(entry.cost) / math.log(LIKE)) if entry.cost > 1 else 0
