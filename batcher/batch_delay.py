@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from batcher.admission import LEAST_DELAY_S
@@ -15,6 +16,7 @@ SMOOTHING = 1 / 4  # weight of the newest value in a moving average
 QUIET_PASSES = 3
 
 
+@dataclass(slots=True, eq=False)
 class BatchDelay:
     """Holds a partial batch back as long as records are arriving, or others are worth waiting for.
 
@@ -22,65 +24,58 @@ class BatchDelay:
     Waiting pays if the batches' time that it saves to those that follow is more than the wait that it costs
     those that are there, and them.
 
-    Attributes:
-        batch_s: Mean seconds that a batch takes, None before the first.
-
     Args:
         least: Records that wait for more until the timeout in any case, if they are fewer.
         timeout_s: Seconds that a record waits at most.
-        leave: Called when what waits is to leave, or nothing waits any more.
+        leave: Called when what waits is to leave.
+
+    Attributes:
+        batch_s: Mean seconds that a batch takes, None before the first.
+        over: Whether what waits is to leave.
     """
 
-    def __init__(
-        self,
-        queue: RequestQueue[Any],
-        least: int,
-        timeout_s: float,
-        clock: Callable[[], float],
-        leave: Callable[[], None],
-    ) -> None:
-        self.batch_s: float | None = None
-        self._queue = queue
-        self._least = least
-        self._timeout_s = timeout_s
-        self._clock = clock
-        self._leave = leave
-        self._followers = 0.0
-        # The next look at the batch, when it has to leave, how many records had come by the last look, the
-        # quiet passes since, and when nothing seemed to be arriving any more.
-        self._handle: asyncio.Handle | None = None
-        self._leave_by = 0.0
-        self._seen = 0
-        self._quiet = 0
-        self._complete_at: float | None = None
-
-    @property
-    def holds(self) -> bool:
-        """True while it holds a batch back."""
-        return self._handle is not None
+    _queue: RequestQueue[Any]
+    _least: int
+    _timeout_s: float
+    _clock: Callable[[], float]
+    _leave: Callable[[], None]
+    batch_s: float | None = None
+    over: bool = False
+    _followers: float = 0.0
+    # The next look at the batch, when it has to leave, how many records had come by the last look, the
+    # quiet passes since, and when nothing seemed to be arriving any more.
+    _handle: asyncio.Handle | None = None
+    _leave_by: float = 0.0
+    _seen: int = 0
+    _quiet: int = 0
+    _complete_at: float | None = None
 
     def hold(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hold back what waits, from its oldest record on."""
-        self.release()
-        self._quiet = 0
-        self._leave_by = min(entry.submitted_at for entry in self._queue) + self._timeout_s
-        self._handle = loop.call_soon(self._look, loop)
+        """Hold back what waits, from its oldest record on, and look anew when it has just become enough."""
+        if self._handle is None or self._queue.total == self._least:
+            self.release()
+            self._quiet = 0
+            self._leave_by = min(entry.submitted_at for entry in self._queue) + self._timeout_s
+            self._handle = loop.call_soon(self._look, loop)
 
     def release(self) -> float | None:
         """Hold nothing back any more; return since when the batch could have waited for others."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+        self.over = False
         complete_at, self._complete_at = self._complete_at, None
         return complete_at
 
     def learn(self, batch_s: float, complete_at: float | None, arrivals: Iterable[float]) -> None:
         """Take in what a batch took, since when it could have waited, and when records were submitted."""
-        self.batch_s = batch_s if self.batch_s is None else _moved(self.batch_s, batch_s)
+        if self.batch_s is None:
+            self.batch_s = batch_s
+        self.batch_s += SMOOTHING * (batch_s - self.batch_s)
         if complete_at is not None:
             until = complete_at + self._wait_s()
             followers = sum(complete_at < arrival <= until for arrival in arrivals)
-            self._followers = _moved(self._followers, followers)
+            self._followers += SMOOTHING * (followers - self._followers)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._handle = None
@@ -89,27 +84,23 @@ class BatchDelay:
         self._seen = queue.entered
         if queue.total and self._quiet < QUIET_PASSES and now < self._leave_by:
             self._handle = loop.call_soon(self._look, loop)
-        elif queue.total and (patience := self._patience(queue.total, now)) > 0:
+        elif queue.total and (patience := self._patience(now)) > 0:
             self._handle = loop.call_later(max(LEAST_DELAY_S, patience), self._look, loop)
         else:
+            self.over = True
             self._leave()
 
-    def _patience(self, present: int, now: float) -> float:
-        """Return the seconds that so many records still wait for others."""
-        oldest: float = min(entry.submitted_at for entry in self._queue)
-        if present < self._least:
-            return oldest + self._timeout_s - now
-        wait_s = self._wait_s()
-        left = oldest + wait_s - now
-        if self._complete_at is None and left > 0:
+    def _patience(self, now: float) -> float:
+        """Return the seconds that what waits still waits for others."""
+        present = self._queue.total
+        few = present < self._least
+        wait_s = self._timeout_s if few else self._wait_s()
+        left: float = min(entry.submitted_at for entry in self._queue) + wait_s - now
+        if not few and left > 0 and self._complete_at is None:
             self._complete_at = now
-        pays = self._followers * (self.batch_s or 0.0) > (present + self._followers) * wait_s
+        pays = few or self._followers * (self.batch_s or 0.0) > (present + self._followers) * wait_s
         return left if pays else 0.0
 
     def _wait_s(self) -> float:
         """Return the seconds that a record waits for others where that pays."""
         return self._timeout_s if self.batch_s is None else min(self._timeout_s, WAIT_SHARE * self.batch_s)
-
-
-def _moved(mean: float, value: float) -> float:
-    return mean + SMOOTHING * (value - mean)

@@ -11,7 +11,7 @@ from threading import get_ident
 from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
 
 from batcher import checks
-from batcher.admission import RUNNING, STOPPED, STOPPING, UNKNOWN_WAIT_S, Batcher
+from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.batch_delay import BatchDelay
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Entry
@@ -49,13 +49,11 @@ class _Run(Generic[ResultT]):
 
     Attributes:
         complete_at: Time at which nothing more seemed to be coming and the batch could have waited.
-        calling: Whether `process_fn` runs for it, or will.
     """
 
     batch: list[Entry[ResultT]]
     started: float
     complete_at: float | None
-    calling: bool = True
     task: asyncio.Task[None] | None = None
 
 
@@ -159,9 +157,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self._former = Former(forming, max_batch_size, target_batch_cost, padded, lookahead)
         self._plans = prefetch_batches > 0 and self._former.chooses
         self._min_batch_size = max_batch_size if forming == "static" else min_batch_size
-        self._delay = BatchDelay(
-            self._queue, self._min_batch_size, batch_timeout_s, clock, self._launch_partial
-        )
+        self._delay = BatchDelay(self._queue, self._min_batch_size, batch_timeout_s, clock, self._decide)
         self._max_queue_size = max_queue_size
         self._concurrency = max_concurrent_batches
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
@@ -169,7 +165,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         # Bound once, not for each record.
         self._told = self._withdraw
         self._runs: set[_Run[ResultT]] = set()
-        self._calls = 0
+        # Those of them for which `process_fn` runs, or will.
+        self._calling: set[_Run[ResultT]] = set()
         # The next batch, as far as it was chosen ahead.
         self._plan: list[Entry[ResultT]] = []
         # So much has to wait for the next decision: a record that comes before that costs little.
@@ -180,7 +177,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def stats(self) -> BatchStats:
         """A snapshot, true at this moment."""
         recorder = self._recorder
-        running = [entry for run in self._runs for entry in run.batch if not entry.done()]
+        running = self._running()
         batches = recorder.batches or 1
         return BatchStats(
             **self._common_stats(self._clock()),
@@ -198,13 +195,6 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         await super().start()
         self._processor.open()
         self._context = contextvars.copy_context()
-        self._delay.release()
-        self._due_size = 0
-
-    async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        await super().stop(drain, timeout)
-        if self._state == STOPPED:
-            self._processor.close()
 
     def submit_nowait(
         self,
@@ -290,8 +280,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         records = list(records)
         if cost is not None and estimated_cost is not None:
             raise ValueError(TWO_COSTS)
-        name = "cost" if estimated_cost is None else "estimated_cost"
-        given = estimated_cost if cost is None else cost
+        name, given = ("cost", cost) if estimated_cost is None else ("estimated_cost", estimated_cost)
         costs: Sequence[int | None] = [None] * len(records) if given is None else given
         if len(costs) != len(records):
             raise ValueError(
@@ -366,7 +355,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     ) -> float:
         # The time until `process_fn` is free, and the batches before its own at their mean time.
         before, ahead = self._queue.ahead(priority, tenant)
-        free = self._calls < self._concurrency
+        free = len(self._calling) < self._concurrency
         if free and not before:
             return 0.0
         batch_s = self._delay.batch_s
@@ -375,7 +364,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         batches = self._former.batches(before + records - 1, ahead + cost - 1)
         rest = 0.0
         if not free:
-            rest = max(0.0, batch_s - (self._clock() - min(run.started for run in self._runs if run.calling)))
+            rest = max(0.0, min(run.started for run in self._calling) + batch_s - self._clock())
         return rest + batches * batch_s / self._concurrency
 
     def _submit(
@@ -418,16 +407,18 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _start_ready(self) -> None:
         """Start every batch that can start, and note when there is something to decide again."""
         queue, former = self._queue, self._former
-        while self._calls < self._concurrency:
+        while len(self._calling) < self._concurrency:
             total = queue.total
-            if not total or not (former.full(total, queue.total_cost) or self._state == STOPPING):
-                if total and (not self._delay.holds or total == self._min_batch_size):
-                    self._delay.hold(self.loop)
-                least = self._min_batch_size if total < self._min_batch_size else former.max_records
-                self._due_size = least if self._delay.holds else 0
+            if not total:
+                self._delay.release()
+                self._due_size = 0
+                return
+            if not (former.full(total, queue.total_cost) or self._delay.over or self._state == STOPPING):
+                self._delay.hold(self.loop)
+                self._due_size = self._min_batch_size if total < self._min_batch_size else former.max_records
                 self._due_cost = former.budget
                 return
-            self._launch(self._cut())
+            self._launch()
         self._due_size = self._due_cost = math.inf
         if self._plans and not self._plan:
             self._due_size, self._due_cost = former.max_records, former.budget
@@ -436,8 +427,9 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
                 # Without a full one it is worth another try when twice as many wait.
                 self._due_size, self._due_cost = math.inf if self._plan else 2 * queue.total, math.inf
 
-    def _cut(self) -> list[Entry[ResultT]]:
-        """Take the next batch: the one that was chosen ahead, if nothing has changed for it."""
+    def _launch(self) -> None:
+        """Start the next batch: the one that was chosen ahead, if nothing has changed for it."""
+        complete_at = self._delay.release()
         batch, self._plan = self._plan, []
         if batch and self._queue.head() in batch and all(entry.waiting for entry in batch):
             for entry in batch:
@@ -446,17 +438,14 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             batch = self._former.cut(self._queue)
         # A record found too late on the way ends before the batch begins.
         self._end_late()
-        return batch
-
-    def _launch(self, batch: list[Entry[ResultT]]) -> None:
         if not batch:
             return
         now = self._clock()
-        if not self._calls:
+        if not self._calling:
             self._recorder.switch(True, now)
-        run = _Run(batch, now, self._delay.release())
+        run = _Run(batch, now, complete_at)
         self._runs.add(run)
-        self._calls += 1
+        self._calling.add(run)
         # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
         run.task = self.loop.create_task(self._process(run), context=self._context.copy())
 
@@ -471,25 +460,21 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
 
     def _free(self, run: _Run[ResultT], typical: bool) -> None:
         """Make space for the next batch, unless the run has done so already, or was given up."""
-        if not run.calling:
+        if run not in self._calling:
             return
-        run.calling = False
-        self._calls -= 1
+        self._calling.remove(run)
         now = self._clock()
-        if not self._calls:
+        if not self._calling:
             self._recorder.switch(False, now)
         if typical:
             arrivals = (entry.submitted_at for entries in (run.batch, self._queue) for entry in entries)
             self._delay.learn(now - run.started, run.complete_at, arrivals)
         self._decide()
 
-    def _launch_partial(self) -> None:
-        """Start a batch that has waited long enough for others."""
-        if self._queue.total:
-            self._launch(self._cut())
-        self._decide()
-
     # The end
+
+    def _running(self) -> list[Entry[ResultT]]:
+        return [entry for run in self._runs for entry in run.batch if not entry.done()]
 
     def _idle(self) -> bool:
         return not self._runs
@@ -497,26 +482,27 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
         return any(run.task is task for run in self._runs)
 
-    def _give_up(self) -> set[_Run[ResultT]]:
-        """Let go of all that runs, and return it."""
-        runs, self._runs = self._runs, set()
-        for run in runs:
-            run.calling = False
-        self._calls = 0
-        self._plan = []
+    def _give_up(self) -> list[Entry[ResultT]]:
+        """Let go of all that runs, and return the entries."""
+        entries = self._running()
+        self._runs, self._calling = set(), set()
         self._recorder.switch(False, self._clock())
-        return runs
+        return entries
 
     def _abort(self) -> list[asyncio.Task[Any]]:
-        runs = self._give_up()
-        for entry in (entry for run in runs for entry in run.batch):
-            if not entry.done():
-                self._end(entry, Closed(f"{type(self).__name__} was stopped while the record ran"))
-        tasks = [run.task for run in runs if run.task is not None]
+        tasks = [run.task for run in self._runs if run.task is not None]
+        for entry in self._give_up():
+            self._end(entry, Closed(f"{type(self).__name__} was stopped while the record ran"))
         for task in tasks:
             task.cancel()
         return tasks
 
     def _abandon(self) -> None:
-        self._recorder.total_failed += sum(not entry.done() for run in self._give_up() for entry in run.batch)
+        self._recorder.total_failed += len(self._give_up())
+
+    def _close(self) -> None:
+        super()._close()
+        self._processor.close()
         self._delay.release()
+        self._plan = []
+        self._due_size = 0
