@@ -3,8 +3,10 @@
 import asyncio
 import concurrent.futures
 import inspect
+import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
 from batcher import checks
@@ -39,9 +41,7 @@ class ThreadClient(Generic[ResultT]):
         self._batcher = batcher
         self._loop = batcher.loop
 
-    def submit(
-        self, *args: Any, timeout: float | None = None, **options: Any
-    ) -> "concurrent.futures.Future[ResultT]":
+    def submit(self, *args: Any, timeout: float | None = None, **options: Any) -> Future[ResultT]:
         """Submit one record, blocking while the queue is full, and return the future of its result.
 
         Args:
@@ -59,19 +59,16 @@ class ThreadClient(Generic[ResultT]):
             checks.seconds("timeout", timeout)
         if asyncio._get_running_loop() is self._loop:
             raise RuntimeError("a ThreadClient blocks: use the batcher itself in the thread in which it runs")
-        accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
+        since = time.monotonic()
+        accepted: Future[None] = Future()
         feeding = self._feed(args, options, accepted)
         try:
             result = asyncio.run_coroutine_threadsafe(feeding, self._loop)
+            self._wait((accepted, result), timeout, since)
         except RuntimeError as error:
-            feeding.close()
-            raise Closed("the event loop of the batcher is closed") from error
-        try:
-            self._wait((accepted, result), timeout)
-        except Closed:
             if inspect.getcoroutinestate(feeding) == inspect.CORO_CREATED:
                 feeding.close()
-            raise
+            raise Closed("the event loop of the batcher is closed or doesn't run") from error
         # Of this cancel and the loop's acceptance exactly one succeeds.
         if not result.done() and accepted.cancel():
             result.cancel()
@@ -86,44 +83,33 @@ class ThreadClient(Generic[ResultT]):
         Raises:
             TimeoutError: There was no result in time; the record is cancelled. And what `submit` raises.
         """
-        give_up_at = None if timeout is None else time.monotonic() + timeout
+        since = time.monotonic()
         result = self.submit(*args, timeout=timeout, **options)
-        self._wait((result,), None if give_up_at is None else max(0.0, give_up_at - time.monotonic()))
+        self._wait((result,), timeout, since)
         if not result.done() and result.cancel():
             raise TimeoutError(f"there was no result for {timeout} s")
         return result.result()
 
-    def _wait(self, futures: "tuple[concurrent.futures.Future[Any], ...]", timeout: float | None) -> None:
-        """Wait until the event loop has resolved one of some futures.
-
-        Raises:
-            Closed: The event loop doesn't run any more, or has never run.
-        """
-        give_up_at = None if timeout is None else time.monotonic() + timeout
+    def _wait(self, futures: Collection[Future[Any]], timeout: float | None, since: float) -> None:
+        """Wait until one of some futures is done; raise `Closed` if the event loop does not run."""
+        end = math.inf if timeout is None else since + timeout
         ran = True
-        while True:
-            left = LOOK_S if give_up_at is None else min(LOOK_S, give_up_at - time.monotonic())
-            if left <= 0:
-                return
+        while (left := min(LOOK_S, end - time.monotonic())) > 0:
             try:
-                done, _ = concurrent.futures.wait(futures, left, concurrent.futures.FIRST_COMPLETED)
+                if concurrent.futures.wait(futures, left, concurrent.futures.FIRST_COMPLETED).done:
+                    return
             except BaseException:
                 # After Ctrl-C the result is of no use.
                 for future in futures:
                     future.cancel()
                 raise
-            if done:
-                return
             runs = self._loop.is_running()
             if not (runs or ran) and all(future.cancel() for future in futures):
                 raise Closed("the event loop of the batcher doesn't run")
             ran = runs
 
-    async def _feed(
-        self, args: tuple[Any, ...], options: dict[str, Any], accepted: "concurrent.futures.Future[None]"
-    ) -> ResultT:
+    async def _feed(self, args: tuple[Any, ...], options: dict[str, Any], accepted: Future[None]) -> ResultT:
         """Submit a record for a thread, and return its result."""
-        future: asyncio.Future[ResultT] | None = None
         task = asyncio.current_task()
         assert task is not None
         # Python reports errors that are not looked at; a thread that has given up doesn't take one.
@@ -136,7 +122,7 @@ class ThreadClient(Generic[ResultT]):
                 future.cancel()
             return await future
         except asyncio.CancelledError:
-            if future is not None and future.done() and not task.cancelling():
-                # The record was cancelled.
-                raise
-            raise Closed("the event loop of the batcher has ended") from None
+            if task.cancelling():
+                raise Closed("the event loop of the batcher has ended") from None
+            # The record was cancelled.
+            raise
