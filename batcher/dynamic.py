@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, get_args, overload
 
 from batcher import checks
 from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
@@ -16,9 +16,9 @@ from batcher.batch_delay import BatchDelay
 from batcher.costs import CostEstimatorFn, CostRule, whole_cost
 from batcher.entries import Entry
 from batcher.errors import Closed, Oversize
-from batcher.forming import FORMINGS, LOOKAHEAD_BATCHES, Former, Forming
+from batcher.forming import LOOKAHEAD_BATCHES, Former, Forming
 from batcher.mapping import map_records
-from batcher.processing import ON_ERROR, OnError, ProcessFn, Processor
+from batcher.processing import OnError, ProcessFn, Processor
 from batcher.stats import BatchStats
 
 RecordT = TypeVar("RecordT")
@@ -45,11 +45,7 @@ class SubmitOptions(RecordOptions, total=False):
 
 @dataclass(slots=True, eq=False)
 class _Run(Generic[ResultT]):
-    """A batch whose records have not ended.
-
-    Attributes:
-        complete_at: Time at which nothing more seemed to be coming and the batch could have waited.
-    """
+    """A batch whose records have not ended."""
 
     batch: list[Entry[ResultT]]
     started: float
@@ -140,18 +136,17 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         checks.whole("max_concurrent_batches", max_concurrent_batches, 1)
         checks.whole("lookahead", lookahead, 1, optional=True)
         checks.seconds("batch_timeout_s", batch_timeout_s)
-        checks.one_of("forming", forming, FORMINGS)
+        checks.one_of("forming", forming, get_args(Forming))
         checks.flag("padded", padded)
         checks.one_of("oversize", oversize, ("alone", "reject"))
-        checks.one_of("on_error", on_error, ON_ERROR)
+        checks.one_of("on_error", on_error, get_args(OnError))
         super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock)
         for name, bound in (("max_batch_size", max_batch_size), ("max_queue_size", max_queue_size)):
             if min_batch_size > bound:
                 raise ValueError(f"min_batch_size must be at most {name}={bound}, not {min_batch_size}")
         self._cost_of = CostRule(cost_estimator, self._cost_methods, default_cost)
-        name = type(self).__name__
-        self._processor: Processor[ResultT] = Processor(
-            process_fn, max_concurrent_batches, name, on_error, self._recorder, clock
+        self._processor = Processor[ResultT](
+            process_fn, max_concurrent_batches, on_error, self._recorder, clock
         )
         lookahead = LOOKAHEAD_BATCHES * max_batch_size if lookahead is None else lookahead
         self._former = Former(forming, max_batch_size, target_batch_cost, padded, lookahead)
@@ -167,8 +162,6 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self._runs: set[_Run[ResultT]] = set()
         # Those of them for which `process_fn` runs, or will.
         self._calling: set[_Run[ResultT]] = set()
-        # The next batch, as far as it was chosen ahead.
-        self._plan: list[Entry[ResultT]] = []
         # So much has to wait for the next decision: a record that comes before that costs little.
         self._due_size: float = 0
         self._due_cost: float = 0
@@ -362,9 +355,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         if batch_s is None:
             return UNKNOWN_WAIT_S
         batches = self._former.batches(before + records - 1, ahead + cost - 1)
-        rest = 0.0
-        if not free:
-            rest = max(0.0, min(run.started for run in self._calling) + batch_s - self._clock())
+        rest = 0.0 if free else max(0.0, min(run.started for run in self._calling) + batch_s - self._clock())
         return rest + batches * batch_s / self._concurrency
 
     def _submit(
@@ -420,29 +411,23 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
                 return
             self._launch()
         self._due_size = self._due_cost = math.inf
-        if self._plans and not self._plan:
+        if self._plans and not former.planned:
             self._due_size, self._due_cost = former.max_records, former.budget
             if former.full(queue.total, queue.total_cost):
-                self._plan = former.choose_full(queue)
+                former.planned = former.choose_full(queue)
                 # Without a full one it is worth another try when twice as many wait.
-                self._due_size, self._due_cost = math.inf if self._plan else 2 * queue.total, math.inf
+                self._due_size, self._due_cost = math.inf if former.planned else 2 * queue.total, math.inf
 
     def _launch(self) -> None:
-        """Start the next batch: the one that was chosen ahead, if nothing has changed for it."""
+        """Start the next batch."""
         complete_at = self._delay.release()
-        batch, self._plan = self._plan, []
-        if batch and self._queue.head() in batch and all(entry.waiting for entry in batch):
-            for entry in batch:
-                self._queue.pick(entry)
-        else:
-            batch = self._former.cut(self._queue)
+        batch = self._former.cut(self._queue)
         # A record found too late on the way ends before the batch begins.
         self._end_late()
         if not batch:
             return
         now = self._clock()
-        if not self._calling:
-            self._recorder.switch(True, now)
+        self._recorder.switch(True, now)
         run = _Run(batch, now, complete_at)
         self._runs.add(run)
         self._calling.add(run)
@@ -464,8 +449,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             return
         self._calling.remove(run)
         now = self._clock()
-        if not self._calling:
-            self._recorder.switch(False, now)
+        self._recorder.switch(bool(self._calling), now)
         if typical:
             arrivals = (entry.submitted_at for entries in (run.batch, self._queue) for entry in entries)
             self._delay.learn(now - run.started, run.complete_at, arrivals)
@@ -504,5 +488,5 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         super()._close()
         self._processor.close()
         self._delay.release()
-        self._plan = []
+        self._former.planned = []
         self._due_size = 0

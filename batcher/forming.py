@@ -4,12 +4,11 @@ import bisect
 import itertools
 import math
 import operator
-from typing import Literal
+from typing import Any, Literal
 
 from batcher.queue import EntryT, RequestQueue
 
 Forming = Literal["arrival", "static", "sorted", "bucketed"]
-FORMINGS = ("arrival", "static", "sorted", "bucketed")
 
 LIKE = 1.25  # longest over shortest length that go together: padding stays near a tenth, batches still fill
 LOOKAHEAD_BATCHES = 16  # how far to look ahead by default
@@ -24,6 +23,7 @@ class Former:
 
     Attributes:
         chooses: Whether a batch is chosen by length, which takes some time.
+        planned: The next batch, if it was chosen ahead.
 
     Args:
         forming: "arrival": in the order of the queue, while the budget lasts. "static": in the order of
@@ -40,6 +40,7 @@ class Former:
         self.max_records: int = max_records
         self.budget: float = math.inf if forming == "static" else budget
         self.chooses: bool = forming in ("sorted", "bucketed")
+        self.planned: list[Any] = []
         self._padded = padded
         self._lookahead = lookahead
 
@@ -55,7 +56,10 @@ class Former:
         """Take the next batch from a queue; none if nothing waits."""
         if not self.chooses:
             return queue.take(self.budget, self.max_records, padded=self._padded)
-        batch = self.choose(queue)
+        batch, self.planned = self.planned, []
+        if not batch or queue.head() not in batch or not all(entry.waiting for entry in batch):
+            # Something has changed since it was planned.
+            batch = self.choose(queue)
         for entry in batch:
             queue.pick(entry)
         return batch

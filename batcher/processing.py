@@ -19,7 +19,6 @@ RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
 
 OnError = Literal["split", "fail", "single"]
-ON_ERROR = ("split", "fail", "single")
 
 OUTAGE = 40  # records that fail alone, while none succeeds, after which a split doesn't try the rest
 
@@ -119,7 +118,6 @@ class Processor(Generic[ResultT]):
 
     _process_fn: ProcessFn[Any, ResultT]
     _concurrency: int
-    _name: str
     _on_error: OnError
     _recorder: Recorder
     _clock: Callable[[], float]
@@ -129,7 +127,7 @@ class Processor(Generic[ResultT]):
         """Get ready for calls."""
         kinds = (self._process_fn, type(self._process_fn).__call__)
         if not any(map(inspect.iscoroutinefunction, kinds)):
-            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix=self._name)
+            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="DynamicBatcher")
 
     def close(self) -> None:
         """Let the threads go; a call that still runs is not waited for."""
