@@ -24,14 +24,11 @@ class BatchDelay:
     Waiting pays if the batches' time that it saves to those that follow is more than the wait that it costs
     those that are there, and them.
 
-    Args:
-        least: Records that wait for more until the timeout in any case, if they are fewer.
-        timeout_s: Seconds that a record waits at most.
-        leave: Called when what waits is to leave.
+    Fewer records than `_least` wait until the timeout in any case.
 
     Attributes:
         batch_s: Mean seconds that a batch takes, None before the first.
-        over: Whether what waits is to leave.
+        over: Whether what waits is to leave; `_leave` is called when it has become true.
     """
 
     _queue: RequestQueue[Any]

@@ -64,8 +64,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     batch stays open. Its records are taken in the order of `RequestQueue`.
 
     A lone record leaves at once, unless experience tells that others follow so soon and so many that
-    waiting for them makes all of them faster. `batch_timeout_s` is the most that it waits while
-    `process_fn` is free.
+    waiting for them makes all of them faster.
 
     Args:
         process_fn: Takes a list of records and returns a sequence of as many results, in the same order;
@@ -77,8 +76,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         batch_timeout_s: Seconds that a record waits for others at most while `process_fn` is free.
         max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
         prefetch_batches: Above 0, the next full batch is chosen while `process_fn` is busy, where that takes
-            time: with `forming` "sorted" and "bucketed". Its records keep their places until it starts, so
-            that a more urgent one passes them. In the order of the queue a batch is cut in microseconds.
+            time: with `forming` "sorted" and "bucketed". A more urgent record passes it until it starts.
         default_cost: Cost of a record without a cost of its own.
         max_queue_cost: Cost that may wait; None: no bound.
         max_concurrent_batches: Calls of `process_fn` that may run at once.
@@ -88,9 +86,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         oversize: What becomes of a record that costs more than a whole batch may: "alone" runs it by
             itself, "reject" refuses it.
         on_error: What follows when `process_fn` raises. "split" runs parts of the batch again until the
-            records that the error is due to are alone, see `Search` for how many calls that takes. "single"
-            runs each record of the batch again by itself. "fail" fails every record of the batch: for
-            functions that must not run twice on a record.
+            records that the error is due to are alone, see `Search`. "single" runs each record again by
+            itself. "fail" fails the whole batch: for functions that must not run twice on a record.
         priority_aging_s: See `RequestQueue`.
         tenant_weights: See `RequestQueue`.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.

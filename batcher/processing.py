@@ -136,13 +136,11 @@ class Processor(Generic[ResultT]):
             self._threads = None
 
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
-        """Process a batch; if it fails, search for the records that it is due to.
+        """Process a batch, and end each entry; if the call fails, search for those that it is due to.
 
-        Args:
-            batch: The entries; each of them ends.
-            free: Called when the function won't be called again, before the last entries end: so the next
-                batch can start before the callers of this one take the event loop. It is told whether
-                the function was called just once.
+        `free` is called when the function won't be called again, before the last entries end: so the next
+        batch can start before the callers of this one take the event loop. It is told whether the function
+        was called just once.
         """
         search = Search(self._on_error)
         try:
@@ -176,11 +174,7 @@ class Processor(Generic[ResultT]):
     async def _results_of(self, records: list[Any]) -> Sequence[ResultT]:
         """Call the function and return one result per record.
 
-        Raises:
-            BadResults: It returned something else.
-            Aborted: It ended in a way that would look like the end of its caller: it was cancelled from
-                inside, or raised StopIteration or GeneratorExit.
-            Exception: What it raised itself.
+        What it raises comes as `Aborted` if it would look like the end of the caller.
         """
         count = len(records)
         task = asyncio.current_task()
