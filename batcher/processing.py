@@ -50,7 +50,7 @@ class Search:
     share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
     when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
     With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
-    than 2 n. With "single" each record is tested alone, whatever is found; with "fail" there is no search.
+    than 2 n.
 
     Attributes:
         tests: Groups that were tested; the first is the batch.

@@ -70,11 +70,11 @@ class ThreadClient(Generic[ResultT]):
                 feeding.close()
             raise Closed("the event loop of the batcher is closed or doesn't run") from error
         # Of this cancel and the loop's acceptance exactly one succeeds.
-        if not result.done() and accepted.cancel():
+        if accepted.cancel():
+            if result.done():
+                result.result()
             result.cancel()
             raise TimeoutError(f"there was no space in the queue for {timeout} s")
-        if not accepted.done() or accepted.cancelled():
-            result.result()
         return result
 
     def process(self, *args: Any, timeout: float | None = None, **options: Any) -> ResultT:
