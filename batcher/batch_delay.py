@@ -1,7 +1,7 @@
 """The decision whether a partial batch leaves now or waits for more records, by experience."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,14 +64,14 @@ class BatchDelay:
         complete_at, self._complete_at = self._complete_at, None
         return complete_at
 
-    def learn(self, batch_s: float, complete_at: float | None, arrivals: Iterable[float]) -> None:
-        """Take in what a batch took, since when it could have waited, and when records were submitted."""
+    def learn(self, batch_s: float, complete_at: float | None, batch: list[Any]) -> None:
+        """Take in what a batch took, and since when it could have waited for those that have come since."""
         if self.batch_s is None:
             self.batch_s = batch_s
         self.batch_s += SMOOTHING * (batch_s - self.batch_s)
         if complete_at is not None:
             until = complete_at + self._wait_s()
-            followers = sum(complete_at < arrival <= until for arrival in arrivals)
+            followers = sum(complete_at < entry.submitted_at <= until for entry in (*batch, *self._queue))
             self._followers += SMOOTHING * (followers - self._followers)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:

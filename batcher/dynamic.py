@@ -448,8 +448,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         now = self._clock()
         self._recorder.switch(bool(self._calling), now)
         if typical:
-            arrivals = (entry.submitted_at for entries in (run.batch, self._queue) for entry in entries)
-            self._delay.learn(now - run.started, run.complete_at, arrivals)
+            self._delay.learn(now - run.started, run.complete_at, run.batch)
         self._decide()
 
     # The end
