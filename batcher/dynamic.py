@@ -142,9 +142,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             if min_batch_size > bound:
                 raise ValueError(f"min_batch_size must be at most {name}={bound}, not {min_batch_size}")
         self._cost_of = CostRule(cost_estimator, self._cost_methods, default_cost)
-        self._processor = Processor[ResultT](
-            process_fn, max_concurrent_batches, on_error, self._recorder, clock
-        )
+        self._processor = Processor(process_fn, max_concurrent_batches, on_error, self._recorder, clock)
         lookahead = LOOKAHEAD_BATCHES * max_batch_size if lookahead is None else lookahead
         self._former = Former(forming, max_batch_size, target_batch_cost, padded, lookahead)
         self._plans = prefetch_batches > 0 and self._former.chooses
@@ -277,9 +275,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
                 f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
             )
         costs = [None if one is None else whole_cost(name, one) for one in costs]
-        if options.get("timeout") is not None:
-            options["deadline"] = self._deadline(options.get("deadline"), options["timeout"], self._clock())
-            options["timeout"] = None
+        if (timeout := options.pop("timeout", None)) is not None:
+            options["deadline"] = self._deadline(options.get("deadline"), timeout, self._clock())
         entries: list[Entry[ResultT]] = []
         try:
             for record, one in zip(records, costs, strict=True):
