@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, cast
 
 from batcher.entries import Entry
-from batcher.errors import Aborted, BadResults, described, fit, separate
+from batcher.errors import LATE, Aborted, BadResults, Expired, described, fit, separate
 from batcher.stats import BatchObservation, Outcome, Recorder
 
 RecordT = TypeVar("RecordT")
@@ -144,6 +144,11 @@ class Processor(Generic[ResultT]):
         """
         search = Search(self._on_error)
         try:
+            now = self._clock()
+            for entry in batch:
+                if entry.deadline is not None and entry.deadline <= now and not entry.done():
+                    self._recorder.unserved(entry, late=True)
+                    entry.fail(Expired(LATE))
             part = [entry for entry in batch if not entry.done()]
             while part:
                 ended, started = part, self._clock()
