@@ -154,7 +154,7 @@ class Processor(Generic[ResultT]):
                 ended, started = part, self._clock()
                 results: Sequence[ResultT | BaseException]
                 try:
-                    results = await self._results_of([entry.record for entry in part])
+                    results = checked(await self._call([entry.record for entry in part]), len(part))
                     search.passed(part)
                 except Exception as error:
                     ended = search.failed(part, error)
@@ -176,18 +176,13 @@ class Processor(Generic[ResultT]):
                     entry.fail(Aborted(f"the batch was cut short by {described(cause)}"))
             raise
 
-    async def _results_of(self, records: list[Any]) -> Sequence[ResultT]:
-        """Call the function and return one result per record.
-
-        What it raises comes as `Aborted` if it would look like the end of the caller.
-        """
-        count = len(records)
+    async def _call(self, records: list[Any]) -> Any:
+        """Call the function; an error that would look like the end of the caller comes as `Aborted`."""
         task = asyncio.current_task()
         try:
             if self._threads is None:
-                results = await cast(Awaitable[Any], self._process_fn(records))
-            else:
-                results = await self._call_in_thread(self._threads, records)
+                return await cast(Awaitable[Any], self._process_fn(records))
+            return await self._call_in_thread(self._threads, records)
         except asyncio.CancelledError:
             if task is not None and task.cancelling():
                 raise
@@ -197,7 +192,6 @@ class Processor(Generic[ResultT]):
                 # The coroutine is collected, with the event loop on which it waited.
                 raise
             raise Aborted("process_fn raised GeneratorExit") from None
-        return checked(results, count)
 
     async def _call_in_thread(self, threads: ThreadPoolExecutor, records: list[Any]) -> Any:
         # The traceback of an error holds all frames here and in the thread. If one of them held the error,
