@@ -151,7 +151,6 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self._max_queue_size = max_queue_size
         self._concurrency = max_concurrent_batches
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
-        self._context: contextvars.Context
         # Bound once, not for each record.
         self._told = self._withdraw
         self._runs: set[_Run[ResultT]] = set()

@@ -68,7 +68,6 @@ class Search:
         """Take in that a group has succeeded."""
         self.tests += 1
         self._good += len(part)
-        self._suspects = max(0, self._suspects - len(part))
 
     def failed(self, part: list[Entry[Any]], error: Exception) -> list[Entry[Any]]:
         """Take in that a group has failed; return the entries that the error is due to, if they are found."""
@@ -105,9 +104,8 @@ class Search:
         part: list[Entry[Any]] = []
         while pool and len(part) < size:
             entry = pool.popleft()
-            if entry.done():
-                self._suspects = max(0, self._suspects - 1)
-            else:
+            self._suspects = max(0, self._suspects - 1)
+            if not entry.done():
                 part.append(entry)
         return part
 
