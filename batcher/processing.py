@@ -29,14 +29,13 @@ InferenceFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[
 def checked(results: Any, count: int) -> Sequence[Any]:
     """Return the results of `count` records as a sequence, or raise `BadResults`."""
     if not isinstance(results, list | tuple):
-        unfit = isinstance(results, str | bytes | bytearray | Mapping | Set)
-        # A table, of pandas for instance, yields the names of its columns.
-        unfit = unfit or hasattr(type(results), "columns")
-        if unfit or not isinstance(results, Sized) or not isinstance(results, Iterable):
+        kind = type(results)
+        # Rows of an array or a tensor are results. A table, of pandas for instance, yields names of columns.
+        rows = isinstance(results, Sized) and isinstance(results, Iterable) and not hasattr(kind, "columns")
+        if not rows or isinstance(results, str | bytes | bytearray | Mapping | Set):
             raise BadResults(
-                f"process_fn must return a sequence with one result per record, not {type(results).__name__}"
+                f"process_fn must return a sequence with one result per record, not {kind.__name__}"
             )
-        # An array or a tensor: its rows are the results.
         results = list(results)
     if len(results) != count:
         raise BadResults(f"process_fn returned {len(results)} results for a batch of {count} records")
