@@ -157,22 +157,14 @@ class ContinuousStats(Stats):
     expected_ttft_s: float | None = None
 
 
-def _time(value: float) -> str:
-    if value >= 1:
-        return f"{value:,.2f} s"
-    if value >= 1e-3:
-        return f"{value * 1e3:.1f} ms"
-    return f"{value * 1e6:.0f} µs"
-
-
 def _shown(name: str, value: Any) -> str:
     """Return a value in the unit that the end of its name tells."""
     if isinstance(value, dict):
-        return ", ".join(
-            f"{key}: {records:,} records, cost {cost:,}" for key, (records, cost) in value.items()
-        )
+        return ", ".join(f"{key}: {count:,} records, cost {cost:,}" for key, (count, cost) in value.items())
     if name.endswith("_s"):
-        return _time(value)
+        if value >= 1:
+            return f"{value:,.2f} s"
+        return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
     if name in ("utilization", "occupancy", "padding_ratio"):
         return f"{value:.1%}"
     return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
@@ -185,11 +177,13 @@ def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float
         samples: In any order.
         points: Between 0 and 1.
     """
-    ranked = sorted(samples)
-    if not ranked:
-        return [0.0] * len(points)
-    last = len(ranked) - 1
-    return [ranked[min(last, int(point * len(ranked)))] for point in points]
+    ranked = sorted(samples) or [0.0]
+    return [ranked[min(int(point * len(ranked)), len(ranked) - 1)] for point in points]
+
+
+def _named(name: str, samples: Iterable[float], points: Sequence[float]) -> dict[str, float]:
+    found = zip(points, percentiles(samples, points), strict=True)
+    return {f"{name}_p{point * 100:.0f}_s": value for point, value in found}
 
 
 class Observation(NamedTuple):
@@ -220,10 +214,7 @@ class BatchObservation(NamedTuple):
 
 
 class Kept(deque[ItemT]):
-    """The latest items, `limit` at most, until they are taken; beyond that the oldest are dropped."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__(maxlen=limit)
+    """The latest items, `maxlen` at most, until they are taken; beyond that the oldest are dropped."""
 
     def take(self) -> list[ItemT]:
         """Return what was kept since the last call."""
@@ -236,8 +227,8 @@ class Observations:
     """Observations of the latest records, and of the latest batches, `limit` of each at most."""
 
     def __init__(self, limit: int) -> None:
-        self.records: Kept[Observation] = Kept(limit)
-        self.batches: Kept[BatchObservation] = Kept(limit)
+        self.records: Kept[Observation] = Kept(maxlen=limit)
+        self.batches: Kept[BatchObservation] = Kept(maxlen=limit)
 
 
 @dataclass(eq=False)
@@ -264,7 +255,7 @@ class Recorder:
     _firsts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     # The kind of time and the share in use now, and their sums up to `_since`; `_times` is idle and busy.
     _busy: bool = False
-    _fill: float = 0.0
+    _share: float = 0.0
     _times: list[float] = field(default_factory=lambda: [0.0, 0.0])
     _filled_s: float = 0.0
     _since: float | None = None
@@ -312,15 +303,11 @@ class Recorder:
         self._advance(now)
         self._since = None
 
-    def switch(self, busy: bool, now: float) -> None:
-        """From now on the time counts as busy, or as idle."""
+    def switch(self, busy: bool, now: float, share: float = 0.0) -> None:
+        """From now on the time counts as busy, or as idle, and this share of the capacity is in use."""
         self._advance(now)
         self._busy = busy
-
-    def fill(self, share: float, now: float) -> None:
-        """From now on this share of the capacity is in use."""
-        self._advance(now)
-        self._fill = share
+        self._share = share
 
     def occupancy(self, now: float) -> float:
         """Return the mean share of the capacity that was in use up to now."""
@@ -330,24 +317,24 @@ class Recorder:
     def _advance(self, now: float) -> None:
         if self._since is not None:
             self._times[self._busy] += now - self._since
-            self._filled_s += self._fill * (now - self._since)
+            self._filled_s += self._share * (now - self._since)
             self._since = now
 
     # Figures
 
     def first_tokens(self) -> dict[str, float]:
         """Return the fields of `ContinuousStats` about the first token; none if no record has told it."""
-        if not self._firsts:
-            return {}
-        median, late = percentiles(self._firsts, (0.5, 0.99))
-        return {"ttft_p50_s": median, "ttft_p99_s": late}
+        return _named("ttft", self._firsts, (0.5, 0.99)) if self._firsts else {}
 
     def common(self, now: float) -> dict[str, float]:
         """Return the fields of `Stats` that follow from what was counted."""
         self._advance(now)
         idle, busy = self._times
         elapsed = idle + busy or 1.0
-        found = {name: value for name, value in vars(self).items() if name.startswith("total_")} | {
+        return {
+            **{name: value for name, value in vars(self).items() if name.startswith("total_")},
+            **_named("wait", self._waits, POINTS),
+            **_named("run", self._runs, POINTS),
             "busy_time_s": busy,
             "idle_time_s": idle,
             "throughput": self.total_completed / elapsed,
@@ -355,7 +342,3 @@ class Recorder:
             "avg_latency_s": self.latency_s / (self.total_completed or 1),
             "avg_run_s": self._run_s / (self._ran or 1),
         }
-        for name, samples in (("wait", self._waits), ("run", self._runs)):
-            for point, value in zip(POINTS, percentiles(samples, POINTS), strict=True):
-                found[f"{name}_p{point * 100:.0f}_s"] = value
-        return found

@@ -234,7 +234,7 @@ class Window:
         if max_running is not None:
             self._max_running = max_running
         self.capacity = capacity
-        self._recorder.fill(self.cost / capacity, self._clock())
+        self._recorder.switch(bool(self.running), self._clock(), self.cost / capacity)
         self._bound()
 
     def _bound(self) -> None:
@@ -296,12 +296,10 @@ class Window:
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
-        if not self.running:
-            self._recorder.switch(True, now)
         self.running.add(slot)
         self.records += slot.records
         self.cost += slot.cost
-        self._recorder.fill(self.cost / self.capacity, now)
+        self._recorder.switch(True, now, self.cost / self.capacity)
         prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
         self._background.begin(slot.priority, slot.cost, slot.records, prompt)
 
@@ -314,9 +312,7 @@ class Window:
         self.records -= slot.records
         self.cost -= slot.cost
         recorder, records, run_s = self._recorder, slot.records, now - slot.started_at
-        recorder.fill(self.cost / self.capacity, now)
-        if not self.running:
-            recorder.switch(False, now)
+        recorder.switch(bool(self.running), now, self.cost / self.capacity)
         recorder.ran(records, [slot.waited_s] * min(records, RECENT), run_s)
         outcome: Outcome = "failed"
         if error is None:
@@ -363,7 +359,7 @@ class Window:
         self.cost += cost - slot.cost
         self._background.grow(slot.priority, cost - slot.cost)
         slot.cost = cost
-        self._recorder.fill(self.cost / self.capacity, self._clock())
+        self._recorder.switch(True, self._clock(), self.cost / self.capacity)
 
     def reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
         """Return the tokens to reserve for the output of some records together."""
