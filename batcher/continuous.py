@@ -2,26 +2,17 @@
 
 import asyncio
 import sys
-import time
-from collections.abc import Awaitable, Callable, Mapping
-from types import EllipsisType
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from collections.abc import Awaitable, Callable
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from batcher import checks
-from batcher.admission import STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.costs import whole_cost
-from batcher.errors import Aborted, Expired
-from batcher.goals import BACKGROUND, Background, Goals
+from batcher.goals import Goals
 from batcher.stats import ContinuousStats, Load
 from batcher.window import Slot, Window
 
 RecordT = TypeVar("RecordT")
 ResultT = TypeVar("ResultT")
-
-HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
-
-Policy = Literal["guaranteed_no_evict", "max_utilization"]
-OversizePolicy = Literal["reject", "alone"]
 
 
 class SlotOptions(TypedDict, total=False):
@@ -37,7 +28,7 @@ class SlotOptions(TypedDict, total=False):
     arrived_at: float | None
 
 
-class ContinuousBatcher(Batcher[Slot]):
+class ContinuousBatcher(Window):
     """Admits records to an engine that batches continuously, by what they cost.
 
     A record starts when its cost fits into what is left of `capacity`, in the order of `RequestQueue`,
@@ -73,68 +64,22 @@ class ContinuousBatcher(Batcher[Slot]):
         ValueError: An argument is out of range.
     """
 
-    def __init__(
-        self,
-        *,
-        capacity: int,
-        max_running: int | None = None,
-        places: int | None = None,
-        max_queue_size: int = 5_000,
-        max_queue_cost: int | None = None,
-        policy: Policy = "guaranteed_no_evict",
-        oversize: OversizePolicy = "reject",
-        priority_aging_s: float | None = 10.0,
-        tenant_weights: Mapping[str, float] | None = None,
-        goals: Goals | None = None,
-        background: int = BACKGROUND,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        checks.whole("places", places, 1, optional=True)
-        checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
-        checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
-        checks.one_of("oversize", oversize, ("reject", "alone"))
-        self._background = Background(goals, background, clock)
-        apart = None if goals is None else background
-        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, apart)
-        self._learns = policy == "max_utilization"
-        self._window = Window(
-            places, self._learns, oversize == "alone", self._background, self._recorder, clock
-        )
-        self._window.enter = self._enter_slot
-        self._window.leave = self._leave
-        self._window.withdraw = self._withdraw
-        self._tasks: dict[asyncio.Task[Any], Slot] = {}
-        self.set_capacity(capacity, max_running=max_running)
-
-    @property
-    def capacity(self) -> int:
-        """Cost that may run at once."""
-        return self._window.capacity
-
     @property
     def stats(self) -> ContinuousStats:
         """A snapshot, true at this moment."""
         now = self._clock()
-        window = self._window
         return ContinuousStats(
             **self._common_stats(now),
-            running=window.records,
-            running_cost=window.cost,
-            capacity=window.capacity,
-            max_running=None if window.regular == sys.maxsize else window.regular,
+            running=self._background.total,
+            running_cost=self._background.total_cost,
+            capacity=self._capacity,
+            max_running=None if self._regular == sys.maxsize else self._regular,
             occupancy=self._recorder.occupancy(now),
             outside_cost=self._queue.outside_cost,
             output_tokens=self._recorder.output_tokens,
             **self._recorder.first_tokens(),  # type: ignore[arg-type]
             **self._background.stats(),  # type: ignore[arg-type]
         )
-
-    async def start(self) -> None:
-        await super().start()
-        self._window.loop = self.loop
-
-    async def stop(self, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109
-        await super().stop(False if self._window.paused else drain, timeout)
 
     def slot(
         self,
@@ -181,16 +126,18 @@ class ContinuousBatcher(Batcher[Slot]):
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             checks.whole("records", records, 1)
-            cost = prompt_tokens + self._window.reserved(max_tokens, records)
+            cost = prompt_tokens + self._reserved(max_tokens, records)
         elif cost is None or prompt_tokens is not None or max_tokens is not None:
             raise ValueError("give either cost, or both prompt_tokens and max_tokens")
-        slot = Slot(self._window, cost, priority, tenant, deadline, records)
+        # It is a future only once it has to wait.
+        slot = Slot(None, cost, priority, tenant, deadline, records, withdraw=self._withdraw)
         if timeout is not None:
             slot.deadline = self._deadline(deadline, timeout, self._clock(), records)
-        slot.wait, slot.prompt_tokens, slot.max_tokens = wait, prompt_tokens, max_tokens
         if arrived_at is not None:
             checks.instant("arrived_at", arrived_at)
             slot.arrived_at = arrived_at
+        slot._batcher, slot.wait = self, wait
+        slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
         return slot
 
     async def submit(
@@ -226,34 +173,6 @@ class ContinuousBatcher(Batcher[Slot]):
             task.add_done_callback(self._forget)
         return task
 
-    def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
-        """Change what may run at once, also while records run.
-
-        When it shrinks, what runs goes on; what waits and can no longer run fails with `Oversize`, but for
-        what costs too much with `oversize="alone"`.
-
-        Args:
-            capacity: Cost that may run at once.
-            max_running: Records that may run at once; None: no bound but the engine's places; left out: as
-                many as before.
-
-        Raises:
-            ValueError: A number is out of range.
-        """
-        checks.whole("capacity", capacity, 1)
-        if isinstance(max_running, EllipsisType):
-            most = None
-        else:
-            checks.whole("max_running", max_running, 1, optional=True)
-            most = sys.maxsize if max_running is None else max_running
-        self._window.resize(capacity, most)
-        for slot, error in [(slot, self._window.oversize(slot)) for slot in self._queue]:
-            if error is not None:
-                self._queue.remove(slot)
-                self._end(slot, error)
-        if self._loop is not None:
-            self._decide()
-
     def set_queue_size(self, max_queue_size: int) -> None:
         """Change the records that may wait, also while records wait; those beyond a smaller number stay.
 
@@ -275,32 +194,12 @@ class ContinuousBatcher(Batcher[Slot]):
             raise ValueError("the batcher was made without goals")
         self._background.goals = goals
 
-    def pause(self, seconds: float = 0.0) -> None:
-        """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
-
-        A `stop` refuses what waits then, as with `drain=False`; one that is under way does so at once.
-
-        Args:
-            seconds: How long it will last, for `estimate_wait`; a further call changes it.
-        """
-        checks.seconds("seconds", seconds)
-        self._window.pause(seconds)
-        if self._state == STOPPING:
-            self._refuse_all()
-            self._decide()
-
-    def resume(self) -> None:
-        """Start records again."""
-        self._window.resume()
-        if self._loop is not None:
-            self._decide()
-
     @property
     def load(self) -> Load:
         """What runs and waits at this moment."""
         queue = self._queue
         tier = queue.first_priority() or 0
-        return Load(self._window.records, queue.total, queue.total_cost, tier, queue.next_deadline())
+        return Load(self._background.total, queue.total, queue.total_cost, tier, queue.next_deadline())
 
     def step(self, seconds: float) -> None:
         """Take in how long a step of the engine took, for goals to be held; without goals it does nothing.
@@ -311,51 +210,6 @@ class ContinuousBatcher(Batcher[Slot]):
         checks.seconds("seconds", seconds)
         if self._background.step(seconds) and self._queue.total:
             self._decide()
-
-    def estimate_wait(
-        self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
-    ) -> float:
-        before, ahead = self._queue.ahead(priority, tenant)
-        wait = self._window.wait(before, ahead, cost, priority, records)
-        return self._window.pause_s + (UNKNOWN_WAIT_S if wait is None else wait)
-
-    # Coming
-
-    def _enter_slot(self, slot: Slot) -> None:
-        """Start a slot if it may start; otherwise it waits in the queue, or for space in it.
-
-        Raises:
-            BatcherError: It is refused.
-        """
-        if slot.used:
-            raise RuntimeError("a slot can be entered once; call slot() for another")
-        self._check_open(slot.records)
-        slot.used = True
-        if (oversize := self._window.oversize(slot)) is not None:
-            self._recorder.total_rejected += slot.records
-            raise oversize
-        now = slot.submitted_at = self._clock()
-        if slot.deadline is not None:
-            self._check_hope(slot, slot.deadline, now)
-        window = self._window
-        if not self._queue.total and window.fits(slot) and not window.held_back(slot):
-            self._queue.pass_by(slot)
-            window.begin(slot)
-        else:
-            asyncio.Future.__init__(slot, loop=self._loop)
-            # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-            if not self._queue.put(slot) or window.fits(slot):
-                self._enter(slot, slot.wait)
-            elif slot.deadline is not None:
-                self._set_alarm()
-
-    def _check_hope(self, slot: Slot, deadline: float, now: float) -> None:
-        """Raise `Expired` for a slot that will hardly start in time."""
-        self._deadline(deadline, None, now, slot.records)
-        wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-        if self._window.rate.known and wait > HOPELESS * (deadline - now):
-            self._recorder.total_rejected += slot.records
-            raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
 
     async def _process(
         self, process_fn: Callable[[RecordT], Awaitable[ResultT]], record: RecordT, slot: Slot
@@ -368,61 +222,6 @@ class ContinuousBatcher(Batcher[Slot]):
             raise
         self._leave(slot, None)
         return result
-
-    # Starting
-
-    def _start_ready(self) -> None:
-        """Start the slots whose turn it is, as long as they fit."""
-        queue, window = self._queue, self._window
-        while queue.total and (slot := self._next()) is not None and window.fits(slot):
-            queue.pick(slot)
-            slot.charged = slot.cost
-            window.begin(slot)
-            slot.set_result(None)
-
-    def _next(self) -> Slot | None:
-        """Return the slot whose turn it is; where the background is held back, that of the others."""
-        slot = self._queue.head()
-        if slot is None or not self._window.held_back(slot):
-            return slot
-        return self._queue.head(before=self._background.priority)
-
-    def _leave(self, slot: Slot, error: BaseException | None) -> None:
-        """Take a slot out, wherever it is; one that has left already is left alone."""
-        if slot.running:
-            self._window.end(slot, error)
-            if slot.output_tokens and slot.prompt_tokens is not None and slot.charged:
-                self._queue.settle(slot, slot.charged, slot.prompt_tokens + slot.output_tokens)
-        elif self._queue.remove(slot):
-            if slot.admitted:
-                self._recorder.total_cancelled += slot.records
-            if not isinstance(error, GeneratorExit):
-                # It was released while its caller waits for it.
-                slot.fail(Aborted("the slot was released before it started"))
-                self._tell(slot)
-        else:
-            return
-        if self._queue.total or self._ended is not None:
-            self._decide()
-
-    # The end
-
-    def _idle(self) -> bool:
-        return not self._window.running
-
-    def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
-        return task in self._tasks or any(slot.owner is task for slot in self._window.running)
-
-    def _abort(self) -> list[asyncio.Task[Any]]:
-        for task, slot in self._tasks.items():
-            if slot.running:
-                task.cancel()
-        return list(self._tasks)
-
-    def _abandon(self) -> None:
-        for slot in list(self._window.running):
-            self._window.end(slot, Aborted("the event loop was closed while the record ran"))
-        self._tasks.clear()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         # A task that is cancelled before its first step never gets to leave its slot by itself.

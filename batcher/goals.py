@@ -90,7 +90,9 @@ class Background:
     Attributes:
         goals: The goals; window and pace follow a change with the next judgements.
         priority: The tier from which on records are background.
-        running: Background records that run.
+        total: Records that run, of all tiers.
+        total_cost: Their cost.
+        running: Those of the background.
         cost: Their cost.
     """
 
@@ -98,13 +100,14 @@ class Background:
         self.goals: Goals | None = goals
         self.priority: int = sys.maxsize if goals is None else priority
         self._clock = clock
+        self.total: int = 0
+        self.total_cost: int = 0
         self.running: int = 0
         self.cost: int = 0
         # The last one was held back by the window or the space, or by the pace of starts.
         self._held = self._held_by_pace = False
         self._window = float(FIRST_WINDOW)
-        # Records and cost of the foreground: now, and the most of this period and of the one before.
-        self._foreground = self._foreground_cost = 0
+        # The most records of the foreground, and the most cost, of this period and of the one before.
         self._peak = self._peak_before = (0, 0)
         self._turned_at = -math.inf
         # Tokens of prompts that may start per step, and now; those of the foreground start in any case.
@@ -158,23 +161,22 @@ class Background:
             # A longer one is spread over steps by the engine, whatever starts beside it.
             self._credit = max(self._credit - prompt, min(self._credit, -HELD_STEPS * self._pace))
             most, most_cost = self._lately()
-            self._peak = max(most, self._foreground), max(most_cost, self._foreground_cost)
+            self._peak = max(most, self.total - self.running), max(most_cost, self.total_cost - self.cost)
 
     def grow(self, priority: int, cost: int, records: int = 0) -> None:
         """Count what records hold beyond what was counted; less than nothing where they end."""
+        self.total += records
+        self.total_cost += cost
         if priority >= self.priority:
             self.running += records
             self.cost += cost
-        else:
-            self._foreground += records
-            self._foreground_cost += cost
 
     def _lately(self) -> tuple[int, int]:
         """Return the most records of the foreground in the last 15 to 30 seconds, and the most cost."""
         now = self._clock()
         if now - self._turned_at >= LATELY_S:
             self._peak_before = self._peak if now - self._turned_at < 2 * LATELY_S else (0, 0)
-            self._peak = self._foreground, self._foreground_cost
+            self._peak = self.total - self.running, self.total_cost - self.cost
             self._turned_at = now
         return max(self._peak_before[0], self._peak[0]), max(self._peak_before[1], self._peak[1])
 

@@ -3,15 +3,18 @@
 import asyncio
 import math
 import sys
-from collections.abc import Callable
-from typing import Any, Self
+import time
+from collections.abc import Callable, Mapping
+from types import EllipsisType
+from typing import Any, Literal, Self
 
 from batcher import checks
+from batcher.admission import STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.costs import OutputEstimator
 from batcher.entries import Entry
-from batcher.errors import Oversize
-from batcher.goals import Background
-from batcher.stats import RECENT, Outcome, Recorder
+from batcher.errors import Aborted, Expired, Oversize
+from batcher.goals import BACKGROUND, Background, Goals
+from batcher.stats import RECENT, Outcome
 
 # Steps between the end of a record and the first step of one that is only then let in: the end is told with
 # one step, and the next is planned by then.
@@ -20,6 +23,10 @@ FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one ha
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
 MEMORY = 1 - 1 / 256  # weight that a record keeps in the measured rate of service when the next one ends
 ENOUGH = 16  # records to measure before the rate is used
+HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
+
+Policy = Literal["guaranteed_no_evict", "max_utilization"]
+OversizePolicy = Literal["reject", "alone"]
 
 
 class Slot(Entry[None]):
@@ -53,38 +60,27 @@ class Slot(Entry[None]):
     charged: int = 0
     used: bool = False
     owner: asyncio.Task[Any] | None = None
-
-    def __init__(
-        self,
-        window: "Window",
-        cost: int,
-        priority: int,
-        tenant: str,
-        deadline: float | None,
-        records: int,
-    ) -> None:
-        # It is a future only once it has to wait.
-        super().__init__(None, cost, priority, tenant, deadline, records, withdraw=window.withdraw)
-        self._window = window
+    _batcher: "Window"
 
     async def __aenter__(self) -> Self:
-        self._window.enter(self)
+        self._batcher._enter_slot(self)
         await self.started()
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._window.leave(self, error)
+        self._batcher._leave(self, error)
 
     async def started(self) -> None:
         """Wait until it starts; it is held by the calling task."""
-        self.owner = asyncio.current_task(self._window.loop)
+        # To look for the event loop takes Python 3.11 a system call.
+        self.owner = asyncio.current_task(self._batcher._loop)
         if self.running:
             return
         try:
             await self
         except BaseException as error:
             # It may have started just before its caller was cancelled.
-            self._window.leave(self, error)
+            self._batcher._leave(self, error)
             raise
 
     def release(self) -> None:
@@ -92,11 +88,12 @@ class Slot(Entry[None]):
 
         A caller that waits to enter the slot gets `Aborted`.
         """
-        self._window.leave(self, None)
+        self._batcher._leave(self, None)
 
     def first_token(self) -> None:
         """Tell that the first token is there: for the statistics, and for goals to be held against."""
-        self._window.first_token(self)
+        if self.admitted and not self.first_at:
+            self._batcher._first_token(self)
 
     def report(self, output_tokens: int) -> None:
         """Tell how many tokens the record has produced so far.
@@ -114,7 +111,7 @@ class Slot(Entry[None]):
             checks.whole("output_tokens", output_tokens, 0)
         self.output_tokens = output_tokens
         if self.prompt_tokens is not None and self.running and self.prompt_tokens + output_tokens > self.cost:
-            self._window.outgrown(self)
+            self._batcher._outgrown(self)
 
 
 class ServiceRate:
@@ -125,10 +122,7 @@ class ServiceRate:
     """
 
     def __init__(self) -> None:
-        self._records = 0.0
-        self._seconds = 0.0
-        self._cost = 0.0
-        self._cost_seconds = 0.0
+        self._records = self._seconds = self._cost = self._cost_seconds = 0.0
 
     @property
     def known(self) -> bool:
@@ -144,6 +138,8 @@ class ServiceRate:
 
     def time_to_serve(self, records: int, cost: int, records_inside: int, cost_inside: int) -> float | None:
         """Return the seconds until so much has left the window; None: nothing has been measured yet."""
+        if records <= 0 and cost <= 0:
+            return 0.0
         if not self._records or not records_inside:
             return None
         wait = max(0, records) * self._seconds / self._records / records_inside
@@ -152,90 +148,101 @@ class ServiceRate:
         return wait
 
 
-class Window:
-    """The slots that run, and the bounds of their cost and number.
-
-    Attributes:
-        regular: Records that may run at once, without those that wait in the engine.
-        most: The same, with them.
-        running: The slots that run; their records and their cost are counted.
-        rate: The rate at which they are served.
-        enter: Lets a slot in, or into the queue.
-        leave: Takes a slot out, wherever it is.
-        loop: The event loop of the tasks that hold slots: to look for it takes Python 3.11 a system call.
-        withdraw: Takes a slot out of the queue that was cancelled.
-
-    Args:
-        places: Records in one step of the engine; None: it has no such limit.
-        learns: Output is reserved as learned from finished records, not as much as there may be.
-        alone: A slot that costs more than the capacity may run alone.
-        background: The tiers that run beside the foreground.
-    """
-
-    enter: Callable[[Slot], None]
-    leave: Callable[[Slot, BaseException | None], None]
-    withdraw: Callable[[Slot], None]
-    loop: asyncio.AbstractEventLoop
+class Window(Batcher[Slot]):
+    """The base of `ContinuousBatcher`: the slots that run, and what may run beside them."""
 
     def __init__(
         self,
-        places: int | None,
-        learns: bool,
-        alone: bool,
-        background: Background,
-        recorder: Recorder,
-        clock: Callable[[], float],
+        *,
+        capacity: int,
+        max_running: int | None = None,
+        places: int | None = None,
+        max_queue_size: int = 5_000,
+        max_queue_cost: int | None = None,
+        policy: Policy = "guaranteed_no_evict",
+        oversize: OversizePolicy = "reject",
+        priority_aging_s: float | None = 10.0,
+        tenant_weights: Mapping[str, float] | None = None,
+        goals: Goals | None = None,
+        background: int = BACKGROUND,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        checks.whole("places", places, 1, optional=True)
+        checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
+        checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
+        checks.one_of("oversize", oversize, ("reject", "alone"))
+        apart = None if goals is None else background
+        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, apart)
         self._places = sys.maxsize if places is None else places
-        self._learns = learns
-        self._alone = alone
-        self._background = background
-        self._recorder = recorder
-        self._clock = clock
+        self._learns = policy == "max_utilization"
+        self._alone = oversize == "alone"
+        self._background = Background(goals, background, clock)
         self._outputs = OutputEstimator()
-        self.rate: ServiceRate = ServiceRate()
+        self._rate = ServiceRate()
         self._background_rate = ServiceRate()
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
-        self.capacity: int = 1
-        self.regular: int = sys.maxsize
-        self.most: int = sys.maxsize
-        self._max_running = sys.maxsize
-        self.running: set[Slot] = set()
-        self.records: int = 0
-        self.cost: int = 0
-        self._resumes_at: float | None = None
-        self._before_pause = (0, 0)
+        self._running: set[Slot] = set()
+        # The tasks of `submit`.
+        self._tasks: dict[asyncio.Task[Any], Slot] = {}
+        # When a pause will end, by estimate, and the records and the cost that ran when it began.
+        self._pause: tuple[float, int, int] | None = None
+        self.set_capacity(capacity, max_running)
 
     # Bounds
 
     @property
-    def paused(self) -> bool:
-        """True while nothing may start."""
-        return self._resumes_at is not None
+    def capacity(self) -> int:
+        """Cost that may run at once."""
+        return self._capacity
 
-    @property
-    def pause_s(self) -> float:
-        """Seconds that the pause will last, by estimate; 0 without one."""
-        return 0.0 if self._resumes_at is None else max(0.0, self._resumes_at - self._clock())
+    def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
+        """Change what may run at once, also while records run.
 
-    def pause(self, seconds: float) -> None:
-        """Let nothing start, for as long as `seconds` by estimate."""
-        if self._resumes_at is None:
-            self._before_pause = (self.records, self.cost)
-        self._resumes_at = self._clock() + seconds
+        When it shrinks, what runs goes on; what waits and can no longer run fails with `Oversize`, but for
+        what costs too much with `oversize="alone"`.
+
+        Args:
+            capacity: Cost that may run at once.
+            max_running: Records that may run at once; None: no bound but the engine's places; left out: as
+                many as before.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        checks.whole("capacity", capacity, 1)
+        if not isinstance(max_running, EllipsisType):
+            checks.whole("max_running", max_running, 1, optional=True)
+            self._max_running = sys.maxsize if max_running is None else max_running
+        self._capacity = capacity
+        self._bound()
+        self._count_time(self._clock())
+        for slot in list(self._queue):
+            if (error := self._oversize(slot)) is not None:
+                self._queue.remove(slot)
+                self._end(slot, error)
+        if self._loop is not None:
+            self._decide()
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
+
+        A `stop` refuses what waits then, as with `drain=False`; one that is under way does so at once.
+
+        Args:
+            seconds: How long it will last, for `estimate_wait`; a further call changes it.
+        """
+        checks.seconds("seconds", seconds)
+        _, records, cost = self._pause or (0.0, self._background.total, self._background.total_cost)
+        self._pause = (self._clock() + seconds, records, cost)
+        if self._loop is not None:
+            self._decide()
 
     def resume(self) -> None:
-        """Let slots start again."""
-        self._resumes_at = None
-
-    def resize(self, capacity: int, max_running: int | None) -> None:
-        """Change what may run at once; `max_running` None: as many as before."""
-        if max_running is not None:
-            self._max_running = max_running
-        self.capacity = capacity
-        self._recorder.switch(bool(self.running), self._clock(), self.cost / capacity)
-        self._bound()
+        """Start records again."""
+        self._pause = None
+        if self._loop is not None:
+            self._decide()
 
     def _bound(self) -> None:
         """Note how many records may run, without those that wait in the engine and with them.
@@ -243,135 +250,219 @@ class Window:
         A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
         """
         ending = STEPS * self._places * self._ended_records / self._ended_tokens
-        self.regular = min(self._max_running, self._places)
-        self.most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
+        self._regular = min(self._max_running, self._places)
+        self._most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
 
-    def oversize(self, slot: Slot) -> Oversize | None:
+    def _oversize(self, slot: Slot) -> Oversize | None:
         """Return why a slot can never start, if it can't."""
-        if slot.cost > self.capacity and not self._alone:
-            return Oversize(slot.cost, self.capacity)
-        if slot.records > 1 and slot.records > self.regular:
-            what = "max_running" if self.regular == self._max_running else "places"
-            return Oversize(slot.records, self.regular, what)
+        if slot.cost > self._capacity and not self._alone:
+            return Oversize(slot.cost, self._capacity)
+        if slot.records > 1 and slot.records > self._regular:
+            what = "max_running" if self._regular == self._max_running else "places"
+            return Oversize(slot.records, self._regular, what)
         return None
 
-    def held_back(self, slot: Slot) -> bool:
+    def _fits(self, slot: Slot) -> bool:
+        """Return whether a slot may start beside what runs."""
+        background = self._background
+        return self._pause is None and (
+            not self._running
+            or (
+                background.total_cost + slot.cost <= self._capacity
+                and background.total + slot.records <= self._most
+            )
+        )
+
+    def _held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
         background = self._background
         return slot.priority >= background.priority and not background.admits(
-            slot.cost, slot.records, self.capacity, self.regular
+            slot.cost, slot.records, self._capacity, self._regular
         )
 
-    def wait(self, before: int, ahead: int, cost: int, priority: int, records: int) -> float | None:
-        """Return the seconds until records may start, with so many before them, and so much cost.
+    def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
+        """Return the tokens to reserve for the output of some records together."""
+        if not self._learns:
+            return max_tokens
+        return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
 
-        What waits before them is served first, less what free space takes. None: it isn't known.
-        """
-        places, free = self.most - self.records, self.capacity - self.cost
-        running, running_cost, rate = self.records, self.cost, self.rate
-        if self.paused:
-            # What runs ends in the pause; afterwards as much runs as before it.
-            running, running_cost = map(max, (running, running_cost), self._before_pause)
-        background = self._background
+    def estimate_wait(
+        self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
+    ) -> float:
+        before, ahead = self._queue.ahead(priority, tenant)
+        background, rate, now = self._background, self._rate, self._clock()
+        until, usual, usual_cost = self._pause or (now, 0, 0)
+        # What runs ends in a pause; afterwards as much runs as before it.
+        running, running_cost = max(background.total, usual), max(background.total_cost, usual_cost)
+        places, free = self._most - background.total, self._capacity - background.total_cost
         if priority >= background.priority:
-            most, most_cost = background.places(self.capacity, self.regular)
+            most, most_cost = background.places(self._capacity, self._regular)
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
-        if not before and cost <= free and places >= records:
-            return 0.0
+        # What waits before them is served first, less what free space takes.
         before, ahead = before + records - max(places, 0), ahead + cost - max(free, 0)
-        return rate.time_to_serve(before, ahead, running, running_cost)
+        wait = rate.time_to_serve(before, ahead, running, running_cost)
+        return max(0.0, until - now) + (UNKNOWN_WAIT_S if wait is None else wait)
 
-    # Slots
+    # Coming
 
-    def fits(self, slot: Slot) -> bool:
-        """Return whether a slot may start beside what runs."""
-        return not self.paused and (
-            not self.running
-            or (self.cost + slot.cost <= self.capacity and self.records + slot.records <= self.most)
-        )
+    def _enter_slot(self, slot: Slot) -> None:
+        """Start a slot if it may start; otherwise it waits in the queue, or for space in it.
 
-    def begin(self, slot: Slot) -> None:
-        """Start a slot."""
+        Raises:
+            BatcherError: It is refused.
+        """
+        if slot.used:
+            raise RuntimeError("a slot can be entered once; call slot() for another")
+        self._check_open(slot.records)
+        slot.used = True
+        if (oversize := self._oversize(slot)) is not None:
+            self._recorder.total_rejected += slot.records
+            raise oversize
+        now = slot.submitted_at = self._clock()
+        if slot.deadline is not None:
+            self._deadline(slot.deadline, None, now, slot.records)
+            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+            if self._rate.known and wait > HOPELESS * (slot.deadline - now):
+                self._recorder.total_rejected += slot.records
+                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
+        if not self._queue.total and self._fits(slot) and not self._held_back(slot):
+            self._queue.pass_by(slot)
+            self._begin(slot)
+        else:
+            asyncio.Future.__init__(slot, loop=self._loop)
+            # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
+            if not self._queue.put(slot) or self._fits(slot):
+                self._enter(slot, slot.wait)
+            elif slot.deadline is not None:
+                self._set_alarm()
+
+    def _start_ready(self) -> None:
+        """Start the slots whose turn it is, as long as they fit; the background may be passed."""
+        queue = self._queue
+        if self._pause is not None and self._state == STOPPING:
+            self._refuse_all()
+        while queue.total:
+            slot = queue.head()
+            if slot is not None and self._held_back(slot):
+                slot = queue.head(before=self._background.priority)
+            if slot is None or not self._fits(slot):
+                return
+            queue.pick(slot)
+            slot.charged = slot.cost
+            self._begin(slot)
+            slot.set_result(None)
+
+    def _begin(self, slot: Slot) -> None:
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
-        self.running.add(slot)
-        self.records += slot.records
-        self.cost += slot.cost
-        self._recorder.switch(True, now, self.cost / self.capacity)
+        self._running.add(slot)
         prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
         self._background.begin(slot.priority, slot.cost, slot.records, prompt)
+        self._count_time(now)
 
-    def end(self, slot: Slot, error: BaseException | None) -> None:
-        """Take a slot out of the window, and count how it ended."""
+    def _count_time(self, now: float) -> None:
+        """Take in that the share of the capacity in use has changed."""
+        self._recorder.switch(bool(self._running), now, self._background.total_cost / self._capacity)
+
+    # Running
+
+    def _first_token(self, slot: Slot) -> None:
+        slot.first_at = self._clock()
+        self._recorder.first_token(slot.first_at - slot.submitted_at)
+        if slot.priority < self._background.priority:
+            arrived_at = slot.submitted_at if slot.arrived_at is None else slot.arrived_at
+            self._background.first_token(slot.first_at - arrived_at)
+
+    def _outgrown(self, slot: Slot) -> None:
+        """Reserve more for a slot that has used up what was reserved for it."""
+        if slot.prompt_tokens is None or slot.max_tokens is None:
+            return
+        expected = self._reserved(slot.max_tokens, slot.records, slot.output_tokens)
+        cost = slot.prompt_tokens + max(expected, slot.output_tokens)
+        self._background.grow(slot.priority, cost - slot.cost)
+        slot.cost = cost
+        self._count_time(self._clock())
+
+    # Leaving
+
+    def _leave(self, slot: Slot, error: BaseException | None) -> None:
+        """Take a slot out, wherever it is; one that has left already is left alone."""
+        if slot.running:
+            self._end_run(slot, error)
+        elif self._queue.remove(slot):
+            if slot.admitted:
+                self._recorder.total_cancelled += slot.records
+            if not isinstance(error, GeneratorExit):
+                # It was released while its caller waits for it.
+                slot.fail(Aborted("the slot was released before it started"))
+                self._tell(slot)
+        else:
+            return
+        if self._queue.total or self._ended is not None:
+            self._decide()
+
+    def _end_run(self, slot: Slot, error: BaseException | None) -> None:
+        """Take a slot out of the window, count how it ended, and learn from it."""
         now = self._clock()
+        background, recorder = self._background, self._recorder
+        records, tokens = slot.records, slot.output_tokens
         slot.running = False
         slot.owner = None
-        self.running.remove(slot)
-        self.records -= slot.records
-        self.cost -= slot.cost
-        recorder, records, run_s = self._recorder, slot.records, now - slot.started_at
-        recorder.switch(bool(self.running), now, self.cost / self.capacity)
+        self._running.remove(slot)
+        background.grow(slot.priority, -slot.cost, -records)
+        self._count_time(now)
+        run_s = now - slot.started_at
         recorder.ran(records, [slot.waited_s] * min(records, RECENT), run_s)
+        recorder.output_tokens += tokens
+        self._rate.learn(slot.cost, run_s, records)
+        if slot.priority >= background.priority:
+            self._background_rate.learn(slot.cost, run_s, records)
+        elif slot.first_at and tokens > records:
+            background.answered((now - slot.first_at) / (tokens / records - 1))
+        used = slot.cost
+        if slot.prompt_tokens is not None:
+            used = slot.prompt_tokens + tokens
+            if tokens and slot.charged:
+                self._queue.settle(slot, slot.charged, used)
         outcome: Outcome = "failed"
         if error is None:
             outcome = "completed"
             recorder.total_completed += records
             recorder.completed_cost += slot.cost
             recorder.latency_s += records * (slot.waited_s + run_s)
+            if self._places < sys.maxsize:
+                self._ended_records = self._ended_records * OUTPUT_MEMORY + records
+                self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, tokens)
+                self._bound()
+            if self._learns and tokens and slot.prompt_tokens is not None:
+                self._outputs.learn(tokens // records)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
             recorder.total_cancelled += records
         else:
             recorder.total_failed += records
         if recorder.observations is not None:
-            used = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens + slot.output_tokens
             for number in range(records):
                 part = used * (number + 1) // records - used * number // records
                 recorder.observe(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
-        self._learn(slot, now, finished=error is None)
 
-    def _learn(self, slot: Slot, now: float, finished: bool) -> None:
-        """Take in what the estimates for later records use."""
-        records, run_s = slot.records, now - slot.started_at
-        self.rate.learn(slot.cost, run_s, records)
-        if finished and self._places < sys.maxsize:
-            self._ended_records = self._ended_records * OUTPUT_MEMORY + records
-            self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, slot.output_tokens)
-            self._bound()
-        background = self._background
-        background.grow(slot.priority, -slot.cost, -records)
-        if slot.priority >= background.priority:
-            self._background_rate.learn(slot.cost, run_s, records)
-        elif slot.first_at and slot.output_tokens > records:
-            background.answered((now - slot.first_at) / (slot.output_tokens / records - 1))
-        self._recorder.output_tokens += slot.output_tokens
-        if slot.output_tokens and slot.prompt_tokens is not None and finished and self._learns:
-            self._outputs.learn(slot.output_tokens // records)
+    # The end
 
-    def outgrown(self, slot: Slot) -> None:
-        """Reserve more for a slot that has used up what was reserved for it."""
-        if slot.prompt_tokens is None or slot.max_tokens is None:
-            return
-        expected = self.reserved(slot.max_tokens, slot.records, slot.output_tokens)
-        cost = slot.prompt_tokens + max(expected, slot.output_tokens)
-        self.cost += cost - slot.cost
-        self._background.grow(slot.priority, cost - slot.cost)
-        slot.cost = cost
-        self._recorder.switch(True, self._clock(), self.cost / self.capacity)
+    def _idle(self) -> bool:
+        return not self._running
 
-    def reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
-        """Return the tokens to reserve for the output of some records together."""
-        if not self._learns:
-            return max_tokens
-        return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
+    def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
+        return task in self._tasks or any(slot.owner is task for slot in self._running)
 
-    def first_token(self, slot: Slot) -> None:
-        """Take in that a slot has its first token; one that was not entered has none."""
-        if slot.admitted and not slot.first_at:
-            slot.first_at = self._clock()
-            self._recorder.first_token(slot.first_at - slot.submitted_at)
-            if slot.priority < self._background.priority:
-                arrived_at = slot.submitted_at if slot.arrived_at is None else slot.arrived_at
-                self._background.first_token(slot.first_at - arrived_at)
+    def _abort(self) -> list[asyncio.Task[Any]]:
+        for task, slot in self._tasks.items():
+            if slot.running:
+                task.cancel()
+        return list(self._tasks)
+
+    def _abandon(self) -> None:
+        for slot in list(self._running):
+            self._end_run(slot, Aborted("the event loop was closed while the record ran"))
+        self._tasks.clear()
