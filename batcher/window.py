@@ -25,9 +25,6 @@ MEMORY = 1 - 1 / 256  # weight that a record keeps in the measured rate of servi
 ENOUGH = 16  # records to measure before the rate is used
 HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
 
-Policy = Literal["guaranteed_no_evict", "max_utilization"]
-OversizePolicy = Literal["reject", "alone"]
-
 
 class Slot(Entry[None]):
     """The place of one record in the window, or of several; `async with` waits for it and gives it back.
@@ -92,8 +89,13 @@ class Slot(Entry[None]):
 
     def first_token(self) -> None:
         """Tell that the first token is there: for the statistics, and for goals to be held against."""
+        batcher = self._batcher
         if self.admitted and not self.first_at:
-            self._batcher._first_token(self)
+            self.first_at = batcher._clock()
+            batcher._recorder.first_token(self.first_at - self.submitted_at)
+            if self.priority < batcher._background.priority:
+                arrived_at = self.submitted_at if self.arrived_at is None else self.arrived_at
+                batcher._background.first_token(self.first_at - arrived_at)
 
     def report(self, output_tokens: int) -> None:
         """Tell how many tokens the record has produced so far.
@@ -110,8 +112,12 @@ class Slot(Entry[None]):
         if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
             checks.whole("output_tokens", output_tokens, 0)
         self.output_tokens = output_tokens
-        if self.prompt_tokens is not None and self.running and self.prompt_tokens + output_tokens > self.cost:
-            self._batcher._outgrown(self)
+        batcher, prompt, most = self._batcher, self.prompt_tokens, self.max_tokens
+        if self.running and prompt is not None and most is not None and prompt + output_tokens > self.cost:
+            cost = prompt + max(output_tokens, batcher._reserved(most, self.records, output_tokens))
+            batcher._background.grow(self.priority, cost - self.cost)
+            self.cost = cost
+            batcher._count_time(batcher._clock())
 
 
 class ServiceRate:
@@ -159,8 +165,8 @@ class Window(Batcher[Slot]):
         places: int | None = None,
         max_queue_size: int = 5_000,
         max_queue_cost: int | None = None,
-        policy: Policy = "guaranteed_no_evict",
-        oversize: OversizePolicy = "reject",
+        policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict",
+        oversize: Literal["reject", "alone"] = "reject",
         priority_aging_s: float | None = 10.0,
         tenant_weights: Mapping[str, float] | None = None,
         goals: Goals | None = None,
@@ -174,10 +180,9 @@ class Window(Batcher[Slot]):
         apart = None if goals is None else background
         super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, apart)
         self._places = sys.maxsize if places is None else places
-        self._learns = policy == "max_utilization"
         self._alone = oversize == "alone"
         self._background = Background(goals, background, clock)
-        self._outputs = OutputEstimator()
+        self._outputs = OutputEstimator() if policy == "max_utilization" else None
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
         # Records that have ended, and what they produced; the latest weigh most.
@@ -257,7 +262,7 @@ class Window(Batcher[Slot]):
         """Return why a slot can never start, if it can't."""
         if slot.cost > self._capacity and not self._alone:
             return Oversize(slot.cost, self._capacity)
-        if slot.records > 1 and slot.records > self._regular:
+        if slot.records > self._regular:
             what = "max_running" if self._regular == self._max_running else "places"
             return Oversize(slot.records, self._regular, what)
         return None
@@ -282,7 +287,7 @@ class Window(Batcher[Slot]):
 
     def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
         """Return the tokens to reserve for the output of some records together."""
-        if not self._learns:
+        if self._outputs is None:
             return max_tokens
         return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
 
@@ -366,25 +371,6 @@ class Window(Batcher[Slot]):
         """Take in that the share of the capacity in use has changed."""
         self._recorder.switch(bool(self._running), now, self._background.total_cost / self._capacity)
 
-    # Running
-
-    def _first_token(self, slot: Slot) -> None:
-        slot.first_at = self._clock()
-        self._recorder.first_token(slot.first_at - slot.submitted_at)
-        if slot.priority < self._background.priority:
-            arrived_at = slot.submitted_at if slot.arrived_at is None else slot.arrived_at
-            self._background.first_token(slot.first_at - arrived_at)
-
-    def _outgrown(self, slot: Slot) -> None:
-        """Reserve more for a slot that has used up what was reserved for it."""
-        if slot.prompt_tokens is None or slot.max_tokens is None:
-            return
-        expected = self._reserved(slot.max_tokens, slot.records, slot.output_tokens)
-        cost = slot.prompt_tokens + max(expected, slot.output_tokens)
-        self._background.grow(slot.priority, cost - slot.cost)
-        slot.cost = cost
-        self._count_time(self._clock())
-
     # Leaving
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
@@ -436,7 +422,7 @@ class Window(Batcher[Slot]):
                 self._ended_records = self._ended_records * OUTPUT_MEMORY + records
                 self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, tokens)
                 self._bound()
-            if self._learns and tokens and slot.prompt_tokens is not None:
+            if self._outputs is not None and tokens and slot.prompt_tokens is not None:
                 self._outputs.learn(tokens // records)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
@@ -444,8 +430,9 @@ class Window(Batcher[Slot]):
         else:
             recorder.total_failed += records
         if recorder.observations is not None:
+            share, rest = divmod(used, records)
             for number in range(records):
-                part = used * (number + 1) // records - used * number // records
+                part = share + (number >= records - rest)
                 recorder.observe(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
 
     # The end
