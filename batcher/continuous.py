@@ -74,10 +74,8 @@ class ContinuousBatcher(Window):
             running_cost=self._background.total_cost,
             capacity=self._capacity,
             max_running=None if self._regular == sys.maxsize else self._regular,
-            occupancy=self._recorder.occupancy(now),
             outside_cost=self._queue.outside_cost,
-            output_tokens=self._recorder.output_tokens,
-            **self._recorder.first_tokens(),  # type: ignore[arg-type]
+            **self._recorder.window(now),  # type: ignore[arg-type]
             **self._background.stats(),  # type: ignore[arg-type]
         )
 
@@ -168,9 +166,8 @@ class ContinuousBatcher(Window):
                 self._leave(slot, error)
                 raise
         task = self.loop.create_task(self._process(process_fn, record, slot))
-        if not task.done():
-            self._tasks[task] = slot
-            task.add_done_callback(self._forget)
+        self._tasks[task] = slot
+        task.add_done_callback(self._forget)
         return task
 
     def set_queue_size(self, max_queue_size: int) -> None:

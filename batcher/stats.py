@@ -171,12 +171,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float]:
-    """Return the given percentiles by nearest rank; zeros if there are no samples.
-
-    Args:
-        samples: In any order.
-        points: Between 0 and 1.
-    """
+    """Return the percentiles at these points, 0 to 1, by nearest rank; zeros if there are no samples."""
     ranked = sorted(samples) or [0.0]
     return [ranked[min(int(point * len(ranked)), len(ranked) - 1)] for point in points]
 
@@ -248,11 +243,11 @@ class Recorder:
     batch_cost: int = 0
     padded_cost: int = 0
     observations: Observations | None = None
+    ttfts_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _ran: int = 0
     _run_s: float = 0.0
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _runs: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    _firsts: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     # The kind of time and the share in use now, and their sums up to `_since`; `_times` is idle and busy.
     _busy: bool = False
     _share: float = 0.0
@@ -271,10 +266,6 @@ class Recorder:
         self._run_s += records * run_s
         self._waits += waits_s
         self._runs += [run_s] * len(waits_s)
-
-    def first_token(self, seconds: float) -> None:
-        """Count the time from a record's submission to its first token."""
-        self._firsts.append(seconds)
 
     def unserved(self, entry: Entry[Any], *, late: bool = False) -> None:
         """Count an entry that has left the queue otherwise than to run."""
@@ -309,11 +300,6 @@ class Recorder:
         self._busy = busy
         self._share = share
 
-    def occupancy(self, now: float) -> float:
-        """Return the mean share of the capacity that was in use up to now."""
-        self._advance(now)
-        return self._filled_s / (sum(self._times) or 1.0)
-
     def _advance(self, now: float) -> None:
         if self._since is not None:
             self._times[self._busy] += now - self._since
@@ -322,9 +308,12 @@ class Recorder:
 
     # Figures
 
-    def first_tokens(self) -> dict[str, float]:
-        """Return the fields of `ContinuousStats` about the first token; none if no record has told it."""
-        return _named("ttft", self._firsts, (0.5, 0.99)) if self._firsts else {}
+    def window(self, now: float) -> dict[str, float]:
+        """Return the fields of `ContinuousStats` that follow from what was counted."""
+        self._advance(now)
+        ttfts = _named("ttft", self.ttfts_s, (0.5, 0.99)) if self.ttfts_s else {}
+        occupancy = self._filled_s / (sum(self._times) or 1.0)
+        return {"occupancy": occupancy, "output_tokens": self.output_tokens, **ttfts}
 
     def common(self, now: float) -> dict[str, float]:
         """Return the fields of `Stats` that follow from what was counted."""

@@ -92,7 +92,7 @@ class Slot(Entry[None]):
         batcher = self._batcher
         if self.admitted and not self.first_at:
             self.first_at = batcher._clock()
-            batcher._recorder.first_token(self.first_at - self.submitted_at)
+            batcher._recorder.ttfts_s.append(self.first_at - self.submitted_at)
             if self.priority < batcher._background.priority:
                 arrived_at = self.submitted_at if self.arrived_at is None else self.arrived_at
                 batcher._background.first_token(self.first_at - arrived_at)
