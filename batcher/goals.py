@@ -7,6 +7,7 @@ foreground is empty: its first request finds the engine as it is.
 
 import math
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ LATE_FOR_S = 60.0  # seconds for which a late answer counts: it says nothing of 
 MAY_BE_LATE = 0.01  # share of the answers of this time that may be late, and one of them in any case
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
 AHEAD = 0.75  # steps that a request needs beside its own two from which on the engine schedules ahead
-BISECTIONS = 12  # to find a percentile: its error is a four-thousandth
+SHARES = 4_096  # of the longest wait, of which a percentile of the waits is one
 
 # The space for the foreground.
 LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2  # share of the places, and of the capacity, that is kept
@@ -116,7 +117,6 @@ class Background:
         self._mean_s = 0.0
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._steps = 0
-        self._stepped = False
         # Each TTFT, by how much it exceeded two mean steps of its time, when, and the excess for a width of
         # one; TPOT as a multiple of the mean step, and when.
         self._tails: deque[tuple[float, float, float, float]] = deque(maxlen=REMEMBERED_TTFTS)
@@ -140,16 +140,18 @@ class Background:
         """Return whether background records may start within the bounds of all tiers; one may always run."""
         places, space = self.places(capacity, max_running)
         self._held = self.running > 0 and (self.running + records > places or self.cost + cost > space)
-        self._held_by_pace = self.running > 0 and not self._held and self._credit <= 0 and self._stepped
-        return not (self._held or self._held_by_pace)
+        # Before the first step there is no pace.
+        by_pace = self.running > 0 and self._credit <= 0 and len(self._excess) > 0
+        self._held_by_pace = by_pace and not self._held
+        return not (self._held or by_pace)
 
     def places(self, capacity: int, max_running: int) -> tuple[int, int]:
         """Return how many background records, and how much of their cost, may run beside the foreground."""
-        records, cost = self._lately()
-        return (
-            min(int(self._window), max_running - _kept(records, max_running)),
-            capacity - _kept(cost, capacity),
+        records, cost = (
+            bound - math.ceil(min(max(FORESIGHT * peak, LEAST_SPACE * bound), MOST_SPACE * bound))
+            for peak, bound in zip(self._lately(), (max_running, capacity), strict=True)
         )
+        return min(int(self._window), records), cost
 
     def begin(self, priority: int, cost: int, records: int, prompt: int) -> None:
         """Count records that start; their prompt is in tokens."""
@@ -173,11 +175,11 @@ class Background:
 
     def _lately(self) -> tuple[int, int]:
         """Return the most records of the foreground in the last 15 to 30 seconds, and the most cost."""
-        now = self._clock()
-        if now - self._turned_at >= LATELY_S:
-            self._peak_before = self._peak if now - self._turned_at < 2 * LATELY_S else (0, 0)
+        elapsed = self._clock() - self._turned_at
+        if elapsed >= LATELY_S:
+            self._peak_before = self._peak if elapsed < 2 * LATELY_S else (0, 0)
             self._peak = self.total - self.running, self.total_cost - self.cost
-            self._turned_at = now
+            self._turned_at = self._clock()
         return max(self._peak_before[0], self._peak[0]), max(self._peak_before[1], self._peak[1])
 
     # Measurements
@@ -186,13 +188,11 @@ class Background:
         """Take in what a step of the engine took; return whether a record that was held back may go now."""
         if self.goals is None:
             return False
-        self._stepped = True
-        mean = self._mean_s or seconds
+        mean, now = self._mean_s or seconds, self._clock()
         self._excess.append(seconds - mean)
         self._mean_s = mean + SMOOTHING * (seconds - mean)
         self._steps += 1
-        now = self._clock()
-        if self._steps >= LEAST_STEPS and now - self._judged_at >= PERIOD_S:
+        if self._mean_s and self._steps >= LEAST_STEPS and now - self._judged_at >= PERIOD_S:
             self._judged_at = now
             self._steps = 0
             self._judge(self.goals)
@@ -261,36 +261,30 @@ class Background:
     def _wait(self, steps: int) -> float:
         """Return what 99 of 100 arrivals wait at most for the rest of a step and for the next ones."""
         took = [self._mean_s + excess for excess in self._excess]
-        runs = [(run[0], sum(run)) for run in zip(*(took[skip:] for skip in range(steps)), strict=False)]
+        runs = [(took[at], sum(took[at : at + steps])) for at in range(len(took) - steps + 1)]
         if not runs:
             return steps * self._mean_s
         # An arrival meets a step the more likely, the longer it is, and at any moment of it.
         left = 0.01 * sum(first for first, _ in runs)
-        low, high = 0.0, float(max(whole for _, whole in runs))
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            if sum(min(first, whole - middle) for first, whole in runs if whole > middle) > left:
-                low = middle
-            else:
-                high = middle
-        return high
+        share_s = max(whole for _, whole in runs) / SHARES
+
+        def enough(shares: int) -> bool:
+            wait_s = shares * share_s
+            return sum(min(first, whole - wait_s) for first, whole in runs if whole > wait_s) <= left
+
+        return share_s * bisect_left(range(SHARES), True, key=enough)
 
     def _judge(self, goals: Goals) -> None:
-        mean = self._mean_s
-        if not mean:
-            return
-        by_steps = self._expected_by_steps(goals.ttft_p99_s)
+        mean, goal_s = self._mean_s, goals.ttft_p99_s
+        by_steps = self._expected_by_steps(goal_s)
         # By how much a step may become longer, as a factor.
-        expected = max(by_steps, self._expected_by_answers(goals.ttft_p99_s))
-        slack = 1 + (AIM * goals.ttft_p99_s - expected) / (2 * mean)
-        since_narrowed = self._expected_by_answers(goals.ttft_p99_s, self._narrowed_at)
-        late = max(by_steps, since_narrowed) > LATE * goals.ttft_p99_s
+        slack = 1 + (AIM * goal_s - max(by_steps, self._expected_by_answers(goal_s))) / (2 * mean)
+        late = max(by_steps, self._expected_by_answers(goal_s, self._narrowed_at)) > LATE * goal_s
         if goals.tpot_p99_s is not None:
             oldest = self._clock() - LATE_FOR_S
             latest = [multiple for multiple, at in self._answers if at >= oldest]
             known = len(self._answers) >= ENOUGH_ANSWERS and len(latest) > 1
-            worst = nlargest(2, latest)[1] if known else 1.0
-            per_token = max(worst, 1.0) * mean
+            per_token = max(nlargest(2, latest)[1] if known else 1.0, 1.0) * mean
             slack = min(slack, AIM * goals.tpot_p99_s / per_token)
             late = late or per_token > LATE * goals.tpot_p99_s
         full = self.running >= FULL * int(self._window)
@@ -316,8 +310,3 @@ class Background:
         self._pace = max(1.0, self._pace * factor)
         # Fewer prompts make the steps more alike. As they were, they would ask for the same cut again.
         self._excess = deque((excess * factor for excess in self._excess), maxlen=REMEMBERED_STEPS)
-
-
-def _kept(peak: int, bound: int) -> int:
-    """Return what is kept of `bound` for a foreground that used `peak` of it."""
-    return math.ceil(min(max(FORESIGHT * peak, LEAST_SPACE * bound), MOST_SPACE * bound))
