@@ -377,17 +377,13 @@ class Window(Batcher[Slot]):
         """Take a slot out, wherever it is; one that has left already is left alone."""
         if slot.running:
             self._end_run(slot, error)
-        elif self._queue.remove(slot):
-            if slot.admitted:
-                self._recorder.total_cancelled += slot.records
-            if not isinstance(error, GeneratorExit):
+            if self._queue.total or self._ended is not None:
+                self._decide()
+        elif slot.waiting:
+            self._withdraw(slot)
+            if error is None:
                 # It was released while its caller waits for it.
                 slot.fail(Aborted("the slot was released before it started"))
-                self._tell(slot)
-        else:
-            return
-        if self._queue.total or self._ended is not None:
-            self._decide()
 
     def _end_run(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out of the window, count how it ended, and learn from it."""

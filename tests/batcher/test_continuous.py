@@ -1,6 +1,7 @@
 """ContinuousBatcher: who starts when, and that every slot comes back exactly once."""
 
 import asyncio
+import gc
 import random
 
 import pytest
@@ -864,6 +865,28 @@ async def test_cancelling_what_was_submitted_frees_its_place() -> None:
         assert ran == ["running"]
         assert batcher.stats.total_cancelled == 3
         check_empty(batcher)
+
+
+@virtual
+async def test_a_submit_that_is_cancelled_leaves_no_error_behind() -> None:
+    reports: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reports.append(context))
+    async with continuous_batcher(10, max_queue_size=1) as batcher:
+
+        async def hold(_: str) -> None:
+            await asyncio.sleep(1)
+
+        await batcher.submit(hold, "running", 10)
+        unstarted = await batcher.submit(hold, "unstarted", 10)
+        outside = asyncio.create_task(batcher.submit(hold, "outside", 10))
+        await asyncio.sleep(0)
+        unstarted.cancel()
+        outside.cancel()
+        await asyncio.wait([unstarted, outside])
+        del unstarted, outside
+    gc.collect()
+    assert not reports
+    check_empty(batcher)
 
 
 @virtual
