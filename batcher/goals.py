@@ -67,34 +67,27 @@ class Goals:
 
 
 class Background:
-    """The tiers that run beside the foreground, as far as its goals allow.
+    """The tiers that run beside the foreground, as far as its goals allow; none without goals.
 
     A background record may start if the *window* has a place, if places and capacity are left over that the
     foreground may need (twice its peak of late), and if the *pace* allows it: the tokens of prompts that
-    start per step. A burst of prompts would make long steps, so the starts are spread, and a prompt of the
-    foreground takes the place of others.
+    start per step, at first one prompt. A burst of prompts would make long steps, so the starts are spread,
+    and a prompt of the foreground takes the place of others.
 
-    Both follow from the TTFT to expect, which is told in two ways, and the worse one counts: what a request
-    that comes at any moment waits for the steps as they are, and by how much answers of the foreground
-    exceeded two mean steps, each at its 99th percentile. So it is known before the first answer, too, and
-    follows a change of the window within a few steps. From it follows how long a step may be. Window and
-    pace go that way: down at once, both; up by an eighth per judgement, the window if it is full, else the
-    pace, which falls while the window is full or nothing more fits.
-
-    What answers took counts as it would be with the window as it is now, so that a wide window is not judged
-    by answers beside a narrow one. It counts for a minute: one answer in a hundred of that time may be late.
-    More of them forbid growth for as long, but each asks for one cut only: answers can be late for reasons
-    that no cut removes.
-
-    The first pace is one prompt per step. Without goals nothing is background.
+    The TTFT to expect says how long a step may be. Window and pace go that way: down at once, both; up by an
+    eighth per judgement, the window if it is full, else the pace, which falls while the window is full or
+    nothing more fits. It is told in two ways, and the worse one counts, each at its 99th percentile: the wait
+    for the steps of a request that comes at any moment, which is known before the first answer and follows
+    the window within a few steps, and by how much answers of the foreground exceeded two mean steps. That
+    counts as it would be with the window as it is now, and for a minute. One answer in a hundred of that time
+    may be late. More of them forbid growth for as long, but each asks for one cut only: answers can be late
+    for reasons that no cut removes.
 
     Attributes:
         goals: The goals; window and pace follow a change with the next judgements.
         priority: The tier from which on records are background.
-        total: Records that run, of all tiers.
-        total_cost: Their cost.
-        running: Those of the background.
-        cost: Their cost.
+        total: Records that run, of all tiers; `total_cost`: their cost.
+        running: Those of the background; `cost`: their cost.
     """
 
     def __init__(self, goals: Goals | None, priority: int, clock: Callable[[], float]) -> None:
@@ -140,10 +133,8 @@ class Background:
         """Return whether background records may start within the bounds of all tiers; one may always run."""
         places, space = self.places(capacity, max_running)
         self._held = self.running > 0 and (self.running + records > places or self.cost + cost > space)
-        # Before the first step there is no pace.
-        by_pace = self.running > 0 and self._credit <= 0 and len(self._excess) > 0
-        self._held_by_pace = by_pace and not self._held
-        return not (self._held or by_pace)
+        self._held_by_pace = self.running > 0 and not self._held and self._credit <= 0 and bool(self._excess)
+        return not (self._held or self._held_by_pace)
 
     def places(self, capacity: int, max_running: int) -> tuple[int, int]:
         """Return how many background records, and how much of their cost, may run beside the foreground."""
