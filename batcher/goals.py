@@ -120,11 +120,12 @@ class Background:
         """Return the fields of `ContinuousStats` about the background; none without goals."""
         if self.goals is None:
             return {}
+        goal_s = self.goals.ttft_p99_s
         return {
             "background_running": self.running,
             "background_window": int(self._window),
-            "goal_ttft_s": self.goals.ttft_p99_s,
-            "expected_ttft_s": self.expected_ttft_s(),
+            "goal_ttft_s": goal_s,
+            "expected_ttft_s": max(self._expected_by_steps(goal_s), self._expected_by_answers(goal_s)),
         }
 
     # Records
@@ -205,11 +206,6 @@ class Background:
         """Take in the TPOT of an answer of the foreground."""
         if self._mean_s:
             self._answers.append((seconds_per_token / self._mean_s, self._clock()))
-
-    def expected_ttft_s(self) -> float:
-        """Return the 99th percentile of the TTFT to expect now, in seconds."""
-        goal_s = math.inf if self.goals is None else self.goals.ttft_p99_s
-        return max(self._expected_by_steps(goal_s), self._expected_by_answers(goal_s))
 
     def _expected_by_steps(self, goal_s: float) -> float:
         mean, oldest = self._mean_s, self._clock() - LATE_FOR_S

@@ -31,11 +31,8 @@ class Slot(Entry[None]):
 
     Attributes:
         cost: What it holds of the capacity now.
-        prompt_tokens: Tokens of the prompt; None: it was given a cost instead.
-        max_tokens: The most tokens that may be produced.
-        wait: Whether it waits for space when the queue is full.
+        wait, prompt_tokens, max_tokens, arrived_at: As given to `ContinuousBatcher.slot`.
         running: Whether it is in the window.
-        arrived_at: Time from which its TTFT counts for goals; None: its submission.
         started_at: Time at which it started.
         first_at: Time of its first token; 0 before.
         waited_s: Seconds from submission to start.
@@ -48,9 +45,9 @@ class Slot(Entry[None]):
     wait: bool = False
     prompt_tokens: int | None = None
     max_tokens: int | None = None
+    arrived_at: float | None = None
     output_tokens: int = 0
     running: bool = False
-    arrived_at: float | None = None
     started_at: float = 0.0
     first_at: float = 0.0
     waited_s: float = 0.0
