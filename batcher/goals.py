@@ -128,8 +128,6 @@ class Background:
             "expected_ttft_s": max(self._expected_by_steps(goal_s), self._expected_by_answers(goal_s)),
         }
 
-    # Records
-
     def admits(self, cost: int, records: int, capacity: int, max_running: int) -> bool:
         """Return whether background records may start within the bounds of all tiers; one may always run."""
         places, space = self.places(capacity, max_running)
@@ -173,8 +171,6 @@ class Background:
             self._peak = self.total - self.running, self.total_cost - self.cost
             self._turned_at = self._clock()
         return max(self._peak_before[0], self._peak[0]), max(self._peak_before[1], self._peak[1])
-
-    # Measurements
 
     def step(self, seconds: float) -> bool:
         """Take in what a step of the engine took; return whether a record that was held back may go now."""

@@ -255,8 +255,6 @@ class Recorder:
     _filled_s: float = 0.0
     _since: float | None = None
 
-    # Records
-
     def ran(self, records: int, waits_s: Sequence[float], run_s: float) -> None:
         """Count records that ran for `run_s` after these waits; of many alike, the latest few will do.
 
@@ -283,8 +281,6 @@ class Recorder:
         if self.observations is not None:
             self.observations.records.append(Observation(tenant, priority, cost, wait_s, run_s, outcome))
 
-    # Time
-
     def open(self, now: float) -> None:
         """Time counts from now on."""
         self._since = now
@@ -305,8 +301,6 @@ class Recorder:
             self._times[self._busy] += now - self._since
             self._filled_s += self._share * (now - self._since)
             self._since = now
-
-    # Figures
 
     def window(self, now: float) -> dict[str, float]:
         """Return the fields of `ContinuousStats` that follow from what was counted."""
