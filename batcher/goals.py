@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import nlargest
 
 from batcher import checks
 
@@ -267,7 +266,7 @@ class Background:
             oldest = self._clock() - LATE_FOR_S
             latest = [multiple for multiple, at in self._answers if at >= oldest]
             known = len(self._answers) >= ENOUGH_ANSWERS and len(latest) > 1
-            per_token = max(nlargest(2, latest)[1] if known else 1.0, 1.0) * mean
+            per_token = max(sorted(latest)[-2] if known else 1.0, 1.0) * mean
             slack = min(slack, AIM * goals.tpot_p99_s / per_token)
             late = late or per_token > LATE * goals.tpot_p99_s
         full = self.running >= FULL * int(self._window)
