@@ -165,7 +165,12 @@ class ContinuousBatcher(Window):
             except BaseException as error:
                 self._leave(slot, error)
                 raise
-        task = self.loop.create_task(self._process(process_fn, record, slot))
+
+        async def process() -> ResultT:
+            async with slot:
+                return await process_fn(record)
+
+        task = self.loop.create_task(process())
         self._tasks[task] = slot
         task.add_done_callback(self._forget)
         return task
@@ -207,18 +212,6 @@ class ContinuousBatcher(Window):
         checks.seconds("seconds", seconds)
         if self._background.step(seconds) and self._queue.total:
             self._decide()
-
-    async def _process(
-        self, process_fn: Callable[[RecordT], Awaitable[ResultT]], record: RecordT, slot: Slot
-    ) -> ResultT:
-        await slot.started()
-        try:
-            result = await process_fn(record)
-        except BaseException as error:
-            self._leave(slot, error)
-            raise
-        self._leave(slot, None)
-        return result
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         # A task that is cancelled before its first step never gets to leave its slot by itself.

@@ -136,11 +136,8 @@ class Background:
 
     def places(self, capacity: int, max_running: int) -> tuple[int, int]:
         """Return how many background records, and how much of their cost, may run beside the foreground."""
-        records, cost = (
-            bound - math.ceil(min(max(FORESIGHT * peak, LEAST_SPACE * bound), MOST_SPACE * bound))
-            for peak, bound in zip(self._lately(), (max_running, capacity), strict=True)
-        )
-        return min(int(self._window), records), cost
+        records, cost = self._lately()
+        return min(int(self._window), _left(records, max_running)), _left(cost, capacity)
 
     def begin(self, priority: int, cost: int, records: int, prompt: int) -> None:
         """Count records that start; their prompt is in tokens."""
@@ -164,11 +161,12 @@ class Background:
 
     def _lately(self) -> tuple[int, int]:
         """Return the most records of the foreground in the last 15 to 30 seconds, and the most cost."""
-        elapsed = self._clock() - self._turned_at
+        now = self._clock()
+        elapsed = now - self._turned_at
         if elapsed >= LATELY_S:
             self._peak_before = self._peak if elapsed < 2 * LATELY_S else (0, 0)
             self._peak = self.total - self.running, self.total_cost - self.cost
-            self._turned_at = self._clock()
+            self._turned_at = now
         return max(self._peak_before[0], self._peak[0]), max(self._peak_before[1], self._peak[1])
 
     def step(self, seconds: float) -> bool:
@@ -292,3 +290,8 @@ class Background:
         self._pace = max(1.0, self._pace * factor)
         # Fewer prompts make the steps more alike. As they were, they would ask for the same cut again.
         self._excess = deque((excess * factor for excess in self._excess), maxlen=REMEMBERED_STEPS)
+
+
+def _left(peak: int, bound: int) -> int:
+    """Return what is left of `bound` beside a foreground that used `peak` of it."""
+    return bound - math.ceil(min(max(FORESIGHT * peak, LEAST_SPACE * bound), MOST_SPACE * bound))

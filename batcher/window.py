@@ -57,25 +57,26 @@ class Slot(Entry[None]):
     _batcher: "Window"
 
     async def __aenter__(self) -> Self:
-        self._batcher._enter_slot(self)
-        await self.started()
+        if self.used:
+            raise RuntimeError("a slot can be entered once; call slot() for another")
+        batcher = self._batcher
+        if not self.admitted:
+            # It is not one that `submit` has let in.
+            batcher._enter_slot(self)
+        self.used = True
+        # To look for the event loop takes Python 3.11 a system call.
+        self.owner = asyncio.current_task(batcher._loop)
+        if not self.running:
+            try:
+                await self
+            except BaseException as error:
+                # It may have started just before its caller was cancelled.
+                batcher._leave(self, error)
+                raise
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._batcher._leave(self, error)
-
-    async def started(self) -> None:
-        """Wait until it starts; it is held by the calling task."""
-        # To look for the event loop takes Python 3.11 a system call.
-        self.owner = asyncio.current_task(self._batcher._loop)
-        if self.running:
-            return
-        try:
-            await self
-        except BaseException as error:
-            # It may have started just before its caller was cancelled.
-            self._batcher._leave(self, error)
-            raise
 
     def release(self) -> None:
         """Give the place back before the block ends; more than once does no harm.
@@ -314,10 +315,7 @@ class Window(Batcher[Slot]):
         Raises:
             BatcherError: It is refused.
         """
-        if slot.used:
-            raise RuntimeError("a slot can be entered once; call slot() for another")
         self._check_open(slot.records)
-        slot.used = True
         if (oversize := self._oversize(slot)) is not None:
             self._recorder.total_rejected += slot.records
             raise oversize
