@@ -267,14 +267,10 @@ class Window(Batcher[Slot]):
 
     def _fits(self, slot: Slot) -> bool:
         """Return whether a slot may start beside what runs."""
-        background = self._background
-        return self._pause is None and (
-            not self._running
-            or (
-                background.total_cost + slot.cost <= self._capacity
-                and background.total + slot.records <= self._most
-            )
-        )
+        if self._pause is not None:
+            return False
+        cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
+        return not self._running or (cost <= self._capacity and records <= self._most)
 
     def _held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
