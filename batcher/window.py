@@ -16,9 +16,7 @@ from batcher.errors import Aborted, Expired, Oversize
 from batcher.goals import BACKGROUND, Background, Goals
 from batcher.stats import RECENT, Outcome
 
-# Steps between the end of a record and the first step of one that is only then let in: the end is told with
-# one step, and the next is planned by then.
-STEPS = 2
+STEPS = 2  # from the end of a record to the first of one let in then: one tells the end, the next is planned
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
 MEMORY = 1 - 1 / 256  # weight that a record keeps in the measured rate of service when the next one ends
@@ -337,6 +335,7 @@ class Window(Batcher[Slot]):
         """Start the slots whose turn it is, as long as they fit; the background may be passed."""
         queue = self._queue
         if self._pause is not None and self._state == STOPPING:
+            # A stop doesn't wait for the end of a pause.
             self._refuse_all()
         while queue.total:
             slot = queue.head()
@@ -428,7 +427,7 @@ class Window(Batcher[Slot]):
         return not self._running
 
     def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
-        return task in self._tasks or any(slot.owner is task for slot in self._running)
+        return any(slot.owner is task for slot in self._running)
 
     def _abort(self) -> list[asyncio.Task[Any]]:
         for task, slot in self._tasks.items():
