@@ -36,7 +36,7 @@ LATE_FOR_S = 60.0  # seconds for which a late answer counts: it says nothing of 
 MAY_BE_LATE = 0.01  # share of the answers of this time that may be late, and one of them in any case
 ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
 AHEAD = 0.75  # steps that a request needs beside its own two from which on the engine schedules ahead
-SHARES = 4_096  # of the longest wait, of which a percentile of the waits is one
+SHARES = 4_096  # parts of the longest wait, to one of which a percentile is exact
 
 # The space for the foreground.
 LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2  # share of the places, and of the capacity, that is kept
