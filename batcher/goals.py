@@ -148,8 +148,7 @@ class Background:
         elif self.goals is not None:
             # A longer one is spread over steps by the engine, whatever starts beside it.
             self._credit = max(self._credit - prompt, min(self._credit, -HELD_STEPS * self._pace))
-            most, most_cost = self._lately()
-            self._peak = max(most, self.total - self.running), max(most_cost, self.total_cost - self.cost)
+            self._lately()
 
     def grow(self, priority: int, cost: int, records: int = 0) -> None:
         """Count what records hold beyond what was counted; less than nothing where they end."""
@@ -165,8 +164,10 @@ class Background:
         elapsed = now - self._turned_at
         if elapsed >= LATELY_S:
             self._peak_before = self._peak if elapsed < 2 * LATELY_S else (0, 0)
-            self._peak = self.total - self.running, self.total_cost - self.cost
+            self._peak = (0, 0)
             self._turned_at = now
+        records, cost = self.total - self.running, self.total_cost - self.cost
+        self._peak = max(self._peak[0], records), max(self._peak[1], cost)
         return max(self._peak_before[0], self._peak[0]), max(self._peak_before[1], self._peak[1])
 
     def step(self, seconds: float) -> bool:

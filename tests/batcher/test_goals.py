@@ -219,6 +219,18 @@ async def test_places_and_capacity_are_kept_for_twice_what_the_foreground_used()
         await end(holders)
 
 
+def test_a_peak_of_the_foreground_is_forgotten_also_while_single_requests_come() -> None:
+    time_s = 0.0
+    background = Background(GOALS, 1, lambda: time_s)
+    background.begin(0, 1, 20, 1)
+    background.grow(0, -1, -20)
+    for _ in range(4):
+        time_s += 10.0
+        background.begin(0, 1, 1, 1)
+        background.grow(0, -1, -1)
+    assert background.places(1_000, 8)[0] == 8 - 2
+
+
 @virtual
 async def test_a_large_record_of_the_background_leaves_capacity_for_the_others() -> None:
     async with batcher_of(capacity=160) as batcher:
