@@ -263,7 +263,7 @@ class Batcher(ABC, Generic[EntryT]):
         if tenant := queue.tenants.get(entry.tenant):
             own = queue.own(entry.priority, entry.tenant)
             seconds = tenant.retry_after(entry.priority, seconds, own, self._clock())
-        raise QueueFull(bound.name, bound.value, seconds)
+        raise QueueFull(*bound, seconds)
 
     async def _wait_for_space(self, entry: EntryT) -> None:
         """Wait until an entry is admitted that waits outside.

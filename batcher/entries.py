@@ -42,6 +42,7 @@ class Entry(asyncio.Future[ResultT]):
     """
 
     __slots__ = (
+        "_item",
         "_next",
         "_place",
         "_previous",
@@ -91,8 +92,9 @@ class Entry(asyncio.Future[ResultT]):
         self.submitted_at: float = submitted_at
         self.space: asyncio.Future[None] | None = None
         self._withdraw = withdraw
-        # The backlog in which it waits, and the entries before and after it there.
+        # The backlog in which it waits, the neighbours there, and the item of its deadline.
         self._place: Any = None
+        self._item: Any = None
         self._previous: Any = None
         self._next: Any = None
 

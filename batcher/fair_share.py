@@ -1,18 +1,17 @@
-"""Fair order inside a queue: whose turn it is among tiers and tenants, and each tenant's share of it."""
+"""Fair order inside a queue: whose turn it is among tenants, and each tenant's share of the queue."""
 
 import heapq
 import itertools
-import math
 import random
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from batcher import checks
 
-SLACK = 64  # leftovers that are kept beside as many as are in use, so that clearing up is rare
+SLACK = 64  # items of a heap that are out of date beside as many as are not, so that clearing up is rare
 UNIT = 1 << 20  # charge to a tenant of weight 1 per unit of cost: a whole number keeps its precision
 MAX_IDLE_TENANTS = 10_000  # tenants without entries that are remembered at most
 RECENT_S = 10.0  # seconds for which a tenant without entries still has its share of the queue
@@ -21,61 +20,35 @@ RECENT_S = 10.0  # seconds for which a tenant without entries still has its shar
 RETURNS_SHARE = 1 / 3  # share of a tenant's service that is set aside for them; the rest is for new ones
 SPREAD = 0.25  # how far a time is moved at random, as a share of it
 LATEST_S = 60.0  # seconds after which it is at the latest, unless the wait is longer
-MAX_TIERS = 64  # tiers of a tenant whose times are remembered
 
-TurnT = TypeVar("TurnT", bound="Turn")
+ThingT = TypeVar("ThingT", bound=Any)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Turn:
-    """Something that waits for its turn: the lowest key goes first, then the lowest order.
+class Heap(list[tuple[float, int, ThingT]]):
+    """Things by a key, the lowest first; of those with the same key, the one that came first.
 
-    Attributes:
-        total: Records that wait in it.
-        item: Its place in the heap.
+    A thing knows its item, by the attribute `_item`. An item that its thing doesn't know any more is not
+    looked for: it goes when it comes to the top, or when the items have doubled since the last time.
     """
 
-    key: float = 0
-    order: int = 0
-    total: int = 0
-    item: Any = None
+    _sequence = itertools.count()
+    _most = SLACK
 
+    def push(self, key: float, thing: ThingT) -> None:
+        """Put a thing in, or into another place; among those with the same key it keeps its own."""
+        order = next(self._sequence) if thing._item is None else thing._item[1]
+        thing._item = (key, order, thing)
+        heapq.heappush(self, thing._item)
+        if len(self) > self._most:
+            self[:] = [item for item in self if item is item[2]._item]
+            heapq.heapify(self)
+            self._most = 2 * len(self) + SLACK
 
-class Turns(Generic[TurnT]):
-    """Decides whose turn it is, of what waits."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int, TurnT]] = []
-        self._sequence = itertools.count()
-        self._most = SLACK
-
-    def push(self, thing: TurnT) -> None:
-        """Take in what begins to wait, or whose key has become lower."""
-        thing.item = (thing.key, thing.order, next(self._sequence), thing)
-        heapq.heappush(self._heap, thing.item)
-        if len(self._heap) > self._most:
-            self._heap = [item for item in self._heap if item is item[3].item]
-            heapq.heapify(self._heap)
-            self._most = 2 * len(self._heap) + SLACK
-
-    def first(self) -> TurnT | None:
-        """Return the one whose turn it is."""
-        heap = self._heap
-        while heap:
-            item = heap[0]
-            thing = item[3]
-            if item is not thing.item:
-                heapq.heappop(heap)
-            elif not thing.total:
-                heapq.heappop(heap)
-                thing.item = None
-            elif item[0] == thing.key or len(heap) == 1:
-                return thing
-            else:
-                # Keys mostly rise, so an item is put right only when it comes to the top.
-                thing.item = (thing.key, item[1], item[2], thing)
-                heapq.heapreplace(heap, thing.item)
-        return None
+    def top(self) -> tuple[float, int, ThingT] | None:
+        """Return the first item."""
+        while self and self[0] is not self[0][2]._item:
+            heapq.heappop(self)
+        return self[0] if self else None
 
 
 @dataclass(slots=True, eq=False)
@@ -114,145 +87,127 @@ class Tenant:
             own: Records of the tenant that wait in that tier.
             now: The time.
         """
-        returns = self.returns
-        if priority not in returns:
-            if len(returns) > MAX_TIERS:
-                returns.clear()
-            returns[priority] = max((at for above, at in returns.items() if above < priority), default=now)
-        at = min(max(now + wait_s, returns[priority]), now + max(wait_s, LATEST_S))
+        returns = {tier: at for tier, at in self.returns.items() if at > now}
+        before = (at for tier, at in returns.items() if tier <= priority)
+        at = min(max((now + wait_s, *before)), now + max(wait_s, LATEST_S))
         returns[priority] = at
         for tier in returns:
             if tier >= priority:
-                returns[tier] = max(returns[tier], now) + wait_s / (own + 1) / RETURNS_SHARE
+                returns[tier] += wait_s / (own + 1) / RETURNS_SHARE
+        self.returns = returns
         return (at - now) * (1 + SPREAD * random.random())
 
 
 @dataclass(slots=True, eq=False)
-class Backlog(Turn):
-    """The entries of one tenant in one tier, by arrival; the key is the cost it was served, by its weight.
-
-    The entries are linked to one another, so that any of them leaves at once.
+class Backlog:
+    """The entries of one tenant in one tier, by arrival: a ring of links, so that any of them leaves at once.
 
     Attributes:
-        first: The entry that came first.
-        last: The entry that came last.
+        key: The cost that it was served, by its weight: the one with the lowest goes first.
+        total: Records in it.
         outside: Entries that wait for space.
     """
 
-    tier: "Tier"
     tenant: Tenant
-    first: Any = None
-    last: Any = None
+    key: float = 0
+    total: int = 0
     outside: int = 0
+    _item: Any = None
+    _next: Any = None
+    _previous: Any = None
 
     def append(self, entry: Any) -> None:
         """Put an entry behind the others."""
-        entry._place = self
-        last = entry._previous = self.last
-        if last is None:
-            self.first = entry
-        else:
-            last._next = entry
-        self.last = entry
+        last = self._previous
+        entry._place = entry._next = self
+        entry._previous = last
+        last._next = self._previous = entry
         self.total += entry.records
 
     def unlink(self, entry: Any) -> None:
         """Take an entry out, wherever it is."""
-        before, after = entry._previous, entry._next
-        if before is None:
-            self.first = after
-        else:
-            before._next = after
-        if after is None:
-            self.last = before
-        else:
-            after._previous = before
-        entry._place = entry._previous = entry._next = None
+        entry._previous._next = entry._next
+        entry._next._previous = entry._previous
+        entry._place = entry._previous = entry._next = entry._item = None
         self.total -= entry.records
 
     def __iter__(self) -> Iterator[Any]:
-        entry = self.first
-        while entry is not None:
+        entry = self._next or self
+        while entry is not self:
             following = entry._next
             yield entry
             entry = following
 
+    def turns(self) -> Iterator[tuple[float, int, Any]]:
+        """Yield the entries in their order, each after the key of its turn."""
+        key = self.key
+        for entry in self:
+            yield key, self._item[1], entry
+            key += (entry.cost or 1) * self.tenant.charge
+
 
 @dataclass(slots=True, eq=False)
-class Tier(Turn):
-    """The entries of one priority, as backlogs by tenant; the key says when its turn is.
+class Tier:
+    """The entries of one priority, as backlogs by tenant.
 
     Attributes:
-        total_cost: Cost of the records that wait in it.
+        turn: When its turn is, and its priority: the lowest goes first.
+        total: Records that wait in it.
+        total_cost: Their cost.
         outside: Those of them that wait for space.
         outside_cost: Their cost.
-        top: The highest key with which a backlog became empty: once all are, nothing is owed.
-        waiting: Backlogs with entries; the others are remembered while they owe something.
-        joined: How often a tenant has joined.
-        most: Backlogs from which on those that need not be remembered are looked for.
+        backlogs: Those with entries, and others that may have been served more than they.
+        turns: Those with entries.
+        waiting: How many they are.
     """
 
     priority: int
+    turn: tuple[float, int]
+    total: int = 0
     total_cost: int = 0
     outside: int = 0
     outside_cost: int = 0
-    top: float = 0
     backlogs: dict[str, Backlog] = field(default_factory=dict)
-    turns: Turns[Backlog] = field(default_factory=Turns)
+    turns: Heap[Backlog] = field(default_factory=Heap)
     waiting: int = 0
-    joined: int = 0
-    most: int = SLACK
+
+    def first(self) -> Backlog:
+        """Return the backlog whose turn it is."""
+        turns = self.turns
+        while True:
+            item = turns[0]
+            backlog = item[2]
+            if item is not backlog._item:
+                heapq.heappop(turns)
+            elif item[0] == backlog.key or len(turns) == 1:
+                return backlog
+            else:
+                # Keys mostly rise, so an item is put right only when it comes to the top.
+                backlog._item = (backlog.key, item[1], backlog)
+                heapq.heapreplace(turns, backlog._item)
 
     def join(self, tenant: Tenant) -> Backlog:
-        """Return the backlog of a tenant that is about to get an entry; at the level of the others."""
+        """Return the backlog of a tenant that gets an entry: behind the others, if it was served no more."""
         backlog = self.backlogs.get(tenant.name)
         if backlog is None:
-            backlog = self.backlogs[tenant.name] = Backlog(self, tenant)
-        self.waiting += 1
+            backlog = self.backlogs[tenant.name] = Backlog(tenant)
         backlog.tenant = tenant
-        first = self.turns.first()
-        level = self.top if first is None else first.key
-        if level >= backlog.key:
-            # It owes nothing, and comes behind the others.
-            backlog.key, backlog.item = level, None
-        if backlog.item is None:
-            self.joined += 1
-            backlog.order = self.joined
-            self.turns.push(backlog)
+        backlog._next = backlog._previous = backlog
+        if self.waiting and backlog.key < (level := self.first().key):
+            backlog.key = level
+        self.waiting += 1
+        self.turns.push(backlog.key, backlog)
         return backlog
 
     def retire(self, backlog: Backlog) -> None:
-        """Remember a backlog that has no entries left while it was served more than the others."""
-        self.top = max(self.top, backlog.key)
+        """Take in that a backlog has no entries left."""
+        # No cycle is left to collect.
+        backlog._item = backlog._next = backlog._previous = None
         self.waiting -= 1
-        if len(self.backlogs) <= self.most:
-            return
-        first = self.turns.first()
-        level = math.inf if first is None else first.key
-        idle = sorted((each for each in self.backlogs.values() if not each.total), key=lambda each: each.key)
-        # Those that were served no more than the others owe nothing; of too many, the least served go too.
-        owe_nothing = bisect_right(idle, level, key=lambda each: each.key)
-        for each in idle[: max(owe_nothing, len(idle) - MAX_IDLE_TENANTS)]:
-            del self.backlogs[each.tenant.name]
-            each.item = None
-        self.most = 2 * len(self.backlogs) + SLACK
-
-    def walk(self) -> Iterator[Any]:
-        """Yield the entries in the order in which they would be taken."""
-        heads = [
-            (backlog.key, backlog.order, backlog.tenant.charge, iter(backlog))
-            for backlog in self.backlogs.values()
-            if backlog.total
-        ]
-        heapq.heapify(heads)
-        while heads:
-            key, order, charge, entries = heads[0]
-            entry = next(entries, None)
-            if entry is None:
-                heapq.heappop(heads)
-            else:
-                yield entry
-                heapq.heapreplace(heads, (key + (entry.cost or 1) * charge, order, charge, entries))
+        if len(self.backlogs) - self.waiting > MAX_IDLE_TENANTS:
+            idle = sorted((each for each in self.backlogs.values() if not each.total), key=attrgetter("key"))
+            for each in idle[: MAX_IDLE_TENANTS // 2]:
+                del self.backlogs[each.tenant.name]
 
 
 class Tenants:

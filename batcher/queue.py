@@ -4,26 +4,21 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from batcher import checks
-from batcher.deadlines import Deadlines
 from batcher.entries import Entry
 from batcher.errors import QueueFull
-from batcher.fair_share import SLACK, Backlog, Tenant, Tenants, Tier, Turns
+from batcher.fair_share import Backlog, Heap, Tenant, Tenants, Tier
 
 BACKGROUND_SHARE = 0.9  # share of the bounds that the background may fill
 OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has its fair share of the whole
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
 
-
-class Bound(NamedTuple):
-    """A bound of the queue."""
-
-    name: str
-    value: int
+_turn = attrgetter("turn")
 
 
 class RequestQueue(Generic[EntryT]):
@@ -43,7 +38,7 @@ class RequestQueue(Generic[EntryT]):
     10 seconds: one that floods the queue is refused, its neighbours are not.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
-    and iteration.
+    and iteration, and looks at each tier in which records wait.
 
     Attributes:
         total: Records that wait, outside too: an entry may stand for several.
@@ -94,11 +89,10 @@ class RequestQueue(Generic[EntryT]):
         self.outside_cost: int = 0
         self.entered: int = 0
         self._tiers: dict[int, Tier] = {}
-        self._turns: Turns[Tier] = Turns()
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
         self._came_in: list[EntryT] = []
-        self._deadlines: Deadlines[EntryT] = Deadlines()
+        self._deadlines: Heap[EntryT] = Heap()
         self._expired: list[EntryT] = []
 
     @property
@@ -130,7 +124,7 @@ class RequestQueue(Generic[EntryT]):
 
     def first_priority(self) -> int | None:
         """Return the most urgent tier in which records wait, for space too; None: there is none."""
-        return min((tier.priority for tier in self._tiers.values() if tier.total), default=None)
+        return min(self._tiers, default=None)
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
         """Return how many records go before one that comes now, and their cost together.
@@ -142,7 +136,7 @@ class RequestQueue(Generic[EntryT]):
         """
         records = cost = 0
         for tier in self._tiers.values():
-            if tier.priority > priority or not tier.total:
+            if tier.priority > priority:
                 continue
             before = tier.total
             if tenant is not None and tier.priority == priority:
@@ -155,12 +149,9 @@ class RequestQueue(Generic[EntryT]):
 
     def own(self, priority: int, tenant: str) -> int:
         """Return how many records of a tenant wait in a tier."""
-        backlog = self._backlog(priority, tenant)
-        return 0 if backlog is None else backlog.total
-
-    def _backlog(self, priority: int, tenant: str) -> Backlog | None:
         tier = self._tiers.get(priority)
-        return None if tier is None else tier.backlogs.get(tenant)
+        backlog = tier and tier.backlogs.get(tenant)
+        return backlog.total if backlog else 0
 
     # Bounds
 
@@ -174,8 +165,8 @@ class RequestQueue(Generic[EntryT]):
             raise ValueError("the entry waits already")
         records, cost = entry.records, entry.cost
         tier = self._tiers.get(entry.priority)
-        if tier is None or not tier.total:
-            tier = self._open(entry.priority, tier)
+        if tier is None:
+            tier = self._tiers[entry.priority] = Tier(entry.priority, self._turn(entry.priority))
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None or not backlog.total:
             backlog = tier.join(self.tenants.join(entry.tenant))
@@ -201,7 +192,7 @@ class RequestQueue(Generic[EntryT]):
             self._outside[entry] = None
             self._count_outside(entry, 1)
         if entry.deadline is not None:
-            self._deadlines.keep(entry.deadline, entry)
+            self._deadlines.push(entry.deadline, entry)
         return admitted
 
     def add(self, entry: EntryT) -> None:
@@ -213,7 +204,7 @@ class RequestQueue(Generic[EntryT]):
         """
         if not self.put(entry) and (bound := self.let_in(entry)) is not None:
             self.remove(entry)
-            raise QueueFull(bound.name, bound.value, retry_after_s=0.0)
+            raise QueueFull(*bound, retry_after_s=0.0)
 
     def set_max_size(self, max_size: int | None) -> None:
         """Change the records that may wait; those beyond a smaller number stay. None: no bound."""
@@ -237,8 +228,11 @@ class RequestQueue(Generic[EntryT]):
         came_in, self._came_in = self._came_in, []
         return came_in
 
-    def let_in(self, entry: EntryT) -> Bound | None:
-        """Let an entry in that waits outside, if there is space; return the bound that keeps it there."""
+    def let_in(self, entry: EntryT) -> tuple[str, int] | None:
+        """Let an entry in that waits outside, if there is space; return the bound that keeps it there.
+
+        A bound is the name of an argument of the batchers, and its value.
+        """
         bound = self._bound(entry)
         if bound is None:
             self._let(entry)
@@ -254,7 +248,7 @@ class RequestQueue(Generic[EntryT]):
         self.entered += entry.records
         self._came_in.append(entry)
 
-    def _bound(self, entry: EntryT) -> Bound | None:
+    def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
         inside, inside_cost = self.total - self.outside, self.total_cost - self.outside_cost
         if not inside:
@@ -271,7 +265,7 @@ class RequestQueue(Generic[EntryT]):
                 or own <= share * self.tenants.share(tenant) * most
             )
             if used > share * most or not fair:
-                return Bound(name, int(most))
+                return name, int(most)
         return None
 
     def _leave_outside(self, entry: EntryT) -> None:
@@ -281,7 +275,7 @@ class RequestQueue(Generic[EntryT]):
     def _count_outside(self, entry: EntryT, sign: int) -> None:
         backlog: Backlog = entry._place
         backlog.outside += sign
-        for place in (backlog.tier, self):
+        for place in (self._tiers[entry.priority], self):
             place.outside += sign * entry.records
             place.outside_cost += sign * entry.cost
 
@@ -295,12 +289,10 @@ class RequestQueue(Generic[EntryT]):
         """
         if self._deadlines:
             self._sweep()
-        tier = self._turns.first()
+        tiers: Collection[Tier] = self._tiers.values()
         if before is not None:
-            tiers = [tier for tier in self._tiers.values() if tier.total and tier.priority < before]
-            tier = min(tiers, key=lambda tier: (tier.key, tier.priority), default=None)
-        backlog = None if tier is None else tier.turns.first()
-        return None if backlog is None else backlog.first
+            tiers = [tier for tier in tiers if tier.priority < before]
+        return min(tiers, key=_turn).first()._next if tiers else None
 
     def pick(self, entry: EntryT) -> None:
         """Take one waiting entry, whatever its place, and charge its tenant.
@@ -324,23 +316,21 @@ class RequestQueue(Generic[EntryT]):
             max_records: Most records; None: no bound.
             padded: The cost of all together is that of the costliest times their number, not the sum.
         """
-        if self._deadlines:
-            self._sweep()
+        self._sweep()
         now = self._clock()
         batch: list[EntryT] = []
         total = longest = records = 0
         most_cost: float = math.inf if budget is None else budget
         most: float = math.inf if max_records is None else max_records
         tier: Tier | None = None
-        while records < most:
-            if tier is None or not tier.total or tier.key != tier.item[0]:
-                # Otherwise it is its turn still: the keys of other tiers don't change meanwhile.
-                tier = self._turns.first()
-                if tier is None:
-                    break
-            backlog = tier.turns.first()
-            assert backlog is not None
-            entry: EntryT = backlog.first
+        turn = (0.0, 0)
+        while self._tiers and records < most:
+            if tier is None or not tier.total or tier.turn != turn:
+                # Otherwise it is its turn still: those of other tiers don't change meanwhile.
+                tier = min(self._tiers.values(), key=_turn)
+                turn = tier.turn
+            backlog = tier.first()
+            entry: EntryT = backlog._next
             records += entry.records
             if padded:
                 longest = max(longest, entry.cost)
@@ -356,43 +346,30 @@ class RequestQueue(Generic[EntryT]):
     def peek(self, count: int) -> list[EntryT]:
         """Return the next `count` entries in the order in which `take` would return them."""
         self._sweep()
-        return list(itertools.islice(self._walk(), count))
+        turns = heapq.merge(*map(self._turns, self._tiers.values()))
+        return [entry for _, entry in itertools.islice(turns, count)]
+
+    def _turns(self, tier: Tier) -> Iterator[tuple[tuple[float, int], EntryT]]:
+        """Yield the entries of a tier in their order, each after the tier's turn."""
+        turn = tier.turn
+        for *_, entry in heapq.merge(*(backlog.turns() for backlog in tier.backlogs.values())):
+            yield turn, entry
+            turn = self._turn(tier.priority)
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
-        backlog = self._backlog(entry.priority, entry.tenant)
-        if backlog is None or not backlog.tier.total:
+        tier = self._tiers.get(entry.priority)
+        backlog = tier and tier.backlogs.get(entry.tenant)
+        if not tier or not backlog:
             # A tenant that was forgotten starts at the level of the others: nothing to put right.
             return
         backlog.key += (used - charged) * backlog.tenant.charge
-        backlog.tier.top = max(backlog.tier.top, backlog.key)
-        if backlog.item is not None and backlog.key < backlog.item[0]:
-            backlog.tier.turns.push(backlog)
+        if backlog._item is not None and backlog.key < backlog._item[0]:
+            tier.turns.push(backlog.key, backlog)
 
-    def _open(self, priority: int, tier: Tier | None) -> Tier:
-        """Return a tier in which nothing has waited; it begins to wait for its turn."""
-        if tier is None:
-            tier = self._tiers[priority] = Tier(priority, order=priority)
-        tier.key = self._key(priority)
-        if tier.item is None:
-            self._turns.push(tier)
-        return tier
-
-    def _key(self, priority: int) -> float:
-        # All tiers age alike, so comparing these keys needs no clock.
-        return float(priority) if self._aging is None else self._clock() + priority * self._aging
-
-    def _walk(self) -> Iterator[EntryT]:
-        turns = [(tier.key, tier.priority, tier.walk()) for tier in self._tiers.values() if tier.total]
-        heapq.heapify(turns)
-        while turns:
-            _, priority, entries = turns[0]
-            entry = next(entries, None)
-            if entry is None:
-                heapq.heappop(turns)
-            else:
-                yield entry
-                heapq.heapreplace(turns, (self._key(priority), priority, entries))
+    def _turn(self, priority: int) -> tuple[float, int]:
+        # All tiers age alike, so comparing their turns needs no clock.
+        return (0.0 if self._aging is None else self._clock() + priority * self._aging), priority
 
     # Leaving
 
@@ -414,30 +391,29 @@ class RequestQueue(Generic[EntryT]):
         """Take out and return the entries whose deadline has passed; each is returned once."""
         if self._deadlines:
             self._sweep()
-        expired = self._expired
-        if expired:
-            self._expired = []
+        expired, self._expired = self._expired, []
         return expired
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline of a waiting entry."""
-        return self._deadlines.earliest()
+        item = self._deadlines.top()
+        return None if item is None else item[0]
 
     def _sweep(self) -> None:
         """Take out the entries whose deadline has passed."""
-        for entry in self._deadlines.due(self._clock()):
-            self.remove(entry)
-            self._expired.append(entry)
+        while (item := self._deadlines.top()) is not None and item[0] <= self._clock():
+            self.remove(item[2])
+            self._expired.append(item[2])
 
     def _drop(self, entry: EntryT, backlog: Backlog, served_at: float | None) -> None:
         """Take an entry out; one that is served is charged to its tenant."""
-        tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
+        tier, tenant, records, cost = self._tiers[entry.priority], backlog.tenant, entry.records, entry.cost
         if served_at is not None:
             if not entry.admitted:
                 self._let(entry)
             backlog.key += (cost or 1) * tenant.charge
             if self._aging is not None:
-                tier.key = served_at + tier.priority * self._aging
+                tier.turn = served_at + tier.priority * self._aging, tier.priority
         if entry.admitted:
             tenant.size -= records
             tenant.cost -= cost
@@ -451,6 +427,5 @@ class RequestQueue(Generic[EntryT]):
         if not backlog.total:
             tier.retire(backlog)
             self.tenants.leave(tenant)
-            if not tier.total and len(self._tiers) > SLACK:
+            if not tier.total:
                 del self._tiers[tier.priority]
-                tier.item = None
