@@ -297,8 +297,7 @@ class Batcher(ABC, Generic[EntryT]):
                 self._start_ready()
                 self._end_late()
                 # 3. What waits outside comes in where there is space now.
-                for entry in queue.admit():
-                    self._tell(entry)
+                queue.admit()
         finally:
             self._deciding = False
         # 4. The next deadline brings us back.
@@ -338,12 +337,6 @@ class Batcher(ABC, Generic[EntryT]):
             # Python reports errors that are not looked at. A caller in `submit` gets this one from there; of
             # those that a stop ends, few are looked at.
             entry.exception()
-        self._tell(entry)
-
-    def _tell(self, entry: EntryT) -> None:
-        """Wake the caller that waits for space for an entry."""
-        if entry.space is not None and not entry.space.done():
-            entry.space.set_result(None)
 
     def _withdraw(self, entry: EntryT) -> None:
         """Count an entry that was cancelled, and give its place back."""

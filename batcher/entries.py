@@ -116,6 +116,12 @@ class Entry(asyncio.Future[ResultT]):
         """End it with an error."""
         self.record = None
         self.set_exception(error)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the caller that waits for it to be admitted."""
+        if self.space is not None and not self.space.done():
+            self.space.set_result(None)
 
     def __repr__(self) -> str:
         return f"<Entry of {self.tenant!r}, cost {self.cost}, priority {self.priority}>"

@@ -91,7 +91,6 @@ class RequestQueue(Generic[EntryT]):
         self._tiers: dict[int, Tier] = {}
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
-        self._came_in: list[EntryT] = []
         self._deadlines: Heap[EntryT] = Heap()
         self._expired: list[EntryT] = []
 
@@ -217,16 +216,10 @@ class RequestQueue(Generic[EntryT]):
         entry.admitted = True
         self.entered += entry.records
 
-    def admit(self) -> list[EntryT]:
-        """Let in those that wait outside, in the order in which they came, as far as there is space.
-
-        Returns:
-            The entries that have come in from outside since the last call, also those that were taken.
-        """
+    def admit(self) -> None:
+        """Let in those that wait outside, in the order in which they came, as far as there is space."""
         while self._outside and self.let_in(next(iter(self._outside))) is None:
             pass
-        came_in, self._came_in = self._came_in, []
-        return came_in
 
     def let_in(self, entry: EntryT) -> tuple[str, int] | None:
         """Let an entry in that waits outside, if there is space; return the bound that keeps it there.
@@ -245,8 +238,8 @@ class RequestQueue(Generic[EntryT]):
         tenant.size += entry.records
         tenant.cost += entry.cost
         entry.admitted = True
+        entry.wake()
         self.entered += entry.records
-        self._came_in.append(entry)
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
