@@ -257,13 +257,12 @@ class Batcher(ABC, Generic[EntryT]):
         if bound is None:
             # Space came, and another that came before it needs more.
             return
+        tenant = entry._place.tenant
         queue.remove(entry)
         self._recorder.total_rejected += entry.records
-        seconds = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
-        if tenant := queue.tenants.get(entry.tenant):
-            own = queue.own(entry.priority, entry.tenant)
-            seconds = tenant.retry_after(entry.priority, seconds, own, self._clock())
-        raise QueueFull(*bound, seconds)
+        wait_s = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
+        own = queue.own(entry.priority, entry.tenant)
+        raise QueueFull(*bound, tenant.retry_after(entry.priority, wait_s, own, self._clock()))
 
     async def _wait_for_space(self, entry: EntryT) -> None:
         """Wait until an entry is admitted that waits outside.

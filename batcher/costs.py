@@ -82,7 +82,7 @@ class CostRule(Generic[RecordT]):
             return whole_cost("cost_estimator's result", self.estimator(record))
         for name in self.methods:
             method = getattr(record, name, None)
-            if method is not None and callable(method):
+            if callable(method):
                 return whole_cost(f"{name}()'s result", method())
         return self.default
 

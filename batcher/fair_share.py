@@ -222,10 +222,6 @@ class Tenants:
         self._weight = 0.0
         self.set_weights(weights)
 
-    def get(self, name: str) -> Tenant | None:
-        """Return a tenant that is known."""
-        return self._tenants.get(name)
-
     def join(self, name: str) -> Tenant:
         """Return a tenant that is about to have entries in one more tier."""
         tenant = self._tenants.get(name)
@@ -257,9 +253,9 @@ class Tenants:
 
     def weigh(self, name: str, weight: float | None) -> None:
         """Give a tenant a weight of its own; None: takes it away."""
-        if type(name) is str and self._own_weights.get(name) == weight:
-            return
         checks.tenant(name)
+        if self._own_weights.get(name) == weight:
+            return
         if weight is None:
             self._own_weights.pop(name, None)
         else:

@@ -234,7 +234,8 @@ class RequestQueue(Generic[EntryT]):
     def _let(self, entry: EntryT) -> None:
         """Count an entry of those outside among the others."""
         tenant: Tenant = entry._place.tenant
-        self._leave_outside(entry)
+        del self._outside[entry]
+        self._count_outside(entry, -1)
         tenant.size += entry.records
         tenant.cost += entry.cost
         entry.admitted = True
@@ -260,10 +261,6 @@ class RequestQueue(Generic[EntryT]):
             if used > share * most or not fair:
                 return name, int(most)
         return None
-
-    def _leave_outside(self, entry: EntryT) -> None:
-        del self._outside[entry]
-        self._count_outside(entry, -1)
 
     def _count_outside(self, entry: EntryT, sign: int) -> None:
         backlog: Backlog = entry._place
@@ -411,7 +408,8 @@ class RequestQueue(Generic[EntryT]):
             tenant.size -= records
             tenant.cost -= cost
         else:
-            self._leave_outside(entry)
+            del self._outside[entry]
+            self._count_outside(entry, -1)
         backlog.unlink(entry)
         tier.total -= records
         tier.total_cost -= cost
