@@ -100,7 +100,9 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class Backlog:
-    """The entries of one tenant in one tier, by arrival: a ring of links, so that any of them leaves at once.
+    """The entries of one tenant in one tier, by arrival.
+
+    They are linked in a ring with the backlog itself, so that any of them leaves at once.
 
     Attributes:
         key: The cost that it was served, by its weight: the one with the lowest goes first.
@@ -115,21 +117,6 @@ class Backlog:
     _item: Any = None
     _next: Any = None
     _previous: Any = None
-
-    def append(self, entry: Any) -> None:
-        """Put an entry behind the others."""
-        last = self._previous
-        entry._place = entry._next = self
-        entry._previous = last
-        last._next = self._previous = entry
-        self.total += entry.records
-
-    def unlink(self, entry: Any) -> None:
-        """Take an entry out, wherever it is."""
-        entry._previous._next = entry._next
-        entry._next._previous = entry._previous
-        entry._place = entry._previous = entry._next = entry._item = None
-        self.total -= entry.records
 
     def __iter__(self) -> Iterator[Any]:
         entry = self._next or self
@@ -154,8 +141,6 @@ class Tier:
         turn: When its turn is, and its priority: the lowest goes first.
         total: Records that wait in it.
         total_cost: Their cost.
-        outside: Those of them that wait for space.
-        outside_cost: Their cost.
         backlogs: Those with entries, and others that may have been served more than they.
         turns: Those with entries.
         waiting: How many they are.
@@ -165,8 +150,6 @@ class Tier:
     turn: tuple[float, int]
     total: int = 0
     total_cost: int = 0
-    outside: int = 0
-    outside_cost: int = 0
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     turns: Heap[Backlog] = field(default_factory=Heap)
     waiting: int = 0

@@ -43,8 +43,8 @@ class RequestQueue(Generic[EntryT]):
     Attributes:
         total: Records that wait, outside too: an entry may stand for several.
         total_cost: Their cost.
-        outside: Records that wait for space.
-        outside_cost: Their cost.
+        size: Records that count against the bounds.
+        cost: Their cost.
         entered: Records that got in so far.
         tenants: Their weights, and what is known of those that have entries or had of late.
 
@@ -77,16 +77,15 @@ class RequestQueue(Generic[EntryT]):
             checks.positive("priority_aging_s", priority_aging_s)
         checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES, optional=True)
         self._clock = clock
-        self._max_cost = math.inf if max_cost is None else max_cost
-        self._max_size = self._open_size = math.inf
         self.set_max_size(max_size)
+        self._max_cost = math.inf if max_cost is None else max_cost
         self._open_cost = OPEN_SHARE * self._max_cost
         self._aging = priority_aging_s
         self._background = math.inf if background is None else background
         self.total: int = 0
         self.total_cost: int = 0
-        self.outside: int = 0
-        self.outside_cost: int = 0
+        self.size: int = 0
+        self.cost: int = 0
         self.entered: int = 0
         self._tiers: dict[int, Tier] = {}
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
@@ -95,14 +94,14 @@ class RequestQueue(Generic[EntryT]):
         self._expired: list[EntryT] = []
 
     @property
-    def size(self) -> int:
-        """Records that count against the bounds."""
-        return self.total - self.outside
+    def outside(self) -> int:
+        """Records that wait for space."""
+        return self.total - self.size
 
     @property
-    def cost(self) -> int:
-        """The cost of the records that count against the bounds."""
-        return self.total_cost - self.outside_cost
+    def outside_cost(self) -> int:
+        """The cost of the records that wait for space."""
+        return self.total_cost - self.cost
 
     def __len__(self) -> int:
         return self.total
@@ -115,11 +114,11 @@ class RequestQueue(Generic[EntryT]):
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
-        return {
-            tier.priority: (tier.total - tier.outside, tier.total_cost - tier.outside_cost)
-            for tier in self._tiers.values()
-            if tier.total > tier.outside
-        }
+        found = {tier.priority: (tier.total, tier.total_cost) for tier in self._tiers.values()}
+        for entry in self._outside:
+            records, cost = found[entry.priority]
+            found[entry.priority] = records - entry.records, cost - entry.cost
+        return {priority: inside for priority, inside in found.items() if inside[0]}
 
     def first_priority(self) -> int | None:
         """Return the most urgent tier in which records wait, for space too; None: there is none."""
@@ -140,8 +139,7 @@ class RequestQueue(Generic[EntryT]):
             before = tier.total
             if tenant is not None and tier.priority == priority:
                 own = self.own(priority, tenant)
-                others = tier.waiting - (own > 0)
-                before = min(before, own + others * (own + 1))
+                before = min(before, own + (tier.waiting - (own > 0)) * (own + 1))
             records += before
             cost += tier.total_cost * before // tier.total
         return records, cost
@@ -169,30 +167,31 @@ class RequestQueue(Generic[EntryT]):
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None or not backlog.total:
             backlog = tier.join(self.tenants.join(entry.tenant))
-        tenant = backlog.tenant
-        backlog.append(entry)
-        admitted = not backlog.outside and (
-            (
-                self.total - self.outside + records <= self._open_size
-                and self.total_cost - self.outside_cost + cost <= self._open_cost
-            )
-            or self._bound(entry) is None
-        )
+        last = backlog._previous
+        entry._place, entry._previous, entry._next = backlog, last, backlog
+        last._next = backlog._previous = entry
+        backlog.total += records
         tier.total += records
         tier.total_cost += cost
         self.total += records
         self.total_cost += cost
-        entry.admitted = admitted
-        if admitted:
+        entry.admitted = not backlog.outside and (
+            (self.size + records <= self._open_size and self.cost + cost <= self._open_cost)
+            or self._bound(entry) is None
+        )
+        if entry.admitted:
+            tenant = backlog.tenant
             tenant.size += records
             tenant.cost += cost
+            self.size += records
+            self.cost += cost
             self.entered += records
         else:
             self._outside[entry] = None
-            self._count_outside(entry, 1)
+            backlog.outside += 1
         if entry.deadline is not None:
             self._deadlines.push(entry.deadline, entry)
-        return admitted
+        return entry.admitted
 
     def add(self, entry: EntryT) -> None:
         """Put an entry in its place if there is space for it.
@@ -212,8 +211,9 @@ class RequestQueue(Generic[EntryT]):
         self._open_size = OPEN_SHARE * self._max_size
 
     def pass_by(self, entry: EntryT) -> None:
-        """Count an entry that is taken at once, while nothing waits that it could pass."""
+        """Count an entry that gets in: one that is taken at once, while nothing waits, only passes by."""
         entry.admitted = True
+        entry.wake()
         self.entered += entry.records
 
     def admit(self) -> None:
@@ -228,30 +228,26 @@ class RequestQueue(Generic[EntryT]):
         """
         bound = self._bound(entry)
         if bound is None:
-            self._let(entry)
+            self._leave_outside(entry)
+            self.pass_by(entry)
+            for count in (self, entry._place.tenant):
+                count.size += entry.records
+                count.cost += entry.cost
         return bound
 
-    def _let(self, entry: EntryT) -> None:
-        """Count an entry of those outside among the others."""
-        tenant: Tenant = entry._place.tenant
+    def _leave_outside(self, entry: EntryT) -> None:
         del self._outside[entry]
-        self._count_outside(entry, -1)
-        tenant.size += entry.records
-        tenant.cost += entry.cost
-        entry.admitted = True
-        entry.wake()
-        self.entered += entry.records
+        entry._place.outside -= 1
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
-        inside, inside_cost = self.total - self.outside, self.total_cost - self.outside_cost
-        if not inside:
+        if not self.size:
             return None
         share = BACKGROUND_SHARE if entry.priority >= self._background else 1.0
         tenant: Tenant = entry._place.tenant
         for name, most, used, own in (
-            ("max_queue_size", self._max_size, inside + entry.records, tenant.size + entry.records),
-            ("max_queue_cost", self._max_cost, inside_cost + entry.cost, tenant.cost + entry.cost),
+            ("max_queue_size", self._max_size, self.size + entry.records, tenant.size + entry.records),
+            ("max_queue_cost", self._max_cost, self.cost + entry.cost, tenant.cost + entry.cost),
         ):
             fair = (
                 used <= OPEN_SHARE * most
@@ -261,13 +257,6 @@ class RequestQueue(Generic[EntryT]):
             if used > share * most or not fair:
                 return name, int(most)
         return None
-
-    def _count_outside(self, entry: EntryT, sign: int) -> None:
-        backlog: Backlog = entry._place
-        backlog.outside += sign
-        for place in (self._tiers[entry.priority], self):
-            place.outside += sign * entry.records
-            place.outside_cost += sign * entry.cost
 
     # Order
 
@@ -399,18 +388,22 @@ class RequestQueue(Generic[EntryT]):
         """Take an entry out; one that is served is charged to its tenant."""
         tier, tenant, records, cost = self._tiers[entry.priority], backlog.tenant, entry.records, entry.cost
         if served_at is not None:
-            if not entry.admitted:
-                self._let(entry)
             backlog.key += (cost or 1) * tenant.charge
             if self._aging is not None:
                 tier.turn = served_at + tier.priority * self._aging, tier.priority
         if entry.admitted:
             tenant.size -= records
             tenant.cost -= cost
+            self.size -= records
+            self.cost -= cost
         else:
-            del self._outside[entry]
-            self._count_outside(entry, -1)
-        backlog.unlink(entry)
+            self._leave_outside(entry)
+            if served_at is not None:
+                self.pass_by(entry)
+        before, after = entry._previous, entry._next
+        before._next, after._previous = after, before
+        entry._place = entry._previous = entry._next = entry._item = None
+        backlog.total -= records
         tier.total -= records
         tier.total_cost -= cost
         self.total -= records
