@@ -169,17 +169,14 @@ class Batcher(ABC, Generic[EntryT]):
         if self._deciding or self._waits_for(asyncio.current_task()):
             raise RuntimeError("stop() would wait for its own caller; call it from another task")
         self._state = STOPPING
-        if self._ended is None:
-            self._ended = self.loop.create_future()
-        ended = self._ended
+        ended = self._ended = self._ended or self.loop.create_future()
         if not drain:
             self._refuse_all()
         self._decide()
         await asyncio.wait((ended,), timeout=timeout)
         if not ended.done():
             self._refuse_all()
-            tasks = self._abort()
-            if tasks:
+            if tasks := self._abort():
                 await asyncio.wait(tasks, timeout=GRACE_S)
         if self._ended is ended:
             # Of several calls that wait here the first one ends it, for the others too.
@@ -253,8 +250,7 @@ class Batcher(ABC, Generic[EntryT]):
         if not entry.waiting:
             # It was too late, or can never run.
             raise entry.exception() or AssertionError
-        bound = queue.let_in(entry)
-        if bound is None:
+        if (bound := queue.let_in(entry)) is None:
             # Space came, and another that came before it needs more.
             return
         tenant = entry._place.tenant
@@ -289,9 +285,8 @@ class Batcher(ABC, Generic[EntryT]):
         try:
             while self._again:
                 self._again = False
-                if queue.total:
-                    # 1. What comes too late ends.
-                    self._end_late()
+                # 1. What comes too late ends.
+                self._end_late()
                 # 2. What may start, starts; more may have been found too late on the way.
                 self._start_ready()
                 self._end_late()

@@ -1,4 +1,4 @@
-"""Checks of arguments. Every message names the argument, its value and what is allowed."""
+"""Checks of arguments: ValueError, or TypeError, with the argument's name, its value and what is allowed."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -36,54 +36,45 @@ def _number(name: str, value: object, allowed: str, least: float, most: float) -
 
 
 def seconds(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a time from 0 to `LONGEST_S`."""
     _number(name, value, "number of seconds >= 0", 0, LONGEST_S)
 
 
 def instant(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a point in time."""
     _number(name, value, "time in seconds", -LATEST_S, LATEST_S)
 
 
 def positive(name: str, value: object, most: float = LONGEST_S) -> None:
-    """Raise ValueError unless `value` is a number above 0 and at most `most`."""
     _number(name, value, "number > 0", math.ulp(0.0), most)
 
 
 def tenant(value: object) -> None:
-    """Raise TypeError unless `value` is the name of a tenant."""
     if not isinstance(value, str):
         raise TypeError(f"tenant must be a string, not {shown(value)}")
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
-    """Raise ValueError unless `value` is one of the strings in `allowed`."""
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")
 
 
 def function(name: str, value: object) -> None:
-    """Raise TypeError unless `value` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function or another callable, not {shown(value)}")
 
 
 def flag(name: str, value: object) -> None:
-    """Raise TypeError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {shown(value)}")
 
 
 def weight(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a weight."""
     positive(name, value, MOST_WEIGHT)
     if value < LEAST_WEIGHT:  # type: ignore[operator]
         raise ValueError(f"{name} must be at least {LEAST_WEIGHT:.6f}, not {shown(value)}")
 
 
 def weights(name: str, value: Mapping[str, float]) -> None:
-    """Raise ValueError unless every tenant's weight is one."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping from tenant to weight, not {shown(value)}")
     for name_of, share in value.items():

@@ -50,9 +50,7 @@ def whole_cost(name: str, value: object) -> int:
     """
     if type(value) is int and 0 <= value <= checks.LARGEST:
         return value
-    whole: object = value
-    if isinstance(value, float) and math.isfinite(value):
-        whole = math.ceil(value)
+    whole: object = math.ceil(value) if isinstance(value, float) and math.isfinite(value) else value
     try:
         cost = -1 if isinstance(value, bool) else operator.index(whole)  # type: ignore[arg-type]
     except TypeError:
