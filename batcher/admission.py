@@ -261,11 +261,7 @@ class Batcher(ABC, Generic[EntryT]):
         raise QueueFull(*bound, tenant.retry_after(entry.priority, wait_s, own, self._clock()))
 
     async def _wait_for_space(self, entry: EntryT) -> None:
-        """Wait until an entry is admitted that waits outside.
-
-        Raises:
-            BatcherError: It was refused.
-        """
+        """Wait until an entry is admitted that waits outside; raise what it was refused for."""
         entry.space = self.loop.create_future()
         await entry.space
         if not entry.admitted:

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -62,7 +63,6 @@ class Tenant:
         size: Those that count against the bounds.
         cost: Their cost.
         returns: Times at which the next of its refused records should come back, by priority.
-        left_at: Time at which its last entry left.
     """
 
     name: str
@@ -72,7 +72,6 @@ class Tenant:
     size: int = 0
     cost: int = 0
     returns: dict[int, float] = field(default_factory=dict)
-    left_at: float = 0.0
 
     def retry_after(self, priority: int, wait_s: float, own: int, now: float) -> float:
         """Return the seconds after which a record that is refused now should come back.
@@ -111,7 +110,7 @@ class Backlog:
     """
 
     tenant: Tenant
-    key: float = 0
+    key: float = -math.inf
     total: int = 0
     outside: int = 0
     _item: Any = None
@@ -176,7 +175,8 @@ class Tier:
             backlog = self.backlogs[tenant.name] = Backlog(tenant)
         backlog.tenant = tenant
         backlog._next = backlog._previous = backlog
-        if self.waiting and backlog.key < (level := self.first().key):
+        level = self.first().key if self.waiting else 0
+        if backlog.key < level:
             backlog.key = level
         self.waiting += 1
         self.turns.push(backlog.key, backlog)
@@ -200,8 +200,8 @@ class Tenants:
         self._clock = clock
         self._own_weights: OrderedDict[str, float] = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
-        # Those without entries, by the time at which they left.
-        self._idle: OrderedDict[str, Tenant] = OrderedDict()
+        # Times at which those without entries had their last one, in that order.
+        self._idle: OrderedDict[str, float] = OrderedDict()
         self._weight = 0.0
         self.set_weights(weights)
 
@@ -211,27 +211,23 @@ class Tenants:
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name)
             self._weigh_again(tenant)
-        elif not tenant.backlogs:
-            self._idle.pop(name, None)
+        self._idle.pop(name, None)
         tenant.backlogs += 1
         return tenant
 
     def leave(self, tenant: Tenant) -> None:
         """Take in that a tenant has no entries any more in one of its tiers."""
         tenant.backlogs -= 1
-        if tenant.backlogs:
-            return
-        tenant.left_at = self._clock()
-        self._idle[tenant.name] = tenant
-        if len(self._idle) > MAX_IDLE_TENANTS:
-            self._forget_first()
+        if not tenant.backlogs:
+            self._idle[tenant.name] = self._clock()
+            if len(self._idle) > MAX_IDLE_TENANTS:
+                self._forget_first()
 
     def share(self, tenant: Tenant) -> float:
         """Return a tenant's share by weight, 0 to 1, among those that have entries or had of late."""
-        if self._idle:
-            before = self._clock() - RECENT_S
-            while self._idle and next(iter(self._idle.values())).left_at < before:
-                self._forget_first()
+        before = self._clock() - RECENT_S
+        while self._idle and next(iter(self._idle.values())) < before:
+            self._forget_first()
         return tenant.weight / self._weight if self._weight > tenant.weight else 1.0
 
     def weigh(self, name: str, weight: float | None) -> None:
@@ -263,6 +259,5 @@ class Tenants:
         self._weight += tenant.weight
 
     def _forget_first(self) -> None:
-        name, tenant = self._idle.popitem(last=False)
-        del self._tenants[name]
+        tenant = self._tenants.pop(self._idle.popitem(last=False)[0])
         self._weight = self._weight - tenant.weight if self._tenants else 0.0
