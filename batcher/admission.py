@@ -221,8 +221,7 @@ class Batcher(ABC, Generic[EntryT]):
 
     def _check_loop(self) -> None:
         # The thread's id is looked at first: asking for the running loop takes Python 3.11 a system call.
-        here = get_ident() == self._thread and self._loop_runs()
-        if not here and _get_running_loop() is not self._loop:
+        if (get_ident() != self._thread or not self._loop_runs()) and _get_running_loop() is not self._loop:
             raise RuntimeError(
                 f"{type(self).__name__} belongs to another event loop; use it there, or a ThreadClient"
             )
@@ -309,7 +308,6 @@ class Batcher(ABC, Generic[EntryT]):
         self._decide()
 
     def _end_late(self) -> None:
-        """End the entries whose deadline has passed."""
         for entry in self._queue.expire():
             outside = "the deadline passed before there was space in the queue"
             self._end(entry, Expired(LATE if entry.admitted else outside))

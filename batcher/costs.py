@@ -43,11 +43,7 @@ class Prompt:
 
 
 def whole_cost(name: str, value: object) -> int:
-    """Return a cost as a whole number, fractions rounded up.
-
-    Raises:
-        ValueError: `value` is not a number from 0 to `checks.LARGEST`.
-    """
+    """Return a cost as a whole number, fractions rounded up; raise ValueError for another value."""
     if type(value) is int and 0 <= value <= checks.LARGEST:
         return value
     whole: object = math.ceil(value) if isinstance(value, float) and math.isfinite(value) else value
@@ -71,11 +67,6 @@ class CostRule(Generic[RecordT]):
     default: int
 
     def __call__(self, record: RecordT) -> int:
-        """Return the cost of `record`, in whole units.
-
-        Raises:
-            ValueError: The estimate is not a number from 0 to `checks.LARGEST`.
-        """
         if self.estimator is not None:
             return whole_cost("cost_estimator's result", self.estimator(record))
         for name in self.methods:

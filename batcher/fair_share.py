@@ -80,11 +80,7 @@ class Tenant:
         before the wait is over, nor before those of the same or a higher tier; the demand of one tenant
         doesn't delay another. A random part spreads those of several tenants.
 
-        Args:
-            priority: Its tier.
-            wait_s: Seconds that it would wait if it were let in.
-            own: Records of the tenant that wait in that tier.
-            now: The time.
+        Let in, it would wait for `wait_s`; `own` records of the tenant wait in its tier.
         """
         returns = {tier: at for tier, at in self.returns.items() if at > now}
         before = (at for tier, at in returns.items() if tier <= priority)
