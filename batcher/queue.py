@@ -163,7 +163,8 @@ class RequestQueue(Generic[EntryT]):
         records, cost = entry.records, entry.cost
         tier = self._tiers.get(entry.priority)
         if tier is None:
-            tier = self._tiers[entry.priority] = Tier(entry.priority, self._turn(entry.priority))
+            turn = self._turn(entry.priority, self._clock())
+            tier = self._tiers[entry.priority] = Tier(entry.priority, turn)
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None or not backlog.total:
             backlog = tier.join(self.tenants.join(entry.tenant))
@@ -281,7 +282,7 @@ class RequestQueue(Generic[EntryT]):
         """
         if entry._place is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
-        self._drop(entry, entry._place, self._clock())
+        self._drop(entry, entry._place, self._turn(entry.priority, self._clock()))
 
     def take(
         self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
@@ -302,12 +303,12 @@ class RequestQueue(Generic[EntryT]):
         most_cost: float = math.inf if budget is None else budget
         most: float = math.inf if max_records is None else max_records
         tier: Tier | None = None
-        turn = (0.0, 0)
+        turn = served = (0.0, 0)
         while self._tiers and records < most:
             if tier is None or not tier.total or tier.turn != turn:
                 # Otherwise it is its turn still: those of other tiers don't change meanwhile.
                 tier = min(self._tiers.values(), key=_turn)
-                turn = tier.turn
+                turn, served = tier.turn, self._turn(tier.priority, now)
             backlog = tier.first()
             entry: EntryT = backlog._next
             records += entry.records
@@ -318,7 +319,7 @@ class RequestQueue(Generic[EntryT]):
                 total += entry.cost
             if (total > most_cost or records > most) and batch:
                 break
-            self._drop(entry, backlog, now)
+            self._drop(entry, backlog, served)
             batch.append(entry)
         return batch
 
@@ -333,7 +334,7 @@ class RequestQueue(Generic[EntryT]):
         turn = tier.turn
         for *_, entry in heapq.merge(*(backlog.turns() for backlog in tier.backlogs.values())):
             yield turn, entry
-            turn = self._turn(tier.priority)
+            turn = self._turn(tier.priority, self._clock())
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
@@ -346,9 +347,10 @@ class RequestQueue(Generic[EntryT]):
         if backlog._item is not None and backlog.key < backlog._item[0]:
             tier.turns.push(backlog.key, backlog)
 
-    def _turn(self, priority: int) -> tuple[float, int]:
+    def _turn(self, priority: int, now: float) -> tuple[float, int]:
+        """Return the next turn of a tier that is opened or served now."""
         # All tiers age alike, so comparing their turns needs no clock.
-        return (0.0 if self._aging is None else self._clock() + priority * self._aging), priority
+        return (0.0 if self._aging is None else now + priority * self._aging), priority
 
     # Leaving
 
@@ -384,13 +386,12 @@ class RequestQueue(Generic[EntryT]):
             self.remove(item[2])
             self._expired.append(item[2])
 
-    def _drop(self, entry: EntryT, backlog: Backlog, served_at: float | None) -> None:
-        """Take an entry out; one that is served is charged to its tenant."""
+    def _drop(self, entry: EntryT, backlog: Backlog, turn: tuple[float, int] | None) -> None:
+        """Take an entry out; one that is served is charged to its tenant, and its tier has its next turn."""
         tier, tenant, records, cost = self._tiers[entry.priority], backlog.tenant, entry.records, entry.cost
-        if served_at is not None:
+        if turn is not None:
             backlog.key += (cost or 1) * tenant.charge
-            if self._aging is not None:
-                tier.turn = served_at + tier.priority * self._aging, tier.priority
+            tier.turn = turn
         if entry.admitted:
             tenant.size -= records
             tenant.cost -= cost
@@ -398,7 +399,7 @@ class RequestQueue(Generic[EntryT]):
             self.cost -= cost
         else:
             self._leave_outside(entry)
-            if served_at is not None:
+            if turn is not None:
                 self.pass_by(entry)
         before, after = entry._previous, entry._next
         before._next, after._previous = after, before
