@@ -136,8 +136,8 @@ class Tier:
         turn: When its turn is, and its priority: the lowest goes first.
         total: Records that wait in it.
         total_cost: Their cost.
-        backlogs: Those with entries, and others that may have been served more than they.
-        turns: Those with entries.
+        backlogs: By tenant: those with entries, and others that may have been served more than they.
+        turns: Those with entries, by their keys.
         waiting: How many they are.
     """
 

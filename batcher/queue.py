@@ -18,7 +18,7 @@ OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has i
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
 
-_turn = attrgetter("turn")
+_by_turn = attrgetter("turn")
 
 
 class RequestQueue(Generic[EntryT]):
@@ -163,7 +163,7 @@ class RequestQueue(Generic[EntryT]):
         records, cost = entry.records, entry.cost
         tier = self._tiers.get(entry.priority)
         if tier is None:
-            turn = self._turn(entry.priority, self._clock())
+            turn = self._next_turn(entry.priority, self._clock())
             tier = self._tiers[entry.priority] = Tier(entry.priority, turn)
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None or not backlog.total:
@@ -223,10 +223,7 @@ class RequestQueue(Generic[EntryT]):
             pass
 
     def let_in(self, entry: EntryT) -> tuple[str, int] | None:
-        """Let an entry in that waits outside, if there is space; return the bound that keeps it there.
-
-        A bound is the name of an argument of the batchers, and its value.
-        """
+        """Let in an entry that waits outside, or return the name and value of the bound that forbids it."""
         bound = self._bound(entry)
         if bound is None:
             self._leave_outside(entry)
@@ -272,7 +269,7 @@ class RequestQueue(Generic[EntryT]):
         tiers: Collection[Tier] = self._tiers.values()
         if before is not None:
             tiers = [tier for tier in tiers if tier.priority < before]
-        return min(tiers, key=_turn).first()._next if tiers else None
+        return min(tiers, key=_by_turn).first()._next if tiers else None
 
     def pick(self, entry: EntryT) -> None:
         """Take one waiting entry, whatever its place, and charge its tenant.
@@ -282,7 +279,7 @@ class RequestQueue(Generic[EntryT]):
         """
         if entry._place is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
-        self._drop(entry, entry._place, self._turn(entry.priority, self._clock()))
+        self._drop(entry, entry._place, self._next_turn(entry.priority, self._clock()))
 
     def take(
         self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
@@ -307,8 +304,8 @@ class RequestQueue(Generic[EntryT]):
         while self._tiers and records < most:
             if tier is None or not tier.total or tier.turn != turn:
                 # Otherwise it is its turn still: those of other tiers don't change meanwhile.
-                tier = min(self._tiers.values(), key=_turn)
-                turn, served = tier.turn, self._turn(tier.priority, now)
+                tier = min(self._tiers.values(), key=_by_turn)
+                turn, served = tier.turn, self._next_turn(tier.priority, now)
             backlog = tier.first()
             entry: EntryT = backlog._next
             records += entry.records
@@ -334,7 +331,7 @@ class RequestQueue(Generic[EntryT]):
         turn = tier.turn
         for *_, entry in heapq.merge(*(backlog.turns() for backlog in tier.backlogs.values())):
             yield turn, entry
-            turn = self._turn(tier.priority, self._clock())
+            turn = self._next_turn(tier.priority, self._clock())
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
@@ -347,7 +344,7 @@ class RequestQueue(Generic[EntryT]):
         if backlog._item is not None and backlog.key < backlog._item[0]:
             tier.turns.push(backlog.key, backlog)
 
-    def _turn(self, priority: int, now: float) -> tuple[float, int]:
+    def _next_turn(self, priority: int, now: float) -> tuple[float, int]:
         """Return the next turn of a tier that is opened or served now."""
         # All tiers age alike, so comparing their turns needs no clock.
         return (0.0 if self._aging is None else now + priority * self._aging), priority
