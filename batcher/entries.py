@@ -116,9 +116,9 @@ class Entry(asyncio.Future[ResultT]):
         """End it with an error."""
         self.record = None
         self.set_exception(error)
-        self.wake()
+        self._wake()
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Wake the caller that waits for it to be admitted."""
         if self.space is not None and not self.space.done():
             self.space.set_result(None)

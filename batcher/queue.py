@@ -212,9 +212,9 @@ class RequestQueue(Generic[EntryT]):
         self._open_size = OPEN_SHARE * self._max_size
 
     def pass_by(self, entry: EntryT) -> None:
-        """Count an entry that gets in: one that is taken at once, while nothing waits, only passes by."""
+        """Count an entry that gets in; one that is taken at once, while nothing waits, needs no more."""
         entry.admitted = True
-        entry.wake()
+        entry._wake()
         self.entered += entry.records
 
     def admit(self) -> None:
