@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from batcher import checks
 
@@ -22,10 +22,8 @@ RETURNS_SHARE = 1 / 3  # share of a tenant's service that is set aside for them;
 SPREAD = 0.25  # how far a time is moved at random, as a share of it
 LATEST_S = 60.0  # seconds after which it is at the latest, unless the wait is longer
 
-ThingT = TypeVar("ThingT", bound=Any)
 
-
-class Heap(list[tuple[float, int, ThingT]]):
+class Heap(list[tuple[float, int, Any]]):
     """Things by a key, the lowest first; of those with the same key, the one that came first.
 
     A thing knows its item, by the attribute `_item`. An item that its thing doesn't know any more is not
@@ -35,7 +33,7 @@ class Heap(list[tuple[float, int, ThingT]]):
     _sequence = itertools.count()
     _most = SLACK
 
-    def push(self, key: float, thing: ThingT) -> None:
+    def push(self, key: float, thing: Any) -> None:
         """Put a thing in, or into another place; among those with the same key it keeps its own."""
         order = next(self._sequence) if thing._item is None else thing._item[1]
         thing._item = (key, order, thing)
@@ -45,8 +43,7 @@ class Heap(list[tuple[float, int, ThingT]]):
             heapq.heapify(self)
             self._most = 2 * len(self) + SLACK
 
-    def top(self) -> tuple[float, int, ThingT] | None:
-        """Return the first item."""
+    def top(self) -> tuple[float, int, Any] | None:
         while self and self[0] is not self[0][2]._item:
             heapq.heappop(self)
         return self[0] if self else None
@@ -54,23 +51,15 @@ class Heap(list[tuple[float, int, ThingT]]):
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant of a queue, over all tiers.
-
-    Attributes:
-        weight: Its share in relation to the others.
-        charge: What a unit of cost adds to its counters.
-        backlogs: Tiers in which records of it wait, for space too.
-        size: Those that count against the bounds.
-        cost: Their cost.
-        returns: Times at which the next of its refused records should come back, by priority.
-    """
+    """One tenant of a queue, over all tiers."""
 
     name: str
-    weight: float = 0.0
-    charge: int = UNIT
-    backlogs: int = 0
-    size: int = 0
-    cost: int = 0
+    weight: float = 0.0  # its share in relation to the others
+    charge: int = UNIT  # what a unit of cost adds to the keys of its backlogs
+    backlogs: int = 0  # tiers in which records of it wait, for space too
+    size: int = 0  # records that count against the bounds
+    cost: int = 0  # their cost
+    # Times at which the next of its refused records should come back, by priority.
     returns: dict[int, float] = field(default_factory=dict)
 
     def retry_after(self, priority: int, wait_s: float, own: int, now: float) -> float:
@@ -98,23 +87,18 @@ class Backlog:
     """The entries of one tenant in one tier, by arrival.
 
     They are linked in a ring with the backlog itself, so that any of them leaves at once.
-
-    Attributes:
-        key: The cost that it was served, by its weight: the one with the lowest goes first.
-        total: Records in it.
-        outside: Entries that wait for space.
     """
 
     tenant: Tenant
-    key: float = -math.inf
-    total: int = 0
-    outside: int = 0
+    key: float = -math.inf  # the cost that it was served, by its weight: the one with the lowest goes first
+    total: int = 0  # records in it
+    outside: int = 0  # entries that wait for space
     _item: Any = None
     _next: Any = None
     _previous: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        entry = self._next or self
+        entry = self._next
         while entry is not self:
             following = entry._next
             yield entry
@@ -130,31 +114,21 @@ class Backlog:
 
 @dataclass(slots=True, eq=False)
 class Tier:
-    """The entries of one priority, as backlogs by tenant.
+    """The entries of one priority, as backlogs by tenant."""
 
-    Attributes:
-        turn: When its turn is, and its priority: the lowest goes first.
-        total: Records that wait in it.
-        total_cost: Their cost.
-        backlogs: By tenant: those with entries, and others that may have been served more than they.
-        turns: Those with entries, by their keys.
-        waiting: How many they are.
-    """
-
-    priority: int
-    turn: tuple[float, int]
-    total: int = 0
-    total_cost: int = 0
+    turn: tuple[float, int]  # when its turn is, and its priority: the lowest goes first
+    total: int = 0  # records that wait in it
+    total_cost: int = 0  # their cost
     backlogs: dict[str, Backlog] = field(default_factory=dict)
-    turns: Heap[Backlog] = field(default_factory=Heap)
-    waiting: int = 0
+    turns: Heap = field(default_factory=Heap)  # the backlogs by their keys
+    idle: dict[str, Backlog] = field(default_factory=dict)  # those without entries, for what they were served
 
     def first(self) -> Backlog:
         """Return the backlog whose turn it is."""
         turns = self.turns
         while True:
             item = turns[0]
-            backlog = item[2]
+            backlog: Backlog = item[2]
             if item is not backlog._item:
                 heapq.heappop(turns)
             elif item[0] == backlog.key or len(turns) == 1:
@@ -166,15 +140,11 @@ class Tier:
 
     def join(self, tenant: Tenant) -> Backlog:
         """Return the backlog of a tenant that gets an entry: behind the others, if it was served no more."""
-        backlog = self.backlogs.get(tenant.name)
-        if backlog is None:
-            backlog = self.backlogs[tenant.name] = Backlog(tenant)
+        backlog = self.idle.pop(tenant.name, None) or Backlog(tenant)
         backlog.tenant = tenant
         backlog._next = backlog._previous = backlog
-        level = self.first().key if self.waiting else 0
-        if backlog.key < level:
-            backlog.key = level
-        self.waiting += 1
+        backlog.key = max(backlog.key, self.first().key if self.backlogs else 0)
+        self.backlogs[tenant.name] = backlog
         self.turns.push(backlog.key, backlog)
         return backlog
 
@@ -182,11 +152,10 @@ class Tier:
         """Take in that a backlog has no entries left."""
         # No cycle is left to collect.
         backlog._item = backlog._next = backlog._previous = None
-        self.waiting -= 1
-        if len(self.backlogs) - self.waiting > MAX_IDLE_TENANTS:
-            idle = sorted((each for each in self.backlogs.values() if not each.total), key=attrgetter("key"))
-            for each in idle[: MAX_IDLE_TENANTS // 2]:
-                del self.backlogs[each.tenant.name]
+        self.idle[backlog.tenant.name] = self.backlogs.pop(backlog.tenant.name)
+        if len(self.idle) > MAX_IDLE_TENANTS:
+            for each in sorted(self.idle.values(), key=attrgetter("key"))[: MAX_IDLE_TENANTS // 2]:
+                del self.idle[each.tenant.name]
 
 
 class Tenants:

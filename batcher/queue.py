@@ -90,7 +90,7 @@ class RequestQueue(Generic[EntryT]):
         self._tiers: dict[int, Tier] = {}
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
-        self._deadlines: Heap[EntryT] = Heap()
+        self._deadlines: Heap = Heap()
         self._expired: list[EntryT] = []
 
     @property
@@ -114,7 +114,7 @@ class RequestQueue(Generic[EntryT]):
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
-        found = {tier.priority: (tier.total, tier.total_cost) for tier in self._tiers.values()}
+        found = {priority: (tier.total, tier.total_cost) for priority, tier in self._tiers.items()}
         for entry in self._outside:
             records, cost = found[entry.priority]
             found[entry.priority] = records - entry.records, cost - entry.cost
@@ -133,13 +133,13 @@ class RequestQueue(Generic[EntryT]):
                 once more at most than it has entries waiting. None: the whole tier goes first.
         """
         records = cost = 0
-        for tier in self._tiers.values():
-            if tier.priority > priority:
+        for level, tier in self._tiers.items():
+            if level > priority:
                 continue
             before = tier.total
-            if tenant is not None and tier.priority == priority:
+            if tenant is not None and level == priority:
                 own = self.own(priority, tenant)
-                before = min(before, own + (tier.waiting - (own > 0)) * (own + 1))
+                before = min(before, own + (len(tier.backlogs) - (own > 0)) * (own + 1))
             records += before
             cost += tier.total_cost * before // tier.total
         return records, cost
@@ -163,10 +163,9 @@ class RequestQueue(Generic[EntryT]):
         records, cost = entry.records, entry.cost
         tier = self._tiers.get(entry.priority)
         if tier is None:
-            turn = self._next_turn(entry.priority, self._clock())
-            tier = self._tiers[entry.priority] = Tier(entry.priority, turn)
+            tier = self._tiers[entry.priority] = Tier(self._next_turn(entry.priority, self._clock()))
         backlog = tier.backlogs.get(entry.tenant)
-        if backlog is None or not backlog.total:
+        if backlog is None:
             backlog = tier.join(self.tenants.join(entry.tenant))
         last = backlog._previous
         entry._place, entry._previous, entry._next = backlog, last, backlog
@@ -268,7 +267,7 @@ class RequestQueue(Generic[EntryT]):
             self._sweep()
         tiers: Collection[Tier] = self._tiers.values()
         if before is not None:
-            tiers = [tier for tier in tiers if tier.priority < before]
+            tiers = [tier for priority, tier in self._tiers.items() if priority < before]
         return min(tiers, key=_by_turn).first()._next if tiers else None
 
     def pick(self, entry: EntryT) -> None:
@@ -305,7 +304,7 @@ class RequestQueue(Generic[EntryT]):
             if tier is None or not tier.total or tier.turn != turn:
                 # Otherwise it is its turn still: those of other tiers don't change meanwhile.
                 tier = min(self._tiers.values(), key=_by_turn)
-                turn, served = tier.turn, self._next_turn(tier.priority, now)
+                turn, served = tier.turn, self._next_turn(tier.turn[1], now)
             backlog = tier.first()
             entry: EntryT = backlog._next
             records += entry.records
@@ -331,12 +330,12 @@ class RequestQueue(Generic[EntryT]):
         turn = tier.turn
         for *_, entry in heapq.merge(*(backlog.turns() for backlog in tier.backlogs.values())):
             yield turn, entry
-            turn = self._next_turn(tier.priority, self._clock())
+            turn = self._next_turn(turn[1], self._clock())
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
         tier = self._tiers.get(entry.priority)
-        backlog = tier and tier.backlogs.get(entry.tenant)
+        backlog = tier and (tier.backlogs.get(entry.tenant) or tier.idle.get(entry.tenant))
         if not tier or not backlog:
             # A tenant that was forgotten starts at the level of the others: nothing to put right.
             return
@@ -410,4 +409,4 @@ class RequestQueue(Generic[EntryT]):
             tier.retire(backlog)
             self.tenants.leave(tenant)
             if not tier.total:
-                del self._tiers[tier.priority]
+                del self._tiers[entry.priority]
