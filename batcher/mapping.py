@@ -2,21 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from batcher.errors import Closed
 
-RecordT = TypeVar("RecordT")
-ResultT = TypeVar("ResultT")
-
 
 async def map_records(
-    submit: Callable[[RecordT], Awaitable["asyncio.Future[ResultT]"]],
-    records: Iterable[RecordT] | AsyncIterable[RecordT],
+    submit: Callable[[Any], Awaitable["asyncio.Future[Any]"]],
+    records: Iterable[Any] | AsyncIterable[Any],
     ordered: bool,
     max_pending: int,
     return_exceptions: bool,
-) -> AsyncGenerator[ResultT | Exception, None]:
+) -> AsyncGenerator[Any, None]:
     """Yield the results of `records`, as `DynamicBatcher.map` says.
 
     An error, or closing the iterator, cancels what was submitted and has not been yielded.
@@ -25,7 +22,7 @@ async def map_records(
     pending: set[asyncio.Future[Any]] = set()
     done: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
 
-    async def take(record: RecordT) -> None:
+    async def take(record: Any) -> None:
         await places.acquire()
         try:
             future = await submit(record)
@@ -58,7 +55,6 @@ async def map_records(
             pending.remove(future)
             if future is feeder:
                 continue
-            result: ResultT | Exception
             try:
                 result = await future
             except Exception as error:
