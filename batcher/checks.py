@@ -1,13 +1,16 @@
 """Checks of arguments: ValueError, or TypeError, with the argument's name, its value and what is allowed."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 LARGEST = 2**53  # the largest whole number that an argument may be: up to it a float is exact too
 LONGEST_S = 1e9  # the longest time, some 30 years: a timer takes no more
 LATEST_S = 1e15  # the latest deadline, in either direction of zero
 PRIORITIES = 2**31  # priorities lie between this and its negative
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+
+Check = Callable[[str, object], None]
 
 
 def shown(value: object) -> str:
@@ -27,7 +30,7 @@ def whole(name: str, value: object, least: int, most: int = LARGEST, *, optional
         raise ValueError(f"{name} must be a whole number <= {most}, not {shown(value)}")
 
 
-def _number(name: str, value: object, allowed: str, least: float, most: float) -> None:
+def _number(allowed: str, least: float, most: float, name: str, value: object) -> None:
     """Raise ValueError unless `value` is a finite number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e300:
         raise ValueError(f"{name} must be a finite {allowed}, not {shown(value)}")
@@ -35,16 +38,9 @@ def _number(name: str, value: object, allowed: str, least: float, most: float) -
         raise ValueError(f"{name} must be at most {most:.0f}, not {shown(value)}")
 
 
-def seconds(name: str, value: object) -> None:
-    _number(name, value, "number of seconds >= 0", 0, LONGEST_S)
-
-
-def instant(name: str, value: object) -> None:
-    _number(name, value, "time in seconds", -LATEST_S, LATEST_S)
-
-
-def positive(name: str, value: object, most: float = LONGEST_S) -> None:
-    _number(name, value, "number > 0", math.ulp(0.0), most)
+seconds: Check = partial(_number, "number of seconds >= 0", 0, LONGEST_S)
+instant: Check = partial(_number, "time in seconds", -LATEST_S, LATEST_S)
+positive: Check = partial(_number, "number > 0", math.ulp(0.0), LONGEST_S)
 
 
 def tenant(value: object) -> None:
@@ -69,7 +65,7 @@ def flag(name: str, value: object) -> None:
 
 
 def weight(name: str, value: object) -> None:
-    positive(name, value, MOST_WEIGHT)
+    _number("number > 0", math.ulp(0.0), MOST_WEIGHT, name, value)
     if value < LEAST_WEIGHT:  # type: ignore[operator]
         raise ValueError(f"{name} must be at least {LEAST_WEIGHT:.6f}, not {shown(value)}")
 
