@@ -54,6 +54,8 @@ class Batcher(ABC, Generic[EntryT]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_runs: Callable[[], bool]
         self._thread = 0
+        # Batches or slots that run, or are about to, each with the task that is its owner.
+        self._runs: set[Any] = set()
         self._deciding = self._again = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0
@@ -166,7 +168,8 @@ class Batcher(ABC, Generic[EntryT]):
         if self._state == STOPPED:
             return
         self._check_loop()
-        if self._deciding or self._waits_for(asyncio.current_task()):
+        task = asyncio.current_task()
+        if self._deciding or any(run.owner is task for run in self._runs):
             raise RuntimeError("stop() would wait for its own caller; call it from another task")
         self._state = STOPPING
         ended = self._ended = self._ended or self.loop.create_future()
@@ -292,7 +295,7 @@ class Batcher(ABC, Generic[EntryT]):
         # 4. The next deadline brings us back.
         self._set_alarm()
         # 5. A stop ends when nothing is left.
-        if self._ended is not None and not queue.total and self._idle() and not self._ended.done():
+        if self._ended is not None and not queue.total and not self._runs and not self._ended.done():
             self._ended.set_result(None)
 
     def _set_alarm(self) -> None:
@@ -338,14 +341,6 @@ class Batcher(ABC, Generic[EntryT]):
     @abstractmethod
     def _start_ready(self) -> None:
         """Start what may start."""
-
-    @abstractmethod
-    def _idle(self) -> bool:
-        """Return whether nothing runs, or is about to."""
-
-    @abstractmethod
-    def _waits_for(self, task: "asyncio.Task[Any] | None") -> bool:
-        """Return whether a stop waits for a task."""
 
     @abstractmethod
     def _abort(self) -> list["asyncio.Task[Any]"]:

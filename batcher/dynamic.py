@@ -50,7 +50,7 @@ class _Run(Generic[ResultT]):
     batch: list[Entry[ResultT]]
     started: float
     complete_at: float | None
-    task: asyncio.Task[None] | None = None
+    owner: asyncio.Task[None] | None = None
 
 
 class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
@@ -153,8 +153,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
         # Bound once, not for each record.
         self._told = self._withdraw
-        self._runs: set[_Run[ResultT]] = set()
-        # Those of them for which `process_fn` runs, or will.
+        # The runs for which `process_fn` runs, or will.
         self._calling: set[_Run[ResultT]] = set()
         # So much has to wait for the next decision: a record that comes before that costs little.
         self._due_size: float = 0
@@ -425,7 +424,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self._runs.add(run)
         self._calling.add(run)
         # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
-        run.task = self.loop.create_task(self._process(run), context=self._context.copy())
+        run.owner = self.loop.create_task(self._process(run), context=self._context.copy())
 
     async def _process(self, run: _Run[ResultT]) -> None:
         try:
@@ -452,12 +451,6 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _running(self) -> list[Entry[ResultT]]:
         return [entry for run in self._runs for entry in run.batch if not entry.done()]
 
-    def _idle(self) -> bool:
-        return not self._runs
-
-    def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
-        return any(run.task is task for run in self._runs)
-
     def _give_up(self) -> list[Entry[ResultT]]:
         """Let go of all that runs, and return the entries."""
         entries = self._running()
@@ -466,7 +459,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         return entries
 
     def _abort(self) -> list[asyncio.Task[Any]]:
-        tasks = [run.task for run in self._runs if run.task is not None]
+        tasks = [run.owner for run in self._runs if run.owner is not None]
         for entry in self._give_up():
             self._end(entry, Closed(f"{type(self).__name__} was stopped while the record ran"))
         for task in tasks:

@@ -183,7 +183,6 @@ class Window(Batcher[Slot]):
         self._background_rate = ServiceRate()
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
-        self._running: set[Slot] = set()
         # The tasks of `submit`.
         self._tasks: dict[asyncio.Task[Any], Slot] = {}
         # When a pause will end, by estimate, and the records and the cost that ran when it began.
@@ -268,7 +267,7 @@ class Window(Batcher[Slot]):
         if self._pause is not None:
             return False
         cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
-        return not self._running or (cost <= self._capacity and records <= self._most)
+        return not self._runs or (cost <= self._capacity and records <= self._most)
 
     def _held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
@@ -352,14 +351,14 @@ class Window(Batcher[Slot]):
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
-        self._running.add(slot)
+        self._runs.add(slot)
         prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
         self._background.begin(slot.priority, slot.cost, slot.records, prompt)
         self._count_time(now)
 
     def _count_time(self, now: float) -> None:
         """Take in that the share of the capacity in use has changed."""
-        self._recorder.switch(bool(self._running), now, self._background.total_cost / self._capacity)
+        self._recorder.switch(bool(self._runs), now, self._background.total_cost / self._capacity)
 
     # Leaving
 
@@ -382,7 +381,7 @@ class Window(Batcher[Slot]):
         records, tokens = slot.records, slot.output_tokens
         slot.running = False
         slot.owner = None
-        self._running.remove(slot)
+        self._runs.remove(slot)
         background.grow(slot.priority, -slot.cost, -records)
         self._count_time(now)
         run_s = now - slot.started_at
@@ -423,12 +422,6 @@ class Window(Batcher[Slot]):
 
     # The end
 
-    def _idle(self) -> bool:
-        return not self._running
-
-    def _waits_for(self, task: asyncio.Task[Any] | None) -> bool:
-        return any(slot.owner is task for slot in self._running)
-
     def _abort(self) -> list[asyncio.Task[Any]]:
         for task, slot in self._tasks.items():
             if slot.running:
@@ -436,6 +429,6 @@ class Window(Batcher[Slot]):
         return list(self._tasks)
 
     def _abandon(self) -> None:
-        for slot in list(self._running):
+        for slot in list(self._runs):
             self._end_run(slot, Aborted("the event loop was closed while the record ran"))
         self._tasks.clear()
