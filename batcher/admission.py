@@ -255,12 +255,12 @@ class Batcher(ABC, Generic[EntryT]):
         if (bound := queue.let_in(entry)) is None:
             # Space came, and another that came before it needs more.
             return
-        tenant = entry._place.tenant
+        backlog = entry._place
         queue.remove(entry)
         self._recorder.total_rejected += entry.records
         wait_s = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
-        own = queue.own(entry.priority, entry.tenant)
-        raise QueueFull(*bound, tenant.retry_after(entry.priority, wait_s, own, self._clock()))
+        retry_after_s = backlog.tenant.retry_after(entry.priority, wait_s, backlog.total, self._clock())
+        raise QueueFull(*bound, retry_after_s)
 
     async def _wait_for_space(self, entry: EntryT) -> None:
         """Wait until an entry is admitted that waits outside; raise what it was refused for."""

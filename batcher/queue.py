@@ -194,12 +194,7 @@ class RequestQueue(Generic[EntryT]):
         return entry.admitted
 
     def add(self, entry: EntryT) -> None:
-        """Put an entry in its place if there is space for it.
-
-        Raises:
-            QueueFull: There is none.
-            ValueError: It waits already.
-        """
+        """Put an entry in its place as `put` does, or raise `QueueFull` if there is no space for it."""
         if not self.put(entry) and (bound := self.let_in(entry)) is not None:
             self.remove(entry)
             raise QueueFull(*bound, retry_after_s=0.0)
@@ -258,11 +253,7 @@ class RequestQueue(Generic[EntryT]):
     # Order
 
     def head(self, before: int | None = None) -> EntryT | None:
-        """Return the entry whose turn it is, without taking it; expired ones are passed over.
-
-        Args:
-            before: Only of the tiers before this priority; None: of all.
-        """
+        """Return the entry whose turn it is, of the tiers before a priority or of all, without taking it."""
         if self._deadlines:
             self._sweep()
         tiers: Collection[Tier] = self._tiers.values()
