@@ -5,7 +5,7 @@ import concurrent.futures
 import inspect
 import math
 import time
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,10 +21,9 @@ class Submits(Protocol[ResultT]):
     """A batcher, as far as a thread needs it."""
 
     @property
-    def submit(self) -> Callable[..., Coroutine[Any, Any, "asyncio.Future[ResultT]"]]: ...
-
-    @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
+
+    async def submit(self, *args: Any, **options: Any) -> "asyncio.Future[ResultT]": ...
 
 
 class ThreadClient(Generic[ResultT]):
