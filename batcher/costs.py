@@ -30,11 +30,7 @@ class TokenEstimator(Protocol):
 
 @dataclass
 class Prompt:
-    """A prompt that estimates its tokens as a quarter of its characters, plus one.
-
-    Attributes:
-        text: The prompt.
-    """
+    """A `text` that estimates its tokens as a quarter of its characters, plus one."""
 
     text: str
 
@@ -107,12 +103,7 @@ class OutputEstimator:
             self._total = sum(self._sums)
 
     def expect(self, max_tokens: int, so_far: int = 0) -> int:
-        """Return the tokens to reserve for the output of one request.
-
-        Args:
-            max_tokens: The most it may produce.
-            so_far: What it has produced.
-        """
+        """Return the tokens to reserve for a request that has produced `so_far`, of `max_tokens` at most."""
         if self._seen < self.ENOUGH:
             return max_tokens
         if so_far == 0:
