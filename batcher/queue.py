@@ -31,11 +31,10 @@ class RequestQueue(Generic[EntryT]):
     tier one level above goes first for one entry; each further level takes as long again. So no tier
     starves, and a low tier with a long backlog can't hold up a high one either.
 
-    **Bounds.** An entry that finds no space may wait for it: it stands *outside*, in the same order as all
-    others, and may be taken from there; it just doesn't count against the bounds. So those outside come in
-    as they arrived: who is served first doesn't depend on it. Up to four fifths of the bounds any tenant may
-    enter. Beyond that a tenant has its fair share, by weight, among those that had entries within the last
-    10 seconds: one that floods the queue is refused, its neighbours are not.
+    **Bounds.** An entry that finds no space may wait for it *outside*: in the same order as all others, it
+    just doesn't count against the bounds. As its turn doesn't depend on it, those outside come in as they
+    arrived. Up to four fifths of the bounds any tenant may enter. Beyond that it has its fair share, by
+    weight, among those that had entries within the last 10 seconds: a flood of one is refused, not others.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
     and iteration, and looks at each tier in which records wait.
@@ -220,16 +219,13 @@ class RequestQueue(Generic[EntryT]):
         """Let in an entry that waits outside, or return the name and value of the bound that forbids it."""
         bound = self._bound(entry)
         if bound is None:
-            self._leave_outside(entry)
+            del self._outside[entry]
+            entry._place.outside -= 1
             self.pass_by(entry)
             for count in (self, entry._place.tenant):
                 count.size += entry.records
                 count.cost += entry.cost
         return bound
-
-    def _leave_outside(self, entry: EntryT) -> None:
-        del self._outside[entry]
-        entry._place.outside -= 1
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
@@ -385,7 +381,8 @@ class RequestQueue(Generic[EntryT]):
             self.size -= records
             self.cost -= cost
         else:
-            self._leave_outside(entry)
+            del self._outside[entry]
+            backlog.outside -= 1
             if turn is not None:
                 self.pass_by(entry)
         before, after = entry._previous, entry._next
