@@ -52,7 +52,6 @@ class Batcher(ABC, Generic[EntryT]):
         self._clock = clock
         self._state = STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._loop_runs: Callable[[], bool]
         self._thread = 0
         # Batches or slots that run, or are about to, each with the task that is its owner.
         self._runs: set[Any] = set()

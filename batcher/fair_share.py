@@ -65,11 +65,9 @@ class Tenant:
     def retry_after(self, priority: int, wait_s: float, own: int, now: float) -> float:
         """Return the seconds after which a record that is refused now should come back.
 
-        The records of one tenant come back one after the other, as fast as the tenant is served, and not
-        before the wait is over, nor before those of the same or a higher tier; the demand of one tenant
-        doesn't delay another. A random part spreads those of several tenants.
-
-        Let in, it would wait for `wait_s`; `own` records of the tenant wait in its tier.
+        Let in, it would wait for `wait_s`; `own` records of the tenant wait in its tier. Those refused come
+        back one after the other, as fast as the tenant is served, and not before the wait is over, nor before
+        those of a higher tier. A random part spreads those of several tenants.
         """
         returns = {tier: at for tier, at in self.returns.items() if at > now}
         before = (at for tier, at in returns.items() if tier <= priority)
