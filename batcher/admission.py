@@ -67,11 +67,7 @@ class Batcher(ABC, Generic[EntryT]):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop on which it was started.
-
-        Raises:
-            RuntimeError: It has not been started.
-        """
+        """The event loop on which it was started; before that, reading it raises a RuntimeError."""
         if self._loop is None:
             raise Closed(f"{type(self).__name__} is {self._state}")
         return self._loop

@@ -30,10 +30,7 @@ class ThreadClient(Generic[ResultT]):
     """Submits to a batcher from any thread but the one in which it runs.
 
     Args:
-        batcher: A batcher that has been started.
-
-    Raises:
-        RuntimeError: It has not been started.
+        batcher: A batcher that has been started; one that has not raises a RuntimeError.
     """
 
     def __init__(self, batcher: Submits[ResultT]) -> None:
@@ -44,9 +41,8 @@ class ThreadClient(Generic[ResultT]):
         """Submit one record, blocking while the queue is full, and return the future of its result.
 
         Args:
-            args: As for the batcher's own `submit`.
+            args, options: As for the batcher's own `submit`; a limit on the record's wait goes as `deadline`.
             timeout: Seconds to block at most; None: as long as it takes.
-            options: As for the batcher's own `submit`; a limit on the record's wait goes as `deadline`.
 
         Raises:
             TimeoutError: There was no space in time; the record was not submitted.
