@@ -92,7 +92,7 @@ class Entry(asyncio.Future[ResultT]):
         self.submitted_at: float = submitted_at
         self.space: asyncio.Future[None] | None = None
         self._withdraw = withdraw
-        # The backlog in which it waits, the neighbours there, and the item of its deadline.
+        # The backlog in which it waits, or has waited last, the neighbours there, and its deadline's item.
         self._place: Any = None
         self._item: Any = None
         self._previous: Any = None
@@ -101,7 +101,7 @@ class Entry(asyncio.Future[ResultT]):
     @property
     def waiting(self) -> bool:
         """True while it is in a queue: not yet taken, removed or expired."""
-        return self._place is not None
+        return self._next is not None
 
     def cancel(self, msg: Any | None = None) -> bool:
         """Cancel it: it won't run, unless it runs already. Return whether it had not ended."""

@@ -157,7 +157,7 @@ class RequestQueue(Generic[EntryT]):
         Raises:
             ValueError: It waits already.
         """
-        if entry._place is not None:
+        if entry._next is not None:
             raise ValueError("the entry waits already")
         records, cost = entry.records, entry.cost
         tier = self._tiers.get(entry.priority)
@@ -263,7 +263,7 @@ class RequestQueue(Generic[EntryT]):
         Raises:
             ValueError: The entry is not waiting.
         """
-        if entry._place is None:
+        if entry._next is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
         self._drop(entry, entry._place, self._next_turn(entry.priority, self._clock()))
 
@@ -321,14 +321,11 @@ class RequestQueue(Generic[EntryT]):
 
     def settle(self, entry: EntryT, charged: int, used: int) -> None:
         """Charge the tenant of a taken entry for what it used, instead of what it was taken for."""
-        tier = self._tiers.get(entry.priority)
-        backlog = tier and (tier.backlogs.get(entry.tenant) or tier.idle.get(entry.tenant))
-        if not tier or not backlog:
-            # A tenant that was forgotten starts at the level of the others: nothing to put right.
-            return
+        # One that was forgotten starts at the level of the others: there is nothing to put right.
+        backlog: Backlog = entry._place
         backlog.key += (used - charged) * backlog.tenant.charge
         if backlog._item is not None and backlog.key < backlog._item[0]:
-            tier.turns.push(backlog.key, backlog)
+            self._tiers[entry.priority].turns.push(backlog.key, backlog)
 
     def _next_turn(self, priority: int, now: float) -> tuple[float, int]:
         """Return the next turn of a tier that is opened or served now."""
@@ -339,7 +336,7 @@ class RequestQueue(Generic[EntryT]):
 
     def remove(self, entry: EntryT) -> bool:
         """Take an entry out unserved: it was cancelled. Return whether it was still waiting."""
-        if entry._place is None:
+        if entry._next is None:
             return False
         self._drop(entry, entry._place, None)
         return True
@@ -387,7 +384,7 @@ class RequestQueue(Generic[EntryT]):
                 self.pass_by(entry)
         before, after = entry._previous, entry._next
         before._next, after._previous = after, before
-        entry._place = entry._previous = entry._next = entry._item = None
+        entry._previous = entry._next = entry._item = None
         backlog.total -= records
         tier.total -= records
         tier.total_cost -= cost
