@@ -250,12 +250,10 @@ class Batcher(ABC, Generic[EntryT]):
         if (bound := queue.let_in(entry)) is None:
             # Space came, and another that came before it needs more.
             return
-        backlog = entry._place
         queue.remove(entry)
         self._recorder.total_rejected += entry.records
         wait_s = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
-        retry_after_s = backlog.tenant.retry_after(entry.priority, wait_s, backlog.total, self._clock())
-        raise QueueFull(*bound, retry_after_s)
+        raise QueueFull(*bound, entry._place.retry_after(entry.priority, wait_s, self._clock()))
 
     async def _wait_for_space(self, entry: EntryT) -> None:
         """Wait until an entry is admitted that waits outside; raise what it was refused for."""

@@ -62,23 +62,6 @@ class Tenant:
     # Times at which the next of its refused records should come back, by priority.
     returns: dict[int, float] = field(default_factory=dict)
 
-    def retry_after(self, priority: int, wait_s: float, own: int, now: float) -> float:
-        """Return the seconds after which a record that is refused now should come back.
-
-        Let in, it would wait for `wait_s`; `own` records of the tenant wait in its tier. Those refused come
-        back one after the other, as fast as the tenant is served, and not before the wait is over, nor before
-        those of a higher tier. A random part spreads those of several tenants.
-        """
-        returns = {tier: at for tier, at in self.returns.items() if at > now}
-        before = (at for tier, at in returns.items() if tier <= priority)
-        at = min(max((now + wait_s, *before)), now + max(wait_s, LATEST_S))
-        returns[priority] = at
-        for tier in returns:
-            if tier >= priority:
-                returns[tier] += wait_s / (own + 1) / RETURNS_SHARE
-        self.returns = returns
-        return (at - now) * (1 + SPREAD * random.random())
-
 
 @dataclass(slots=True, eq=False)
 class Backlog:
@@ -108,6 +91,23 @@ class Backlog:
         for entry in self:
             yield key, self._item[1], entry
             key += (entry.cost or 1) * self.tenant.charge
+
+    def retry_after(self, priority: int, wait_s: float, now: float) -> float:
+        """Return the seconds after which a record that is refused now should come back.
+
+        Let in, it would wait for `wait_s`. The records of one tenant come back one after the other, as fast
+        as it is served, and not before the wait is over, nor before those of a higher tier. A random part
+        spreads those of several tenants.
+        """
+        returns = {tier: at for tier, at in self.tenant.returns.items() if at > now}
+        before = (at for tier, at in returns.items() if tier <= priority)
+        at = min(max((now + wait_s, *before)), now + max(wait_s, LATEST_S))
+        returns[priority] = at
+        for tier in returns:
+            if tier >= priority:
+                returns[tier] += wait_s / (self.total + 1) / RETURNS_SHARE
+        self.tenant.returns = returns
+        return (at - now) * (1 + SPREAD * random.random())
 
 
 @dataclass(slots=True, eq=False)
