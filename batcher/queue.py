@@ -237,12 +237,8 @@ class RequestQueue(Generic[EntryT]):
             ("max_queue_size", self._max_size, self.size + entry.records, tenant.size + entry.records),
             ("max_queue_cost", self._max_cost, self.cost + entry.cost, tenant.cost + entry.cost),
         ):
-            fair = (
-                used <= OPEN_SHARE * most
-                or not tenant.size
-                or own <= share * self.tenants.share(tenant) * most
-            )
-            if used > share * most or not fair:
+            crowded = used > OPEN_SHARE * most and tenant.size
+            if used > share * most or (crowded and own > share * self.tenants.share(tenant) * most):
                 return name, int(most)
         return None
 
