@@ -40,10 +40,8 @@ class RequestQueue(Generic[EntryT]):
     and iteration, and looks at each tier in which records wait.
 
     Attributes:
-        total: Records that wait, outside too: an entry may stand for several.
-        total_cost: Their cost.
-        size: Records that count against the bounds.
-        cost: Their cost.
+        total, total_cost: Records that wait, outside too, and their cost: an entry may stand for several.
+        size, cost: Records that count against the bounds, and their cost.
         entered: Records that got in so far.
         tenants: Their weights, and what is known of those that have entries or had of late.
 

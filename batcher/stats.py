@@ -30,17 +30,13 @@ class Stats:
         total_cancelled: Records that were cancelled, waiting or running.
         total_expired: Records whose deadline passed while they waited.
         total_rejected: Records that never got in: the queue was full, the record too large or too late.
-        queue_depth: Records that wait in the queue.
-        queue_cost: Their cost.
-        queue_classes: Records that wait in the queue, and their cost, by priority.
+        queue_depth, queue_cost: Records that wait in the queue, and their cost.
+        queue_classes: Both by priority.
         outside: Records that wait for space in the queue; they are not among the submitted ones.
-        running: Records that run.
-        running_cost: Their cost.
-        busy_time_s: Seconds during which at least one record ran.
-        idle_time_s: Seconds during which none did.
+        running, running_cost: Records that run, and their cost.
+        busy_time_s, idle_time_s: Seconds during which at least one record ran, and none did.
         utilization: Busy share of the time, 0 to 1: `busy_time_s` over it and `idle_time_s`.
-        throughput: Completed records per second since the start.
-        cost_throughput: Completed cost per second since the start.
+        throughput, cost_throughput: Completed records, and their cost, per second since the start.
         avg_latency_s: Mean seconds from submission to result, of the completed records.
         avg_run_s: Mean seconds that a record ran; each time that it ran, where batches were split.
         wait_p50_s: Seconds from submission to start: median; `wait_p90_s`, `wait_p99_s`: percentiles.
@@ -92,8 +88,7 @@ class BatchStats(Stats):
         total_batches: Batches with which `process_fn` has ended; the parts of a batch that was split count.
         total_batch_cost: Their cost.
         total_padded_cost: Their cost, were each padded: its longest record times their number.
-        avg_batch_size: Mean number of records in a batch.
-        avg_batch_cost: Mean cost of a batch.
+        avg_batch_size, avg_batch_cost: Mean number of records in a batch, and mean cost of one.
         padding_ratio: Share, 0 to 1, of the padded cost that is padding.
     """
 
