@@ -280,7 +280,7 @@ def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
     queue = queue_of(tenant_weights={"a": 3.0})
     for number in range(20_000):
         queue.tenants.weigh(f"t{number}", 2.0)
-    assert footprint(queue) < 50_000
+    assert footprint(queue) < 15_000
     for _ in range(40):
         queue.add(Entry(None, 1, tenant="a"))
         queue.add(Entry(None, 1, tenant="b"))
