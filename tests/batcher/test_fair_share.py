@@ -128,6 +128,16 @@ def test_settling_may_bring_a_tenant_back_to_where_it_was() -> None:
     assert taken(queue) == "aabab"
 
 
+def test_settling_gives_no_credit_in_a_tier_that_was_empty_since() -> None:
+    queue = queue_of()
+    (first,) = add(queue, "a", cost=100, tenant="a")
+    queue.take()
+    add(queue, *"aa", cost=10, tenant="a")
+    add(queue, *"bb", cost=10, tenant="b")
+    queue.settle(first, 100, 10)
+    assert taken(queue) == "abab"
+
+
 def test_settling_for_a_forgotten_tenant_does_nothing() -> None:
     queue = queue_of()
     (entry,) = add(queue, "a", cost=10)
