@@ -53,7 +53,7 @@ class Batcher(ABC, Generic[EntryT]):
         self._state = STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        # Batches or slots that run, or are about to, each with the task that is its owner.
+        # Batches or slots that run; the `owner` of each is the task that holds it.
         self._runs: set[Any] = set()
         self._deciding = self._again = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -163,8 +163,7 @@ class Batcher(ABC, Generic[EntryT]):
         if self._state == STOPPED:
             return
         self._check_loop()
-        task = asyncio.current_task()
-        if self._deciding or any(run.owner is task for run in self._runs):
+        if self._deciding or asyncio.current_task() in {run.owner for run in self._runs}:
             raise RuntimeError("stop() would wait for its own caller; call it from another task")
         self._state = STOPPING
         ended = self._ended = self._ended or self.loop.create_future()
@@ -268,7 +267,7 @@ class Batcher(ABC, Generic[EntryT]):
             # Something that was started has ended before it gave way, or cancels others.
             self._again = True
             return
-        if self.loop.is_closed():
+        if self._loop is None or self._loop.is_closed():
             # A coroutine that is collected with its loop gives its place back here; nothing can start there.
             return
         queue = self._queue

@@ -1,6 +1,8 @@
 """The decision whether a partial batch leaves now or waits for more records, by experience."""
 
 import asyncio
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +24,7 @@ class BatchDelay:
 
     It learns how long a batch takes, and how many records follow a partial one that could have waited.
     Waiting pays if the batches' time that it saves to those that follow is more than the wait that it costs
-    those that are there, and them.
-
-    Fewer records than `_least` wait until the timeout in any case.
+    those that are there, and them. Fewer records than `_least` wait until the timeout in any case.
 
     Attributes:
         batch_s: Mean seconds that a batch takes, None before the first.
@@ -39,21 +39,16 @@ class BatchDelay:
     batch_s: float | None = None
     over: bool = False
     _followers: float = 0.0
-    # The next look at the batch, when it has to leave, how many records had come by the last look, the
-    # quiet passes since, and when nothing seemed to be arriving any more.
+    # The next look at the batch, and when nothing seemed to be arriving any more.
     _handle: asyncio.Handle | None = None
-    _leave_by: float = 0.0
-    _seen: int = 0
-    _quiet: int = 0
     _complete_at: float | None = None
 
     def hold(self, loop: asyncio.AbstractEventLoop) -> None:
         """Hold back what waits, from its oldest record on, and look anew when it has just become enough."""
         if self._handle is None or self._queue.total == self._least:
             self.release()
-            self._quiet = 0
-            self._leave_by = min(entry.submitted_at for entry in self._queue) + self._timeout_s
-            self._handle = loop.call_soon(self._look, loop)
+            leave_by = min(entry.submitted_at for entry in self._queue) + self._timeout_s
+            self._handle = loop.call_soon(self._look, loop, leave_by)
 
     def release(self) -> float | None:
         """Hold nothing back any more; return since when the batch could have waited for others."""
@@ -74,29 +69,26 @@ class BatchDelay:
             followers = sum(complete_at < entry.submitted_at <= until for entry in (*batch, *self._queue))
             self._followers += SMOOTHING * (followers - self._followers)
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._handle = None
-        queue, now = self._queue, self._clock()
-        self._quiet = self._quiet + 1 if self._seen == queue.entered else 0
-        self._seen = queue.entered
-        if queue.total and self._quiet < QUIET_PASSES and now < self._leave_by:
-            self._handle = loop.call_soon(self._look, loop)
-        elif queue.total and (patience := self._patience(now)) > 0:
-            self._handle = loop.call_later(max(LEAST_DELAY_S, patience), self._look, loop)
-        else:
-            self.over = True
-            self._leave()
-
-    def _patience(self, now: float) -> float:
-        """Return the seconds that what waits still waits for others."""
-        present = self._queue.total
+    def _look(self, loop: asyncio.AbstractEventLoop, leave_by: float, seen: int = -1, quiet: int = 0) -> None:
+        """Decide on the batch, after so many quiet passes and with so many records by the last look."""
+        queue, now, present = self._queue, self._clock(), self._queue.total
+        quiet = quiet + 1 if queue.entered == seen else 0
+        again = functools.partial(self._look, loop, leave_by, queue.entered, quiet)
+        if present and quiet < QUIET_PASSES and now < leave_by:
+            self._handle = loop.call_soon(again)
+            return
         few = present < self._least
         wait_s = self._timeout_s if few else self._wait_s()
-        left: float = min(entry.submitted_at for entry in self._queue) + wait_s - now
-        if not few and left > 0 and self._complete_at is None:
+        left_s: float = min((entry.submitted_at for entry in queue), default=-math.inf) + wait_s - now
+        if not few and left_s > 0 and self._complete_at is None:
             self._complete_at = now
         pays = few or self._followers * (self.batch_s or 0.0) > (present + self._followers) * wait_s
-        return left if pays else 0.0
+        if pays and left_s > 0:
+            self._handle = loop.call_later(max(LEAST_DELAY_S, left_s), again)
+        else:
+            self._handle = None
+            self.over = True
+            self._leave()
 
     def _wait_s(self) -> float:
         """Return the seconds that a record waits for others where that pays."""

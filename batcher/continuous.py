@@ -3,16 +3,14 @@
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TypedDict, Unpack
 
 from batcher import checks
-from batcher.costs import whole_cost
+from batcher.costs import RecordT, whole_cost
+from batcher.entries import ResultT
 from batcher.goals import Goals
 from batcher.stats import ContinuousStats, Load
 from batcher.window import Slot, Window
-
-RecordT = TypeVar("RecordT")
-ResultT = TypeVar("ResultT")
 
 
 class SlotOptions(TypedDict, total=False):
@@ -42,21 +40,18 @@ class ContinuousBatcher(Window):
         capacity: Cost that may run at once, in tokens of KV cache for an LLM.
         max_running: Records that may run at once; None: no bound but `places`. A slot of more records than
             either is refused.
-        places: Records in one step of the engine, which queues what is beyond. So many run, and as many
-            more, waiting in the engine, as end until others could come: so none of the places stays empty.
-            None: the engine has no such limit.
+        places: Records in one step of the engine, which queues what is beyond. So many run, and as many wait
+            there as end until others could come: so no place stays empty. None: there is no such limit.
         max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
         max_queue_cost: Cost that may wait; None: no bound.
-        policy: What a record reserves when it names `prompt_tokens` and `max_tokens`.
-            "guaranteed_no_evict": both, so what runs can always finish. "max_utilization": the prompt
-            and the output that finished requests lead to expect, corrected by `Slot.report`.
+        policy: What a record reserves that names its tokens. "guaranteed_no_evict": `prompt_tokens` and
+            `max_tokens`, so what runs can always finish. "max_utilization": the prompt and the output that
+            finished requests lead to expect, corrected by `Slot.report`.
         oversize: What becomes of a record that costs more than the capacity: "reject" refuses it,
             "alone" lets it run with nothing beside it.
-        priority_aging_s: See `RequestQueue`.
-        tenant_weights: See `RequestQueue`.
-        goals: Goals of the foreground, that is the tiers before `background`. The others then run as many
-            as that allows, and leave space for it; see `Background`. It takes `step` and
-            `Slot.first_token` to know. None: all tiers share the window.
+        priority_aging_s, tenant_weights: See `RequestQueue`.
+        goals: Goals of the tiers before `background`: the others run as far as these allow, and leave space
+            for them. They take calls of `step` and `Slot.first_token`. None: all tiers share the window.
         background: The priority from which on records are background, where there are goals.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
 
@@ -95,9 +90,6 @@ class ContinuousBatcher(Window):
     ) -> Slot:
         """Return the place of one record, to be entered with `async with`.
 
-        A slot may stand for several records that start together. It takes as many places in the window and
-        in the queue; its cost and its tokens are those of all of them.
-
         Args:
             cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
             priority: Its tier; lower goes first.
@@ -108,7 +100,8 @@ class ContinuousBatcher(Window):
             prompt_tokens: Tokens of the prompt.
             max_tokens: The most tokens that may be produced.
             timeout: The deadline in seconds from now.
-            records: Records that the slot stands for.
+            records: Records that start together in this slot: it takes as many places in the window and in
+                the queue, and its cost and its tokens are those of all of them.
             arrived_at: Time on `clock` from which its TTFT counts for goals, as its request was under way
                 before; None: its submission.
 
@@ -149,9 +142,9 @@ class ContinuousBatcher(Window):
     ) -> asyncio.Task[ResultT]:
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
-        Returns once the record is admitted to the queue. Cancelling the task takes the record out of the
-        queue, or cancels `process_fn` if it runs. The other arguments and the errors are those of `slot`
-        and of entering it, but that it waits for space unless `wait` is False.
+        Returns once the record is in the queue. Cancelling the task takes it out, or cancels `process_fn`.
+        The other arguments and the errors are those of `slot` and of entering it; it waits for space unless
+        `wait` is False.
 
         Raises:
             TypeError: `process_fn` is not a function.
@@ -172,7 +165,8 @@ class ContinuousBatcher(Window):
 
         task = self.loop.create_task(process())
         self._tasks[task] = slot
-        task.add_done_callback(self._forget)
+        # A task that is cancelled before its first step never gets to leave its slot by itself.
+        task.add_done_callback(lambda _: self._leave(self._tasks.pop(task), asyncio.CancelledError()))
         return task
 
     def set_queue_size(self, max_queue_size: int) -> None:
@@ -183,8 +177,7 @@ class ContinuousBatcher(Window):
         """
         checks.whole("max_queue_size", max_queue_size, 1)
         self._queue.set_max_size(max_queue_size)
-        if self._loop is not None:
-            self._decide()
+        self._decide()
 
     def set_goals(self, goals: Goals) -> None:
         """Change the goals of the foreground, also while records run.
@@ -204,15 +197,7 @@ class ContinuousBatcher(Window):
         return Load(self._background.total, queue.total, queue.total_cost, tier, queue.next_deadline())
 
     def step(self, seconds: float) -> None:
-        """Take in how long a step of the engine took, for goals to be held; without goals it does nothing.
-
-        Raises:
-            ValueError: It is not a time.
-        """
+        """Take in how many seconds a step of the engine took, for goals; ValueError if it is not a time."""
         checks.seconds("seconds", seconds)
         if self._background.step(seconds) and self._queue.total:
             self._decide()
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        # A task that is cancelled before its first step never gets to leave its slot by itself.
-        self._leave(self._tasks.pop(task), asyncio.CancelledError())

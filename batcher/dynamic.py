@@ -8,27 +8,22 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Generic, Literal, TypedDict, TypeVar, Unpack, get_args, overload
+from typing import Any, Generic, Literal, TypedDict, Unpack, get_args, overload
 
 from batcher import checks
 from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.batch_delay import BatchDelay
-from batcher.costs import CostEstimatorFn, CostRule, whole_cost
-from batcher.entries import Entry
+from batcher.costs import CostEstimatorFn, CostRule, RecordT, whole_cost
+from batcher.entries import Entry, ResultT
 from batcher.errors import Closed, Oversize
 from batcher.forming import LOOKAHEAD_BATCHES, Former, Forming
 from batcher.mapping import map_records
 from batcher.processing import OnError, ProcessFn, Processor
 from batcher.stats import BatchStats
 
-RecordT = TypeVar("RecordT")
-ResultT = TypeVar("ResultT")
-
-TWO_COSTS = "give either cost or estimated_cost: they are two names for one thing"
-
 
 class RecordOptions(TypedDict, total=False):
-    """The arguments of `DynamicBatcher.submit_nowait` that many records may share."""
+    """Arguments of `DynamicBatcher.submit_nowait` that many records may share."""
 
     priority: int
     tenant: str
@@ -61,10 +56,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             result = await future
 
     A batch is decided when `process_fn` is free, or when it is full: while `process_fn` runs, a partial
-    batch stays open. Its records are taken in the order of `RequestQueue`.
-
-    A lone record leaves at once, unless experience tells that others follow so soon and so many that
-    waiting for them makes all of them faster.
+    batch stays open. Its records are taken in the order of `RequestQueue`. A lone record leaves at once,
+    unless experience tells that waiting for those that follow makes all of them faster.
 
     Args:
         process_fn: Takes a list of records and returns a sequence of as many results, in the same order;
@@ -75,8 +68,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         min_batch_size: Fewest records in a batch, unless the timeout has passed or the batcher stops.
         batch_timeout_s: Seconds that a record waits for others at most while `process_fn` is free.
         max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
-        prefetch_batches: Above 0, the next full batch is chosen while `process_fn` is busy, where that takes
-            time: with `forming` "sorted" and "bucketed". A more urgent record passes it until it starts.
+        prefetch_batches: Above 0, `forming` "sorted" and "bucketed" choose the next full batch while
+            `process_fn` is busy. A more urgent record passes it until it starts.
         default_cost: Cost of a record without a cost of its own.
         max_queue_cost: Cost that may wait; None: no bound.
         max_concurrent_batches: Calls of `process_fn` that may run at once.
@@ -86,10 +79,9 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         oversize: What becomes of a record that costs more than a whole batch may: "alone" runs it by
             itself, "reject" refuses it.
         on_error: What follows when `process_fn` raises. "split" runs parts of the batch again until the
-            records that the error is due to are alone, see `Search`. "single" runs each record again by
-            itself. "fail" fails the whole batch: for functions that must not run twice on a record.
-        priority_aging_s: See `RequestQueue`.
-        tenant_weights: See `RequestQueue`.
+            records that the error is due to are alone; "single" runs each record again by itself; "fail"
+            fails the whole batch: for functions that must not run twice on a record.
+        priority_aging_s, tenant_weights: See `RequestQueue`.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
 
     Raises:
@@ -98,6 +90,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     """
 
     _cost_methods: tuple[str, ...] = ("estimate_cost",)
+    _runs: set[_Run[ResultT]]
 
     def __init__(
         self,
@@ -149,7 +142,6 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self._min_batch_size = max_batch_size if forming == "static" else min_batch_size
         self._delay = BatchDelay(self._queue, self._min_batch_size, batch_timeout_s, clock, self._decide)
         self._max_queue_size = max_queue_size
-        self._concurrency = max_concurrent_batches
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
         # Bound once, not for each record.
         self._told = self._withdraw
@@ -163,7 +155,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def stats(self) -> BatchStats:
         """A snapshot, true at this moment."""
         recorder = self._recorder
-        running = self._running()
+        running = self._entries()
         batches = recorder.batches or 1
         return BatchStats(
             **self._common_stats(self._clock()),
@@ -227,11 +219,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     ) -> Entry[ResultT]:
         """Queue one record and return the future of its result; waits while the queue is full.
 
-        The arguments and the errors are those of `submit_nowait`, but for `QueueFull`. While it waits for
-        space, the record has its place in the order already.
-
-        Raises:
-            Expired: The deadline passed before there was space.
+        The arguments and the errors are those of `submit_nowait`, but for `QueueFull`; a deadline that passes
+        before there is space is `Expired` too. While it waits, the record has its place in the order already.
         """
         entry = self._submit(record, True, cost, priority, tenant, deadline, timeout, estimated_cost)
         if not entry.admitted:
@@ -250,9 +239,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         estimated_cost: Sequence[int] | None = None,
         **options: Unpack[RecordOptions],
     ) -> list[Entry[ResultT]]:
-        """Queue many records and return their futures, in the same order.
-
-        If one is refused, those before it are cancelled.
+        """Queue many records and return their futures in order; if one is refused, cancel those before it.
 
         Args:
             records: What `process_fn` is given, each on its own.
@@ -261,24 +248,21 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             options: The other arguments of `submit`, for all of them.
 
         Raises:
-            ValueError: There are not as many costs as records. And what `submit` raises.
+            ValueError: There are not as many costs as records; and the errors of `submit`.
         """
         records = list(records)
-        if cost is not None and estimated_cost is not None:
-            raise ValueError(TWO_COSTS)
-        name, given = ("cost", cost) if estimated_cost is None else ("estimated_cost", estimated_cost)
-        costs: Sequence[int | None] = [None] * len(records) if given is None else given
-        if len(costs) != len(records):
-            raise ValueError(
-                f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
-            )
-        costs = [None if one is None else whole_cost(name, one) for one in costs]
+        nothing = [None] * len(records)
+        costs: list[Sequence[int | None]] = [nothing if cost is None else cost]
+        costs.append(nothing if estimated_cost is None else estimated_cost)
+        for given in costs:
+            if len(given) != len(records):
+                raise ValueError(f"give one cost for each of the {len(records)} records, not {len(given)}")
         if (timeout := options.pop("timeout", None)) is not None:
             options["deadline"] = self._deadline(options.get("deadline"), timeout, self._clock())
         entries: list[Entry[ResultT]] = []
         try:
-            for record, one in zip(records, costs, strict=True):
-                entries.append(await self.submit(record, cost=one, **options))
+            for record, one, alias in zip(records, *costs, strict=True):
+                entries.append(await self.submit(record, cost=one, estimated_cost=alias, **options))
         except BaseException:
             for entry in entries:
                 entry.cancel()
@@ -340,7 +324,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     ) -> float:
         # The time until `process_fn` is free, and the batches before its own at their mean time.
         before, ahead = self._queue.ahead(priority, tenant)
-        free = len(self._calling) < self._concurrency
+        free = len(self._calling) < self._processor.concurrency
         if free and not before:
             return 0.0
         batch_s = self._delay.batch_s
@@ -348,7 +332,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             return UNKNOWN_WAIT_S
         batches = self._former.batches(before + records - 1, ahead + cost - 1)
         rest = 0.0 if free else max(0.0, min(run.started for run in self._calling) + batch_s - self._clock())
-        return rest + batches * batch_s / self._concurrency
+        return rest + batches * batch_s / self._processor.concurrency
 
     def _submit(
         self,
@@ -365,7 +349,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._check_open()
         if estimated_cost is not None:
             if cost is not None:
-                raise ValueError(TWO_COSTS)
+                raise ValueError("give either cost or estimated_cost: they are two names for one thing")
             cost = whole_cost("estimated_cost", estimated_cost)
         elif cost is None:
             cost = self._cost_of(record)
@@ -385,12 +369,10 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._set_alarm()
         return entry
 
-    # Batches
-
     def _start_ready(self) -> None:
         """Start every batch that can start, and note when there is something to decide again."""
         queue, former = self._queue, self._former
-        while len(self._calling) < self._concurrency:
+        while len(self._calling) < self._processor.concurrency:
             total = queue.total
             if not total:
                 self._delay.release()
@@ -414,10 +396,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         """Start the next batch."""
         complete_at = self._delay.release()
         batch = self._former.cut(self._queue)
-        # A record found too late on the way ends before the batch begins.
+        # A record found too late on the way ends before the batch begins; an empty batch ends at once.
         self._end_late()
-        if not batch:
-            return
         now = self._clock()
         self._recorder.switch(True, now)
         run = _Run(batch, now, complete_at)
@@ -446,14 +426,12 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._delay.learn(now - run.started, run.complete_at, run.batch)
         self._decide()
 
-    # The end
-
-    def _running(self) -> list[Entry[ResultT]]:
+    def _entries(self) -> list[Entry[ResultT]]:
         return [entry for run in self._runs for entry in run.batch if not entry.done()]
 
     def _give_up(self) -> list[Entry[ResultT]]:
         """Let go of all that runs, and return the entries."""
-        entries = self._running()
+        entries = self._entries()
         self._runs, self._calling = set(), set()
         self._recorder.switch(False, self._clock())
         return entries

@@ -31,8 +31,7 @@ class Former:
             is, among the next `lookahead`. "bucketed": those in its bucket, of fixed bounds, among them.
         max_records: Most records in a batch.
         budget: Most cost of a batch.
-        padded: The cost of a batch is that of its longest record times their number, not the sum.
-        lookahead: Records that are looked at to find some of like length.
+        padded, lookahead: See `DynamicBatcher`.
     """
 
     def __init__(self, forming: Forming, max_records: int, budget: int, padded: bool, lookahead: int) -> None:
@@ -49,7 +48,7 @@ class Former:
         return records >= self.max_records or cost >= self.budget
 
     def batches(self, records: int, cost: int) -> int:
-        """Return how many full batches so many records, of that cost together, make at least."""
+        """Return how many full batches such records make at least."""
         return max(records // self.max_records, int(cost // self.budget))
 
     def cut(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
@@ -57,7 +56,7 @@ class Former:
         if not self.chooses:
             return queue.take(self.budget, self.max_records, padded=self._padded)
         batch, self.planned = self.planned, []
-        if not batch or queue.head() not in batch or not all(entry.waiting for entry in batch):
+        if queue.head() not in batch or not all(entry.waiting for entry in batch):
             # Something has changed since it was planned.
             batch = self.choose(queue)
         for entry in batch:
@@ -67,9 +66,8 @@ class Former:
     def choose(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
         """Return the next batch by length, which stays in the queue; none if nothing waits."""
         window = queue.peek(self._lookahead)
-        if not window:
-            return []
-        return self._nearest(window) if self._forming == "sorted" else self._of_one_bucket(window)
+        of_like_length = self._nearest if self._forming == "sorted" else self._of_one_bucket
+        return of_like_length(window) if window else []
 
     def choose_full(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
         """Return the next batch by length if there is no space in it for one more like its longest."""

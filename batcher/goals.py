@@ -16,7 +16,6 @@ from batcher import checks
 
 BACKGROUND = 1  # the priority from which on records are background, unless told otherwise
 
-# The judgement of the window.
 AIM, LATE = 0.9, 0.95  # share of a goal at which it aims, and above which the window shrinks
 PERIOD_S = 0.2  # seconds between two judgements
 LEAST_STEPS = 6  # steps between two, at least: a window shows its effect one or two steps later
@@ -28,7 +27,6 @@ FULL = 0.9  # share of it from which on it is full: then it may grow, else the p
 PACE_LEFT = 0.97  # share of the pace that a judgement leaves while the window is full or nothing more fits
 HELD_STEPS = 2.0  # steps for which a prompt of the foreground takes the place of others, at most
 
-# Parameters of what is measured.
 SMOOTHING = 1 / 12  # weight of the newest step in the mean step
 REMEMBERED_STEPS, REMEMBERED_TPOTS = 256, 200
 REMEMBERED_TTFTS = 1_000  # of at most the last `LATE_FOR_S` seconds: a p99 of fewer jumps with each late one
@@ -38,7 +36,6 @@ ENOUGH_ANSWERS = 20  # answers to see before what they took is believed
 AHEAD = 0.75  # steps that a request needs beside its own two from which on the engine schedules ahead
 SHARES = 4_096  # parts of the longest wait, to one of which a percentile is exact
 
-# The space for the foreground.
 LEAST_SPACE, MOST_SPACE = 1 / 16, 1 / 2  # share of the places, and of the capacity, that is kept
 FORESIGHT = 2.0  # space that is kept, as a multiple of the use lately: the load may double
 LATELY_S = 15.0
@@ -70,17 +67,16 @@ class Background:
 
     A background record may start if the *window* has a place, if places and capacity are left over that the
     foreground may need (twice its peak of late), and if the *pace* allows it: the tokens of prompts that
-    start per step, at first one prompt. A burst of prompts would make long steps, so the starts are spread,
-    and a prompt of the foreground takes the place of others.
+    start per step, at first one prompt. So a burst of prompts, which makes long steps, is spread; a prompt
+    of the foreground takes the place of others.
 
     The TTFT to expect says how long a step may be. Window and pace go that way: down at once, both; up by an
     eighth per judgement, the window if it is full, else the pace, which falls while the window is full or
-    nothing more fits. It is told in two ways, and the worse one counts, each at its 99th percentile: the wait
-    for the steps of a request that comes at any moment, which is known before the first answer and follows
-    the window within a few steps, and by how much answers of the foreground exceeded two mean steps. That
-    counts as it would be with the window as it is now, and for a minute. One answer in a hundred of that time
-    may be late. More of them forbid growth for as long, but each asks for one cut only: answers can be late
-    for reasons that no cut removes.
+    nothing more fits. The worse of two 99th percentiles counts: the wait for the steps of a request that
+    comes at any moment, which follows the window within a few steps, and by how much the answers of the last
+    minute exceeded two mean steps, as it would be with the window of now. One answer in a hundred may be
+    late. More of them forbid growth for that minute, but each asks for one cut only: answers can be late for
+    reasons that no cut removes.
 
     Attributes:
         goals: The goals; window and pace follow a change with the next judgements.
@@ -218,9 +214,8 @@ class Background:
         """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell.
 
         The 99th percentile of a hundred answers is now this, now twice as much, by chance. Far enough from
-        the goal, that of all that are remembered counts too if it is more, which forbids growth but asks for
-        no cut. That of an exponential with their mean above the median is steadier still, but too much where
-        they have a bound: it is the most.
+        the goal, a steadier one counts, which may forbid growth but asks for no cut: that of an exponential
+        with the mean above the median of all that are remembered, but not more than the longest of them.
         """
         oldest = self._clock() - LATE_FOR_S
         latest = [(tail, at) for _, _, at, tail in self._tails if at >= oldest]

@@ -6,17 +6,15 @@ import inspect
 import math
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence, Set, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, cast
 
-from batcher.entries import Entry
+from batcher.costs import RecordT
+from batcher.entries import Entry, ResultT
 from batcher.errors import LATE, Aborted, BadResults, Expired, described, fit, separate
 from batcher.stats import BatchObservation, Outcome, Recorder
-
-RecordT = TypeVar("RecordT")
-ResultT = TypeVar("ResultT")
 
 OnError = Literal["split", "fail", "single"]
 
@@ -42,71 +40,61 @@ def checked(results: Any, count: int) -> Sequence[Any]:
     return cast(Sequence[Any], results)
 
 
-class Search:
-    """Finds the records of a failed batch that fail alone: adaptive group testing.
+def search(
+    batch: list[Entry[Any]], on_error: OnError
+) -> Generator[tuple[list[Entry[Any]], list[Entry[Any]]], Exception | None, None]:
+    """Find the records of a failed batch that fail alone: adaptive group testing.
+
+    Yields the entries that have ended with the last group, and the group to test next; none: all have
+    ended. It is sent the error of that group, or None.
 
     The batch is halved until a record fails alone. The rest is then tested in groups, as large as the
     share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
     when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
     With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
     than 2 n.
-
-    Attributes:
-        tests: Groups that were tested; the first is the batch.
     """
-
-    def __init__(self, on_error: OnError) -> None:
-        self.tests: int = 0
-        self._on_error = on_error
-        # Entries still to be tested, of which so many at the head have failed together.
-        self._pool: deque[Entry[Any]] = deque()
-        self._suspects = 0
-        self._bad = self._good = 0
-
-    def passed(self, part: list[Entry[Any]]) -> None:
-        """Take in that a group has succeeded."""
-        self.tests += 1
-        self._good += len(part)
-
-    def failed(self, part: list[Entry[Any]], error: Exception) -> list[Entry[Any]]:
-        """Take in that a group has failed; return the entries that the error is due to, if they are found."""
-        self.tests += 1
-        if len(part) == 1:
-            self._bad += 1
-            self._suspects = 0
-            if self._on_error != "single" and not self._good and self._bad >= OUTAGE:
-                part = [*part, *self._pool]
-                self._pool.clear()
-            return part
-        if self.tests == 1 and (self._on_error == "fail" or isinstance(error, BadResults)):
-            return part
-        self._pool.extendleft(reversed(part))
-        self._suspects = len(part)
-        return []
-
-    def next(self) -> list[Entry[Any]]:
-        """Return the entries to test next; none: all are known."""
-        pool = self._pool
-        if self._on_error == "single" or not (self._suspects or self._good):
+    # Entries still to be tested, of which so many at the head have failed together.
+    pool: deque[Entry[Any]] = deque()
+    suspects = bad = good = 0
+    ended: list[Entry[Any]] = []
+    group = whole = [entry for entry in batch if not entry.done()]
+    while True:
+        error = yield ended, group
+        ended = group
+        if error is None:
+            good += len(group)
+        elif len(group) == 1:
+            bad += 1
+            suspects = 0
+            if on_error != "single" and not good and bad >= OUTAGE:
+                ended = [*group, *pool]
+                pool.clear()
+        elif on_error != "fail" and not (group is whole and isinstance(error, BadResults)):
+            ended = []
+            pool.extendleft(reversed(group))
+            suspects = len(group)
+        # The traceback of an error holds what `process_fn` had in memory.
+        del error
+        if on_error == "single" or not (suspects or good):
             size = 1
-        elif self._suspects:
-            size = max(1, self._suspects // 2)
-        elif self._bad < 2:
+        elif suspects:
+            size = max(1, suspects // 2)
+        elif bad < 2:
             # The first one says little of the others.
             size = len(pool)
         else:
-            share = (self._bad - 1) / (self._bad + self._good)
+            share = (bad - 1) / (bad + good)
             size = 1 << max(0, int(math.log2(math.log(2) / share)))
-        if self._bad and not self._good and pool:
+        if bad and not good and pool:
             # A caller's bad records stand together: whether others are good shows elsewhere.
             pool.rotate(-random.Random(len(pool)).randrange(len(pool)))
-        part: list[Entry[Any]] = []
-        while pool and len(part) < size:
+        group = []
+        while pool and len(group) < size:
             entry = pool.popleft()
-            self._suspects = max(0, self._suspects - 1)
+            suspects = max(0, suspects - 1)
             if not entry.done():
-                part.append(entry)
-        return part
+                group.append(entry)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +102,7 @@ class Processor(Generic[ResultT]):
     """Runs batches of entries through a function, on the event loop or in threads, and ends each entry."""
 
     _process_fn: ProcessFn[Any, ResultT]
-    _concurrency: int
+    concurrency: int
     _on_error: OnError
     _recorder: Recorder
     _clock: Callable[[], float]
@@ -124,51 +112,47 @@ class Processor(Generic[ResultT]):
         """Get ready for calls."""
         kinds = (self._process_fn, type(self._process_fn).__call__)
         if not any(map(inspect.iscoroutinefunction, kinds)):
-            self._threads = ThreadPoolExecutor(self._concurrency, thread_name_prefix="DynamicBatcher")
+            self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="DynamicBatcher")
 
     def close(self) -> None:
         """Let the threads go; a call that still runs is not waited for."""
         if self._threads is not None:
             self._threads.shutdown(wait=False)
-            self._threads = None
 
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
         """Process a batch, and end each entry; if the call fails, search for those that it is due to.
 
-        `free` is called when the function won't be called again, before the last entries end: so the next
-        batch can start before the callers of this one take the event loop. It is told whether the function
-        was called just once.
+        `free` is called after the last call of the function, before the last entries end: so the next batch
+        can start before the callers of this one take the event loop. It is told whether one call was enough.
         """
-        search = Search(self._on_error)
         try:
             now = self._clock()
             for entry in batch:
                 if entry.deadline is not None and entry.deadline <= now and not entry.done():
                     self._recorder.unserved(entry, late=True)
                     entry.fail(Expired(LATE))
-            part = [entry for entry in batch if not entry.done()]
-            while part:
-                ended, started = part, self._clock()
+            groups = search(batch, self._on_error)
+            ended, group = next(groups)
+            whole = group
+            while tested := group:
+                started = self._clock()
                 results: Sequence[ResultT | BaseException]
                 try:
-                    results = checked(await self._call([entry.record for entry in part]), len(part))
-                    search.passed(part)
+                    results = checked(await self._call([entry.record for entry in tested]), len(tested))
+                    ended, group = groups.send(None)
                 except Exception as error:
-                    ended = search.failed(part, error)
+                    ended, group = groups.send(error)
                     results = [error] * len(ended)
-                self._count_batch(part)
+                self._count_batch(tested)
                 if not ended:
-                    self._recorder.ran(len(part), (), self._clock() - started)
-                part = search.next()
-                if not part:
-                    free(search.tests == 1)
+                    self._recorder.ran(len(tested), (), self._clock() - started)
+                if not group:
+                    free(tested is whole)
                 self._end(ended, results, started)
-        except GeneratorExit:
-            # The event loop was closed: nobody waits for these entries any more.
-            raise
         except BaseException as cause:
             for entry in batch:
-                if not entry.done():
+                # With `GeneratorExit` the event loop was closed: nobody waits for the entries any more.
+                if not entry.done() and not isinstance(cause, GeneratorExit):
                     self._recorder.total_failed += 1
                     entry.fail(Aborted(f"the batch was cut short by {described(cause)}"))
             raise
@@ -193,19 +177,16 @@ class Processor(Generic[ResultT]):
     async def _call_in_thread(self, threads: ThreadPoolExecutor, records: list[Any]) -> Any:
         # The traceback of an error holds all frames here and in the thread. If one of them held the error,
         # what `process_fn` had in memory would stay there while a part of the batch runs again.
-        results: list[Any] = []
-        errors: list[BaseException] = []
-
-        def call() -> None:
+        def call() -> tuple[Any, list[BaseException]]:
             try:
-                results.append(self._process_fn(records))
+                return self._process_fn(records), []
             except BaseException as error:
-                errors.append(error)
+                return None, [error]
 
         context = contextvars.copy_context()
-        await asyncio.get_running_loop().run_in_executor(threads, context.run, call)
+        results, errors = await asyncio.get_running_loop().run_in_executor(threads, context.run, call)
         if not errors:
-            return await results[0] if inspect.isawaitable(results[0]) else results[0]
+            return await results if inspect.isawaitable(results) else results
         if isinstance(errors[0], Exception) and not isinstance(errors[0], StopIteration):
             raise errors.pop()
         raise Aborted(f"process_fn raised {described(errors[0])}") from errors.pop()

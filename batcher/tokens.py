@@ -1,16 +1,13 @@
 """TokenBatcher: a DynamicBatcher whose cost is tokens."""
 
 from collections.abc import Callable, Mapping
-from typing import Literal, TypedDict, TypeVar, Unpack
+from typing import Literal, TypedDict, Unpack
 
-from batcher.costs import CostEstimatorFn
+from batcher.costs import CostEstimatorFn, RecordT
 from batcher.dynamic import DynamicBatcher, SubmitOptions
-from batcher.entries import Entry
+from batcher.entries import Entry, ResultT
 from batcher.forming import Forming
 from batcher.processing import OnError, ProcessFn
-
-RecordT = TypeVar("RecordT")
-ResultT = TypeVar("ResultT")
 
 
 class BatchOptions(TypedDict, total=False):
@@ -36,17 +33,14 @@ class BatchOptions(TypedDict, total=False):
 class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
     """A `DynamicBatcher` in the words of a language model.
 
-    A record's own `estimate_tokens()` goes before its `estimate_cost()`.
+    A record's own `estimate_tokens()` goes before its `estimate_cost()`. Of two names for one argument the
+    first goes before the second.
 
     Args:
-        inference_fn: Takes a list of records and returns as many results, in the same order.
-        process_fn: The same, if `inference_fn` is not given.
-        token_estimator: Returns the tokens of a record.
-        cost_estimator: The same, if `token_estimator` is not given.
-        target_batch_tokens: Most tokens of a batch; None: `target_batch_cost`.
-        target_batch_cost: The same.
-        default_token_estimate: Tokens of a record without an estimate; None: `default_cost`.
-        default_cost: The same.
+        inference_fn, process_fn: Takes a list of records and returns as many results, in the same order.
+        token_estimator, cost_estimator: Returns the tokens of a record.
+        target_batch_tokens, target_batch_cost: Most tokens of a batch.
+        default_token_estimate, default_cost: Tokens of a record without an estimate.
         options: The other arguments of `DynamicBatcher`.
 
     Raises:

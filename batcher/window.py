@@ -25,18 +25,16 @@ HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leav
 
 
 class Slot(Entry[None]):
-    """The place of one record in the window, or of several; `async with` waits for it and gives it back.
+    """A place in the window, of one record or of several; `async with` waits for it and gives it back.
 
     Attributes:
         cost: What it holds of the capacity now.
         wait, prompt_tokens, max_tokens, arrived_at: As given to `ContinuousBatcher.slot`.
-        running: Whether it is in the window.
-        started_at: Time at which it started.
-        first_at: Time of its first token; 0 before.
+        used, running: Whether it was entered; whether it is in the window.
+        started_at, first_at: Times of its start and of its first token; 0 before.
         waited_s: Seconds from submission to start.
         output_tokens: Tokens reported so far.
         charged: What its tenant was charged for it.
-        used: Whether it was entered.
         owner: The task that holds it.
     """
 
@@ -77,10 +75,7 @@ class Slot(Entry[None]):
         self._batcher._leave(self, error)
 
     def release(self) -> None:
-        """Give the place back before the block ends; more than once does no harm.
-
-        A caller that waits to enter the slot gets `Aborted`.
-        """
+        """Give the place back early; again does no harm. A caller that waits to enter gets `Aborted`."""
         self._batcher._leave(self, None)
 
     def first_token(self) -> None:
@@ -94,13 +89,10 @@ class Slot(Entry[None]):
                 batcher._background.first_token(self.first_at - arrived_at)
 
     def report(self, output_tokens: int) -> None:
-        """Tell how many tokens the record has produced so far.
+        """Tell how many tokens the slot's records have produced in all, not since the last report.
 
-        With `max_utilization` a record that outgrows what was reserved for it reserves more, even beyond
-        the capacity: nothing new starts until the window has space again.
-
-        Args:
-            output_tokens: Tokens in all, of all its records, not since the last report.
+        With `max_utilization` one that outgrows what was reserved for it reserves more, even beyond the
+        capacity: nothing new starts until the window has space again.
 
         Raises:
             ValueError: It is not a whole number of at least 0.
@@ -146,12 +138,14 @@ class ServiceRate:
             return None
         wait = max(0, records) * self._seconds / self._records / records_inside
         if self._cost and cost_inside:
-            wait = max(wait, max(0, cost) * self._cost_seconds / self._cost / cost_inside)
+            wait = max(wait, cost * self._cost_seconds / self._cost / cost_inside)
         return wait
 
 
 class Window(Batcher[Slot]):
     """The base of `ContinuousBatcher`: the slots that run, and what may run beside them."""
+
+    _runs: set[Slot]
 
     def __init__(
         self,
@@ -189,8 +183,6 @@ class Window(Batcher[Slot]):
         self._pause: tuple[float, int, int] | None = None
         self.set_capacity(capacity, max_running)
 
-    # Bounds
-
     @property
     def capacity(self) -> int:
         """Cost that may run at once."""
@@ -221,8 +213,7 @@ class Window(Batcher[Slot]):
             if (error := self._oversize(slot)) is not None:
                 self._queue.remove(slot)
                 self._end(slot, error)
-        if self._loop is not None:
-            self._decide()
+        self._decide()
 
     def pause(self, seconds: float = 0.0) -> None:
         """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
@@ -235,14 +226,12 @@ class Window(Batcher[Slot]):
         checks.seconds("seconds", seconds)
         _, records, cost = self._pause or (0.0, self._background.total, self._background.total_cost)
         self._pause = (self._clock() + seconds, records, cost)
-        if self._loop is not None:
-            self._decide()
+        self._decide()
 
     def resume(self) -> None:
         """Start records again."""
         self._pause = None
-        if self._loop is not None:
-            self._decide()
+        self._decide()
 
     def _bound(self) -> None:
         """Note how many records may run, without those that wait in the engine and with them.
@@ -254,7 +243,6 @@ class Window(Batcher[Slot]):
         self._most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
 
     def _oversize(self, slot: Slot) -> Oversize | None:
-        """Return why a slot can never start, if it can't."""
         if slot.cost > self._capacity and not self._alone:
             return Oversize(slot.cost, self._capacity)
         if slot.records > self._regular:
@@ -263,7 +251,6 @@ class Window(Batcher[Slot]):
         return None
 
     def _fits(self, slot: Slot) -> bool:
-        """Return whether a slot may start beside what runs."""
         if self._pause is not None:
             return False
         cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
@@ -300,14 +287,8 @@ class Window(Batcher[Slot]):
         wait = rate.time_to_serve(before, ahead, running, running_cost)
         return max(0.0, until - now) + (UNKNOWN_WAIT_S if wait is None else wait)
 
-    # Coming
-
     def _enter_slot(self, slot: Slot) -> None:
-        """Start a slot if it may start; otherwise it waits in the queue, or for space in it.
-
-        Raises:
-            BatcherError: It is refused.
-        """
+        """Start a slot if it may start; otherwise it waits in the queue, or for space in it; or refuse it."""
         self._check_open(slot.records)
         if (oversize := self._oversize(slot)) is not None:
             self._recorder.total_rejected += slot.records
@@ -360,22 +341,15 @@ class Window(Batcher[Slot]):
         """Take in that the share of the capacity in use has changed."""
         self._recorder.switch(bool(self._runs), now, self._background.total_cost / self._capacity)
 
-    # Leaving
-
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
-        """Take a slot out, wherever it is; one that has left already is left alone."""
-        if slot.running:
-            self._end_run(slot, error)
-            if self._queue.total or self._ended is not None:
-                self._decide()
-        elif slot.waiting:
-            self._withdraw(slot)
-            if error is None:
-                # It was released while its caller waits for it.
-                slot.fail(Aborted("the slot was released before it started"))
-
-    def _end_run(self, slot: Slot, error: BaseException | None) -> None:
-        """Take a slot out of the window, count how it ended, and learn from it."""
+        """Take a slot out, wherever it is, count how it ended, and learn from it."""
+        if not slot.running:
+            if slot.waiting:
+                self._withdraw(slot)
+                if error is None:
+                    # It was released while its caller waits for it.
+                    slot.fail(Aborted("the slot was released before it started"))
+            return
         now = self._clock()
         background, recorder = self._background, self._recorder
         records, tokens = slot.records, slot.output_tokens
@@ -419,8 +393,8 @@ class Window(Batcher[Slot]):
             for number in range(records):
                 part = share + (number >= records - rest)
                 recorder.observe(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
-
-    # The end
+        if self._queue.total or self._ended is not None:
+            self._decide()
 
     def _abort(self) -> list[asyncio.Task[Any]]:
         for task, slot in self._tasks.items():
@@ -430,5 +404,5 @@ class Window(Batcher[Slot]):
 
     def _abandon(self) -> None:
         for slot in list(self._runs):
-            self._end_run(slot, Aborted("the event loop was closed while the record ran"))
+            self._leave(slot, Aborted("the event loop was closed while the record ran"))
         self._tasks.clear()
