@@ -6,6 +6,7 @@ from typing import TypeVar
 
 LATE = "the deadline passed before the record could start"
 OS_ERROR_STATE = ("args", "errno", "strerror", "filename", "filename2")
+CHAIN = ("__cause__", "__context__", "__suppress_context__")
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
@@ -96,9 +97,9 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
             twin.__dict__["__notes__"] = list(error.__dict__["__notes__"])
     except Exception:
         twin = Aborted(f"{kind.__name__}: {described(error, str)}")
-    twin.__cause__ = error.__cause__
-    twin.__context__ = error.__context__
-    twin.__suppress_context__ = error.__suppress_context__
+    for name in CHAIN:
+        # The class may forbid assignments, as a frozen dataclass does.
+        BaseException.__setattr__(twin, name, getattr(error, name))
     return twin.with_traceback(error.__traceback__)
 
 

@@ -1,6 +1,7 @@
 """Errors: they say what happened, cross process borders, and belong to one future each."""
 
 import pickle
+from dataclasses import dataclass
 
 import pytest
 
@@ -64,6 +65,11 @@ class Unmakeable(Exception):  # noqa: N818
         super().__init__("unmakeable")
 
 
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
 def raised(error: BaseException) -> BaseException:
     try:
         raise error from KeyError("cause")
@@ -84,6 +90,7 @@ def test_a_separate_error_is_equal_but_another_object() -> None:
         UnreachableError(2, "no", "a file", host="h"),
         KeyError("k"),
         Oversize(2, 1),
+        FrozenError(5),
     ]
     for error in errors:
         original = raised(error)
