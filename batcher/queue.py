@@ -309,7 +309,8 @@ class RequestQueue(Generic[EntryT]):
     def _turns(self, tier: Tier) -> Iterator[tuple[tuple[float, int], EntryT]]:
         """Yield the entries of a tier in their order, each after the tier's turn."""
         turn = tier.turn
-        for *_, entry in heapq.merge(*(backlog.turns() for backlog in tier.backlogs.values())):
+        backlogs = [backlog.turns() for backlog in tier.backlogs.values() if backlog.total]
+        for *_, entry in heapq.merge(*backlogs):
             yield turn, entry
             turn = self._next_turn(turn[1], self._clock())
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from batcher import Entry, QueueFull
 from tests.batcher.footprint import footprint
 from tests.batcher.helpers import add, names, queue_of, taken
+from tests.batcher.lines import count_lines
 from tests.batcher.virtual import Clock
 
 # Arrival order, budgets
@@ -254,6 +255,16 @@ def test_peek_sees_what_take_takes(seed: int) -> None:
     seen = queue.peek(count)
     assert len(seen) == min(count, queue.size)
     assert seen == queue.take(max_records=count)
+
+
+def test_peek_hardly_looks_at_tenants_that_have_nothing_left() -> None:
+    queue = queue_of()
+    add(queue, *"ab")
+    for number in range(1_000):
+        queue.pick(*add(queue, "x", tenant=f"t{number}"))
+    with count_lines() as lines:
+        assert names(queue.peek(2)) == "ab"
+    assert lines.count < 3_000
 
 
 def test_picking_from_the_middle_charges_the_tenant() -> None:
