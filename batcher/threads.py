@@ -66,6 +66,8 @@ class ThreadClient(Generic[ResultT]):
             raise Closed("the event loop of the batcher is closed or doesn't run") from error
         # Of this cancel and the loop's acceptance exactly one succeeds.
         if accepted.cancel():
+            if result.cancelled():
+                raise Closed("the event loop of the batcher has ended")
             if result.done():
                 result.result()
             result.cancel()

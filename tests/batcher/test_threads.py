@@ -231,6 +231,35 @@ def test_a_thread_that_waits_for_space_learns_that_the_loop_has_ended() -> None:
         assert isinstance(found[0], Closed)
 
 
+def test_a_thread_whose_record_has_not_reached_the_batcher_learns_that_the_loop_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[tuple[threading.Thread, list[Any]]] = []
+    sent = threading.Event()
+    send = asyncio.run_coroutine_threadsafe
+
+    def sending(*args: Any) -> Any:
+        future = send(*args)
+        sent.set()
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", sending)
+
+    async def main() -> None:
+        batcher = DynamicBatcher(double)
+        await batcher.start()
+        client = ThreadClient(batcher)
+        threads.append(start_thread(lambda: client.submit(1)))
+        # The loop ends before its next pass.
+        assert sent.wait(WAIT_S)
+
+    asyncio.run(main())
+    [(thread, found)] = threads
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert isinstance(found[0], Closed)
+
+
 def test_a_thread_is_told_that_the_loop_does_not_run() -> None:
     loop = asyncio.new_event_loop()
     batcher = DynamicBatcher(double)
