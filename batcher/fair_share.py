@@ -21,6 +21,7 @@ RECENT_S = 10.0  # seconds for which a tenant without entries still has its shar
 RETURNS_SHARE = 1 / 3  # share of a tenant's service that is set aside for them; the rest is for new ones
 SPREAD = 0.25  # how far a time is moved at random, as a share of it
 LATEST_S = 60.0  # seconds after which it is at the latest, unless the wait is longer
+MAX_TIERS = 64  # tiers of a tenant whose times are remembered
 
 
 class Heap(list[tuple[float, int, Any]]):
@@ -99,7 +100,8 @@ class Backlog:
         as it is served, and not before the wait is over, nor before those of a higher tier. A random part
         spreads those of several tenants.
         """
-        returns = {tier: at for tier, at in self.tenant.returns.items() if at > now}
+        known = self.tenant.returns if len(self.tenant.returns) <= MAX_TIERS else {}
+        returns = {tier: at for tier, at in known.items() if at > now}
         before = (at for tier, at in returns.items() if tier <= priority)
         at = min(max((now + wait_s, *before)), now + max(wait_s, LATEST_S))
         returns[priority] = at
