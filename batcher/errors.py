@@ -1,11 +1,12 @@
 """Errors that a batcher raises, and copies of an error for each record of a batch."""
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import MemberDescriptorType
 from typing import TypeVar
 
 LATE = "the deadline passed before the record could start"
-OS_ERROR_STATE = ("args", "errno", "strerror", "filename", "filename2")
 CHAIN = ("__cause__", "__context__", "__suppress_context__")
 
 ErrorT = TypeVar("ErrorT", bound=BaseException)
@@ -88,11 +89,11 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
             # `__init__` may want other arguments than the `args` it left: go round it.
             twin = kind.__new__(kind, *error.args)
             twin.__dict__.update(error.__dict__)
-            if isinstance(error, OSError):
-                # With an `__init__` of its own it has no state before that, not even `args`.
-                for name in OS_ERROR_STATE:
-                    if (value := getattr(error, name)) is not None:
-                        Exception.__setattr__(twin, name, value)
+            BaseException.__setattr__(twin, "args", error.args)
+            for name in _members(kind):
+                if (value := getattr(error, name, name)) is not getattr(twin, name, name):
+                    with contextlib.suppress(AttributeError):  # of a group they are read-only
+                        BaseException.__setattr__(twin, name, value)
         if "__notes__" in error.__dict__:
             twin.__dict__["__notes__"] = list(error.__dict__["__notes__"])
     except Exception:
@@ -101,6 +102,14 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
         # The class may forbid assignments, as a frozen dataclass does.
         BaseException.__setattr__(twin, name, getattr(error, name))
     return twin.with_traceback(error.__traceback__)
+
+
+def _members(kind: type[BaseException]) -> Iterator[str]:
+    """Yield the names of what errors keep outside `__dict__`: slots, and the state of builtin ones in C."""
+    for base in kind.__mro__:
+        for name, value in vars(base).items():
+            if isinstance(value, MemberDescriptorType):
+                yield name
 
 
 def fit(error: BaseException) -> Exception:

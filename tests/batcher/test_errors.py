@@ -70,6 +70,20 @@ class FrozenError(Exception):
     code: int
 
 
+@dataclass(slots=True)
+class SlottedError(Exception):
+    code: int
+    hint: str | None = None
+
+
+class NoTextError(UnicodeDecodeError):
+    pass
+
+
+class GroupError(ExceptionGroup):
+    pass
+
+
 def raised(error: BaseException) -> BaseException:
     try:
         raise error from KeyError("cause")
@@ -91,6 +105,9 @@ def test_a_separate_error_is_equal_but_another_object() -> None:
         KeyError("k"),
         Oversize(2, 1),
         FrozenError(5),
+        SlottedError(5),
+        NoTextError("utf-8", b"\xff", 0, 1, "no text"),
+        GroupError("two", [ValueError(1), ValueError(2)]),
     ]
     for error in errors:
         original = raised(error)
@@ -98,6 +115,7 @@ def test_a_separate_error_is_equal_but_another_object() -> None:
         assert twin is not original
         assert type(twin) is type(original)
         assert str(twin) == str(original)
+        assert repr(twin) == repr(original)
         assert twin.args == original.args
         assert vars(twin) == vars(original)
         assert twin.__cause__ is original.__cause__
