@@ -125,6 +125,7 @@ class Processor(Generic[ResultT]):
         `free` is called after the last call of the function, before the last entries end: so the next batch
         can start before the callers of this one take the event loop. It is told whether one call was enough.
         """
+        seen: set[int] = set()
         try:
             now = self._clock()
             for entry in batch:
@@ -148,7 +149,7 @@ class Processor(Generic[ResultT]):
                     self._recorder.ran(len(tested), (), self._clock() - started)
                 if not group:
                     free(tested is whole)
-                self._end(ended, results, started)
+                self._end(ended, results, started, seen)
         except BaseException as cause:
             for entry in batch:
                 # With `GeneratorExit` the event loop was closed: nobody waits for the entries any more.
@@ -203,14 +204,17 @@ class Processor(Generic[ResultT]):
             recorder.observations.batches.append(BatchObservation(len(part), cost))
 
     def _end(
-        self, part: list[Entry[ResultT]], results: Sequence[ResultT | BaseException], started: float
+        self,
+        part: list[Entry[ResultT]],
+        results: Sequence[ResultT | BaseException],
+        started: float,
+        seen: set[int],
     ) -> None:
-        """Count records that ran, and end each with its result, or with an error object of its own."""
+        """Count records that ran, and end each with its result, or with an error that none has got yet."""
         recorder, now = self._recorder, self._clock()
         waits = [started - entry.submitted_at for entry in part]
         recorder.ran(len(part), waits, now - started)
         completed, cost, submitted = 0, 0, 0.0
-        seen: set[int] = set()
         for entry, result, wait_s in zip(part, results, waits, strict=True):
             outcome: Outcome = "completed"
             if entry.done():

@@ -120,6 +120,22 @@ async def test_a_result_may_be_an_exception() -> None:
     assert all(isinstance(result, RuntimeError) for result in results[3:])
 
 
+@virtual
+async def test_an_error_that_is_raised_by_several_calls_is_copied_too() -> None:
+    kept = ValueError("kept")
+
+    async def process(batch: list[str]) -> list[str]:
+        if "bad" in batch:
+            raise kept
+        return batch
+
+    async with dynamic_batcher(process) as batcher:
+        futures = [batcher.submit_nowait(record) for record in ("bad", "good", "bad")]
+        first, good, second = await results_of(futures)
+    assert (str(first), good, str(second)) == ("kept", "good", "kept")
+    assert first is not second
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
