@@ -285,7 +285,9 @@ class Window(Batcher[Slot]):
         # What waits before them is served first, less what free space takes.
         before, ahead = before + records - max(places, 0), ahead + cost - max(free, 0)
         wait = rate.time_to_serve(before, ahead, running, running_cost)
-        return max(0.0, until - now) + (UNKNOWN_WAIT_S if wait is None else wait)
+        # A pause that lasts longer than was told may end at any time.
+        rest = max(0.0, until - now) or (UNKNOWN_WAIT_S if self._pause else 0.0)
+        return rest + (UNKNOWN_WAIT_S if wait is None else wait)
 
     def _enter_slot(self, slot: Slot) -> None:
         """Start a slot if it may start; otherwise it waits in the queue, or for space in it; or refuse it."""

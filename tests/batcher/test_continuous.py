@@ -1118,6 +1118,21 @@ async def test_a_refusal_in_a_pause_tells_its_end() -> None:
 
 
 @virtual
+async def test_a_refusal_in_a_pause_without_a_known_end_does_not_say_to_come_back_at_once() -> None:
+    async with continuous_batcher(max_queue_size=1) as batcher:
+        holders = Holders(batcher)
+        batcher.pause(2.0)
+        await asyncio.sleep(5.0)
+        await holders.enter("a")
+        with pytest.raises(QueueFull) as refusal:
+            async with batcher.slot(10):
+                pass
+        assert refusal.value.retry_after_s >= 1.0
+        batcher.resume()
+        await holders.leave_all()
+
+
+@virtual
 async def test_a_deadline_passes_in_a_pause() -> None:
     async with continuous_batcher(10) as batcher:
         batcher.pause(40.0)
