@@ -303,14 +303,15 @@ class RequestQueue(Generic[EntryT]):
     def peek(self, count: int) -> list[EntryT]:
         """Return the next `count` entries in the order in which `take` would return them."""
         self._sweep()
-        turns = heapq.merge(*map(self._turns, self._tiers.values()))
+        turns = heapq.merge(*(self._turns(tier, count) for tier in self._tiers.values()))
         return [entry for _, entry in itertools.islice(turns, count)]
 
-    def _turns(self, tier: Tier) -> Iterator[tuple[tuple[float, int], EntryT]]:
-        """Yield the entries of a tier in their order, each after the tier's turn."""
+    def _turns(self, tier: Tier, count: int) -> Iterator[tuple[tuple[float, int], EntryT]]:
+        """Yield the next `count` entries of a tier, or more, in their order, each after the tier's turn."""
         turn = tier.turn
-        backlogs = [backlog.turns() for backlog in tier.backlogs.values() if backlog.total]
-        for *_, entry in heapq.merge(*backlogs):
+        waiting = (backlog for backlog in tier.backlogs.values() if backlog.total)
+        first = heapq.nsmallest(count, waiting, key=lambda backlog: (backlog.key, backlog._item[1]))
+        for *_, entry in heapq.merge(*(backlog.turns() for backlog in first)):
             yield turn, entry
             turn = self._next_turn(turn[1], self._clock())
 

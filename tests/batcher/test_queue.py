@@ -257,6 +257,16 @@ def test_peek_sees_what_take_takes(seed: int) -> None:
     assert seen == queue.take(max_records=count)
 
 
+def test_peek_hardly_looks_at_tenants_whose_turn_comes_later() -> None:
+    queue = queue_of()
+    add(queue, *"ab")
+    for number in range(1_000):
+        add(queue, "x", tenant=f"t{number}")
+    with count_lines() as lines:
+        assert names(queue.peek(2)) == "ax"
+    assert lines.count < 3_000
+
+
 def test_peek_hardly_looks_at_tenants_that_have_nothing_left() -> None:
     queue = queue_of()
     add(queue, *"ab")
