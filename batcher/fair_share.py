@@ -119,6 +119,8 @@ class Tier:
     turn: tuple[float, int]  # when its turn is, and its priority: the lowest goes first
     total: int = 0  # records that wait in it
     total_cost: int = 0  # their cost
+    outside: int = 0  # those of them that wait for space
+    outside_cost: int = 0  # their cost
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     turns: Heap = field(default_factory=Heap)  # the backlogs by their keys
     idle: dict[str, Backlog] = field(default_factory=dict)  # those without entries, for what they were served

@@ -111,11 +111,11 @@ class RequestQueue(Generic[EntryT]):
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
-        found = {priority: (tier.total, tier.total_cost) for priority, tier in self._tiers.items()}
-        for entry in self._outside:
-            records, cost = found[entry.priority]
-            found[entry.priority] = records - entry.records, cost - entry.cost
-        return {priority: inside for priority, inside in found.items() if inside[0]}
+        return {
+            priority: (tier.total - tier.outside, tier.total_cost - tier.outside_cost)
+            for priority, tier in self._tiers.items()
+            if tier.total > tier.outside
+        }
 
     def first_priority(self) -> int | None:
         """Return the most urgent tier in which records wait, for space too; None: there is none."""
@@ -186,6 +186,8 @@ class RequestQueue(Generic[EntryT]):
         else:
             self._outside[entry] = None
             backlog.outside += 1
+            tier.outside += records
+            tier.outside_cost += cost
         if entry.deadline is not None:
             self._deadlines.push(entry.deadline, entry)
         return entry.admitted
@@ -217,13 +219,19 @@ class RequestQueue(Generic[EntryT]):
         """Let in an entry that waits outside, or return the name and value of the bound that forbids it."""
         bound = self._bound(entry)
         if bound is None:
-            del self._outside[entry]
-            entry._place.outside -= 1
+            self._leave_outside(entry)
             self.pass_by(entry)
             for count in (self, entry._place.tenant):
                 count.size += entry.records
                 count.cost += entry.cost
         return bound
+
+    def _leave_outside(self, entry: EntryT) -> None:
+        tier = self._tiers[entry.priority]
+        del self._outside[entry]
+        entry._place.outside -= 1
+        tier.outside -= entry.records
+        tier.outside_cost -= entry.cost
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
@@ -309,8 +317,7 @@ class RequestQueue(Generic[EntryT]):
     def _turns(self, tier: Tier, count: int) -> Iterator[tuple[tuple[float, int], EntryT]]:
         """Yield the next `count` entries of a tier, or more, in their order, each after the tier's turn."""
         turn = tier.turn
-        waiting = (backlog for backlog in tier.backlogs.values() if backlog.total)
-        first = heapq.nsmallest(count, waiting, key=lambda backlog: (backlog.key, backlog._item[1]))
+        first = heapq.nsmallest(count, tier.backlogs.values(), key=lambda each: (each.key, each._item[1]))
         for *_, entry in heapq.merge(*(backlog.turns() for backlog in first)):
             yield turn, entry
             turn = self._next_turn(turn[1], self._clock())
@@ -374,8 +381,7 @@ class RequestQueue(Generic[EntryT]):
             self.size -= records
             self.cost -= cost
         else:
-            del self._outside[entry]
-            backlog.outside -= 1
+            self._leave_outside(entry)
             if turn is not None:
                 self.pass_by(entry)
         before, after = entry._previous, entry._next

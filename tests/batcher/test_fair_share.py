@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batcher import Entry, RequestQueue
-from batcher.fair_share import Tenant
+from batcher.fair_share import Backlog, Tenant
 from batcher.stats import percentiles
 from tests.batcher.footprint import footprint
 from tests.batcher.helpers import add, queue_of, taken
@@ -349,7 +349,7 @@ def test_the_memory_of_tenants_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_refusals_in_many_tiers_leave_little_behind() -> None:
     tenant = Tenant("t")
     for priority in range(10_000, 0, -1):
-        tenant.retry_after(priority, 1.0, 0, now=0.0)
+        Backlog(tenant).retry_after(priority, 1.0, now=0.0)
     assert footprint(tenant) < 300
 
 
