@@ -21,6 +21,8 @@ from batcher.mapping import map_records
 from batcher.processing import OnError, ProcessFn, Processor
 from batcher.stats import BatchStats
 
+TWO_COSTS = "give either cost or estimated_cost: they are two names for one thing"
+
 
 class RecordOptions(TypedDict, total=False):
     """Arguments of `DynamicBatcher.submit_nowait` that many records may share."""
@@ -251,18 +253,22 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             ValueError: There are not as many costs as records; and the errors of `submit`.
         """
         records = list(records)
-        nothing = [None] * len(records)
-        costs: list[Sequence[int | None]] = [nothing if cost is None else cost]
-        costs.append(nothing if estimated_cost is None else estimated_cost)
-        for given in costs:
-            if len(given) != len(records):
-                raise ValueError(f"give one cost for each of the {len(records)} records, not {len(given)}")
+        if cost is not None and estimated_cost is not None:
+            raise ValueError(TWO_COSTS)
+        name, given = ("cost", cost) if estimated_cost is None else ("estimated_cost", estimated_cost)
+        costs: list[int | None] = [None] * len(records)
+        if given is not None:
+            costs = [None if one is None else whole_cost(name, one) for one in given]
+        if len(costs) != len(records):
+            raise ValueError(
+                f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
+            )
         if (timeout := options.pop("timeout", None)) is not None:
             options["deadline"] = self._deadline(options.get("deadline"), timeout, self._clock())
         entries: list[Entry[ResultT]] = []
         try:
-            for record, one, alias in zip(records, *costs, strict=True):
-                entries.append(await self.submit(record, cost=one, estimated_cost=alias, **options))
+            for record, one in zip(records, costs, strict=True):
+                entries.append(await self.submit(record, cost=one, **options))
         except BaseException:
             for entry in entries:
                 entry.cancel()
@@ -349,7 +355,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._check_open()
         if estimated_cost is not None:
             if cost is not None:
-                raise ValueError("give either cost or estimated_cost: they are two names for one thing")
+                raise ValueError(TWO_COSTS)
             cost = whole_cost("estimated_cost", estimated_cost)
         elif cost is None:
             cost = self._cost_of(record)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -809,6 +810,14 @@ async def test_submit_batch_takes_back_what_it_submitted_if_one_is_refused() -> 
         await blocked()
         assert batcher.stats.total_cancelled == 2
     assert machine.batches == []
+
+
+@virtual
+async def test_submit_batch_queues_nothing_if_one_of_the_costs_is_no_cost() -> None:
+    async with dynamic_batcher(Machine()) as batcher:
+        with pytest.raises(ValueError, match="estimated_cost must be a finite number >= 0, not nan"):
+            await batcher.submit_batch("abc", estimated_cost=[1, 2, math.nan])  # type: ignore[list-item]
+        assert batcher.stats.total_submitted == 0
 
 
 # Statistics
