@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, cast
 from batcher.costs import RecordT
 from batcher.entries import Entry, ResultT
 from batcher.errors import LATE, Aborted, BadResults, Expired, described, fit, separate
-from batcher.stats import BatchObservation, Outcome, Recorder
+from batcher.stats import BatchObservation, Observation, Outcome, Recorder
 
 OnError = Literal["split", "fail", "single"]
 
@@ -231,7 +231,10 @@ class Processor(Generic[ResultT]):
                 entry.record = None
                 entry.set_result(result)
             if recorder.observations is not None:
-                recorder.observe(entry.tenant, entry.priority, entry.cost, wait_s, now - started, outcome)
+                observed = Observation(
+                    entry.tenant, entry.priority, entry.cost, wait_s, now - started, outcome
+                )
+                recorder.observations.records.append(observed)
         recorder.total_completed += completed
         recorder.completed_cost += cost
         recorder.latency_s += completed * now - submitted

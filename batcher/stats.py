@@ -269,13 +269,6 @@ class Recorder:
         else:
             self.total_failed += entry.records
 
-    def observe(
-        self, tenant: str, priority: int, cost: int, wait_s: float, run_s: float, outcome: Outcome
-    ) -> None:
-        """Keep the observation of a record, where that is asked for."""
-        if self.observations is not None:
-            self.observations.records.append(Observation(tenant, priority, cost, wait_s, run_s, outcome))
-
     def open(self, now: float) -> None:
         """Time counts from now on."""
         self._since = now

@@ -7,12 +7,11 @@ import math
 import time
 from collections.abc import Collection
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol
 
 from batcher import checks
+from batcher.entries import ResultT
 from batcher.errors import Closed
-
-ResultT = TypeVar("ResultT")
 
 LOOK_S = 0.5  # seconds between two looks at whether the event loop, on which a thread waits, still runs
 

@@ -14,13 +14,12 @@ from batcher.costs import OutputEstimator
 from batcher.entries import Entry
 from batcher.errors import Aborted, Expired, Oversize
 from batcher.goals import BACKGROUND, Background, Goals
-from batcher.stats import RECENT, Outcome
+from batcher.service_rate import ServiceRate
+from batcher.stats import RECENT, Observation, Outcome
 
 STEPS = 2  # from the end of a record to the first of one let in then: one tells the end, the next is planned
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
-MEMORY = 1 - 1 / 256  # weight that a record keeps in the measured rate of service when the next one ends
-ENOUGH = 16  # records to measure before the rate is used
 HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
 
 
@@ -106,40 +105,6 @@ class Slot(Entry[None]):
             batcher._background.grow(self.priority, cost - self.cost)
             self.cost = cost
             batcher._count_time(batcher._clock())
-
-
-class ServiceRate:
-    """The rate at which a window of records serves cost, from the time that finished ones spent in it.
-
-    By Little's law a window that holds `inside` records of which each stays `mean` seconds lets
-    inside / mean of them go per second. The same holds for cost, with the mean taken by cost.
-    """
-
-    def __init__(self) -> None:
-        self._records = self._seconds = self._cost = self._cost_seconds = 0.0
-
-    @property
-    def known(self) -> bool:
-        """True once enough has been measured to refuse a record for it."""
-        return self._records > ENOUGH
-
-    def learn(self, cost: int, seconds: float, records: int = 1) -> None:
-        """Take in records of `cost` together that were inside for `seconds`."""
-        self._records = self._records * MEMORY + records
-        self._seconds = self._seconds * MEMORY + records * seconds
-        self._cost = self._cost * MEMORY + cost
-        self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
-
-    def time_to_serve(self, records: int, cost: int, records_inside: int, cost_inside: int) -> float | None:
-        """Return the seconds until so much has left the window; None: nothing has been measured yet."""
-        if records <= 0 and cost <= 0:
-            return 0.0
-        if not self._records or not records_inside:
-            return None
-        wait = max(0, records) * self._seconds / self._records / records_inside
-        if self._cost and cost_inside:
-            wait = max(wait, cost * self._cost_seconds / self._cost / cost_inside)
-        return wait
 
 
 class Window(Batcher[Slot]):
@@ -275,14 +240,14 @@ class Window(Batcher[Slot]):
         before, ahead = self._queue.ahead(priority, tenant)
         background, rate, now = self._background, self._rate, self._clock()
         until, usual, usual_cost = self._pause or (now, 0, 0)
-        # What runs ends in a pause; afterwards as much runs as before it.
+        # Running records end in a pause; afterwards as much runs as before it.
         running, running_cost = max(background.total, usual), max(background.total_cost, usual_cost)
         places, free = self._most - background.total, self._capacity - background.total_cost
         if priority >= background.priority:
             most, most_cost = background.places(self._capacity, self._regular)
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
-        # What waits before them is served first, less what free space takes.
+        # The records before them in the queue are served first, but for those that free space takes.
         before, ahead = before + records - max(places, 0), ahead + cost - max(free, 0)
         wait = rate.time_to_serve(before, ahead, running, running_cost)
         # A pause that lasts longer than was told may end at any time.
@@ -394,7 +359,8 @@ class Window(Batcher[Slot]):
             share, rest = divmod(used, records)
             for number in range(records):
                 part = share + (number >= records - rest)
-                recorder.observe(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
+                seen = Observation(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
+                recorder.observations.records.append(seen)
         if self._queue.total or self._ended is not None:
             self._decide()
 

@@ -1102,34 +1102,26 @@ async def test_the_estimate_of_a_wait_contains_the_pause_and_what_ran_before_it(
         await holders.leave("f", "g")
 
 
+@pytest.mark.parametrize(
+    ("pause_s", "passed_s", "least_s"),
+    [pytest.param(40.0, 0.0, 40.0, id="its end"), pytest.param(2.0, 5.0, 1.0, id="no end: not at once")],
+)
 @virtual
-async def test_a_refusal_in_a_pause_tells_its_end() -> None:
+async def test_a_refusal_in_a_pause_says_when_to_come_back(
+    pause_s: float, passed_s: float, least_s: float
+) -> None:
     async with continuous_batcher(10, max_queue_size=1) as batcher:
-        batcher.pause(40.0)
+        batcher.pause(pause_s)
+        await asyncio.sleep(passed_s)
         holders = Holders(batcher)
         await holders.enter("a")
         with pytest.raises(QueueFull) as refusal:
             async with batcher.slot(10):
                 pass
-        assert refusal.value.retry_after_s >= 40.0
+        assert refusal.value.retry_after_s >= least_s
         batcher.resume()
         await blocked()
         await holders.leave("a")
-
-
-@virtual
-async def test_a_refusal_in_a_pause_without_a_known_end_does_not_say_to_come_back_at_once() -> None:
-    async with continuous_batcher(max_queue_size=1) as batcher:
-        holders = Holders(batcher)
-        batcher.pause(2.0)
-        await asyncio.sleep(5.0)
-        await holders.enter("a")
-        with pytest.raises(QueueFull) as refusal:
-            async with batcher.slot(10):
-                pass
-        assert refusal.value.retry_after_s >= 1.0
-        batcher.resume()
-        await holders.leave_all()
 
 
 @virtual
