@@ -10,7 +10,7 @@ from typing import Any, Generic, Self
 from batcher import checks
 from batcher.errors import LATE, BatcherError, Closed, Expired, QueueFull
 from batcher.queue import EntryT, RequestQueue
-from batcher.stats import Observations, Recorder
+from batcher.stats import Kept, Observations, Recorder
 
 UNKNOWN_WAIT_S = 1.0  # the estimate of a wait as long as nothing has finished
 GRACE_S = 1.0  # seconds that a cancelled task has to end before a stop no longer waits for it
@@ -79,7 +79,7 @@ class Batcher(ABC, Generic[EntryT]):
             limit: Records that are kept until they are taken; beyond it the oldest are dropped.
         """
         checks.whole("limit", limit, 1)
-        self._recorder.observations = Observations(limit)
+        self._recorder.observations = Observations(Kept(maxlen=limit), Kept(maxlen=limit))
         return self._recorder.observations
 
     def weigh(self, tenant: str, weight: float | None) -> None:

@@ -17,30 +17,9 @@ POINTS = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Statistics of both batchers.
+    """Statistics of both batchers; the README of this package says what each of them is.
 
-    Every record that was submitted is completed, failed, cancelled or expired, or is among
-    `queue_depth` and `running`. Percentiles are over the last 512 records that ran; where a batch was split,
-    the wait of a record ends, and its run begins, with the last of its runs.
-
-    Attributes:
-        total_submitted: Records that got into the queue.
-        total_completed: Records that ended with a result; those that failed are not among them.
-        total_failed: Records that ended with an error.
-        total_cancelled: Records that were cancelled, waiting or running.
-        total_expired: Records whose deadline passed while they waited.
-        total_rejected: Records that never got in: the queue was full, the record too large or too late.
-        queue_depth, queue_cost: Records that wait in the queue, and their cost.
-        queue_classes: Both by priority.
-        outside: Records that wait for space in the queue; they are not among the submitted ones.
-        running, running_cost: Records that run, and their cost.
-        busy_time_s, idle_time_s: Seconds during which at least one record ran, and none did.
-        utilization: Busy share of the time, 0 to 1: `busy_time_s` over it and `idle_time_s`.
-        throughput, cost_throughput: Completed records, and their cost, per second since the start.
-        avg_latency_s: Mean seconds from submission to result, of the completed records.
-        avg_run_s: Mean seconds that a record ran; each time that it ran, where batches were split.
-        wait_p50_s: Seconds from submission to start: median; `wait_p90_s`, `wait_p99_s`: percentiles.
-        run_p50_s: Seconds from start to end: median; `run_p90_s`, `run_p99_s`: percentiles.
+    Times are in seconds, shares from 0 to 1. `queue_classes` has records and cost by priority.
     """
 
     total_submitted: int = 0
@@ -82,15 +61,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats(Stats):
-    """A snapshot of a `DynamicBatcher`.
-
-    Attributes:
-        total_batches: Batches with which `process_fn` has ended; the parts of a batch that was split count.
-        total_batch_cost: Their cost.
-        total_padded_cost: Their cost, were each padded: its longest record times their number.
-        avg_batch_size, avg_batch_cost: Mean number of records in a batch, and mean cost of one.
-        padding_ratio: Share, 0 to 1, of the padded cost that is padding.
-    """
+    """Statistics of a `DynamicBatcher`: those of both batchers, and those of its batches."""
 
     total_batches: int = 0
     total_batch_cost: int = 0
@@ -120,23 +91,9 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousStats(Stats):
-    """A snapshot of a `ContinuousBatcher`.
+    """Statistics of a `ContinuousBatcher`: those of both batchers, and those of its window.
 
-    Attributes:
-        outside_cost: Cost of the records that wait for space in the queue.
-        capacity: Cost that may run at once.
-        max_running: Records that may run at once, without the few that wait in the engine; None: no bound.
-        occupancy: Mean share of the capacity in use since the start.
-        output_tokens: Tokens that the records that have ended reported as produced.
-        ttft_p50_s: Seconds from submission to the first token: median of the last 512 records that told it
-            (`Slot.first_token`); `ttft_p99_s`: percentile. None: no record has told it.
-        background_running: Background records that run; 0 where there are no goals.
-        background_window: How many of them the goals allow to run now, where the space that is kept for the
-            foreground doesn't allow fewer; None: there are no goals.
-        goal_ttft_s: Seconds to the first token that are the goal for 99 of 100 requests of the foreground;
-            None: there are no goals.
-        expected_ttft_s: What is expected of them. Above the goal with a window of 1, the goal is out of
-            reach: the foreground misses it by itself.
+    None: no bound (`max_running`), nothing was told (`ttft_p50_s`, `ttft_p99_s`), or there are no goals.
     """
 
     outside_cost: int = 0
@@ -213,12 +170,11 @@ class Kept(deque[ItemT]):
         return items
 
 
-class Observations:
-    """Observations of the latest records, and of the latest batches, `limit` of each at most."""
+class Observations(NamedTuple):
+    """Observations of the latest records, and of the latest batches."""
 
-    def __init__(self, limit: int) -> None:
-        self.records: Kept[Observation] = Kept(maxlen=limit)
-        self.batches: Kept[BatchObservation] = Kept(maxlen=limit)
+    records: Kept[Observation]
+    batches: Kept[BatchObservation]
 
 
 @dataclass(eq=False)

@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ from batcher import (
     ContinuousStats,
     DynamicBatcher,
     Observation,
+    Stats,
 )
 from batcher.stats import RECENT, Recorder, percentiles
 from tests.batcher.helpers import dynamic_batcher, refusing_bad, results_of
@@ -115,6 +118,12 @@ def test_the_report_leaves_out_what_there_is_not() -> None:
     assert not {"queue_classes", "max_running", "ttft_p99_s"} & {
         line.split()[0] for line in report.splitlines()
     }
+
+
+@pytest.mark.parametrize("kind", [BatchStats, ContinuousStats])
+def test_the_manual_says_what_each_figure_is(kind: type[Stats]) -> None:
+    manual = (Path(__file__).parents[2] / "batcher" / "README.md").read_text().split("\n## Statistics\n")[1]
+    assert {field.name for field in dataclasses.fields(kind)} <= set(re.findall(r"`(\w+)`", manual))
 
 
 @virtual
