@@ -24,20 +24,16 @@ _by_turn = attrgetter("turn")
 class RequestQueue(Generic[EntryT]):
     """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
 
-    **Order.** The lowest `priority`, or tier, goes first. Inside a tier the tenant goes first that was
-    served the least cost by its weight (virtual token counter, arXiv 2401.00588): a tenant that joins
-    starts at the counter of the least served active one, so neither idling nor a fresh name earns credit.
-    Inside a tenant, arrival order. A tier that has waited for its turn `priority_aging_s` longer than the
-    tier one level above goes first for one entry; each further level takes as long again. So no tier
-    starves, and a low tier with a long backlog can't hold up a high one either.
+    The lowest tier goes first, but for the turns of those that have waited long; inside a tier the tenant
+    that was served the least cost by its weight; inside a tenant, arrival order. The README has the rules:
+    "Order", and "When the queue is full" for what a tenant may fill of the bounds.
 
-    **Bounds.** An entry that finds no space may wait for it *outside*: in the same order as all others, it
-    just doesn't count against the bounds. As its turn doesn't depend on it, those outside come in as they
-    arrived. Up to four fifths of the bounds any tenant may enter. Beyond that it has its fair share, by
-    weight, among those that had entries within the last 10 seconds: a flood of one is refused, not others.
+    An entry that finds no space may wait for it *outside*: in the same order as all others, it just doesn't
+    count against the bounds. As its turn doesn't depend on it, those outside come in as they arrived.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
-    and iteration, and looks at each tier in which records wait.
+    and iteration, and looks at each tier in which records wait. An argument out of range raises ValueError,
+    one of a wrong type TypeError; the message names it.
 
     Attributes:
         total, total_cost: Records that wait, outside too, and their cost: an entry may stand for several.
@@ -47,15 +43,12 @@ class RequestQueue(Generic[EntryT]):
 
     Args:
         clock: Returns the time in seconds, which never goes back.
-        max_size: Most records that may wait; an empty queue takes any one entry. None: no bound.
-        max_cost: Most cost that may wait; an empty queue takes any one entry. None: no bound.
-        priority_aging_s: Seconds, see above; None: a low tier waits until all above it is done.
+        max_size, max_cost: Most records that may wait, and most cost; an empty queue takes any one entry.
+            None: no bound.
+        priority_aging_s: Seconds for a level, see "Order"; None: a low tier waits until all above are done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
         background: The priority from which on an entry finds the queue full at nine tenths of its
             bounds, so that there is space for the others; None: all are alike.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -124,36 +117,26 @@ class RequestQueue(Generic[EntryT]):
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
         """Return how many records go before one that comes now, and their cost together.
 
-        Args:
-            priority: Its tier: all that waits in those before it goes first.
-            tenant: Its tenant: inside the tier the tenants have turns, so each of the others is served
-                once more at most than it has entries waiting. None: the whole tier goes first.
+        Those of the tiers before its own, and of its own tier as many as its tenant's turn lets pass: each of
+        the other tenants is served once more at most than it has entries waiting. None: all of the tier.
         """
         records = cost = 0
         for level, tier in self._tiers.items():
-            if level > priority:
-                continue
-            before = tier.total
-            if tenant is not None and level == priority:
-                own = self.own(priority, tenant)
-                before = min(before, own + (len(tier.backlogs) - (own > 0)) * (own + 1))
+            before = tier.total if level <= priority else 0
+            if level == priority and tenant is not None:
+                backlog = tier.backlogs.get(tenant)
+                own, others = (backlog.total, -1) if backlog else (0, 0)
+                before = min(before, own + (len(tier.backlogs) + others) * (own + 1))
             records += before
             cost += tier.total_cost * before // tier.total
         return records, cost
-
-    def own(self, priority: int, tenant: str) -> int:
-        """Return how many records of a tenant wait in a tier."""
-        tier = self._tiers.get(priority)
-        backlog = tier and tier.backlogs.get(tenant)
-        return backlog.total if backlog else 0
 
     # Bounds
 
     def put(self, entry: EntryT) -> bool:
         """Put an entry in its place, and return whether it is admitted; otherwise it waits outside.
 
-        Raises:
-            ValueError: It waits already.
+        One that waits already raises ValueError.
         """
         if entry._next is not None:
             raise ValueError("the entry waits already")
@@ -172,17 +155,15 @@ class RequestQueue(Generic[EntryT]):
         tier.total_cost += cost
         self.total += records
         self.total_cost += cost
+        size, used = self.size + records, self.cost + cost
         entry.admitted = not backlog.outside and (
-            (self.size + records <= self._open_size and self.cost + cost <= self._open_cost)
-            or self._bound(entry) is None
+            (size <= self._open_size and used <= self._open_cost) or self._bound(entry) is None
         )
         if entry.admitted:
-            tenant = backlog.tenant
-            tenant.size += records
-            tenant.cost += cost
-            self.size += records
-            self.cost += cost
+            self.size, self.cost = size, used
             self.entered += records
+            backlog.tenant.size += records
+            backlog.tenant.cost += cost
         else:
             self._outside[entry] = None
             backlog.outside += 1
@@ -252,19 +233,14 @@ class RequestQueue(Generic[EntryT]):
 
     def head(self, before: int | None = None) -> EntryT | None:
         """Return the entry whose turn it is, of the tiers before a priority or of all, without taking it."""
-        if self._deadlines:
-            self._sweep()
+        self._sweep()
         tiers: Collection[Tier] = self._tiers.values()
         if before is not None:
             tiers = [tier for priority, tier in self._tiers.items() if priority < before]
         return min(tiers, key=_by_turn).first()._next if tiers else None
 
     def pick(self, entry: EntryT) -> None:
-        """Take one waiting entry, whatever its place, and charge its tenant.
-
-        Raises:
-            ValueError: The entry is not waiting.
-        """
+        """Take one waiting entry, whatever its place, and charge its tenant; ValueError: it isn't waiting."""
         if entry._next is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
         self._drop(entry, entry._place, self._next_turn(entry.priority, self._clock()))
@@ -272,9 +248,7 @@ class RequestQueue(Generic[EntryT]):
     def take(
         self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
     ) -> list[EntryT]:
-        """Take the entries whose turn it is, in order, as many as fit together.
-
-        An entry that is larger than a whole bound is taken alone.
+        """Take the entries whose turn it is, in order, as many as fit together, but one at least.
 
         Args:
             budget: Most cost of all together; None: no bound.
@@ -287,13 +261,13 @@ class RequestQueue(Generic[EntryT]):
         total = longest = records = 0
         most_cost: float = math.inf if budget is None else budget
         most: float = math.inf if max_records is None else max_records
-        tier: Tier | None = None
-        turn = served = (0.0, 0)
+        tier, stays = None, False
         while self._tiers and records < most:
-            if tier is None or not tier.total or tier.turn != turn:
-                # Otherwise it is its turn still: those of other tiers don't change meanwhile.
+            if tier is None or not (stays and tier.total):
+                # The turns of the others don't change meanwhile, nor its own if it was served by now already.
                 tier = min(self._tiers.values(), key=_by_turn)
-                turn, served = tier.turn, self._next_turn(tier.turn[1], now)
+                served = self._next_turn(tier.turn[1], now)
+                stays = tier.turn == served
             backlog = tier.first()
             entry: EntryT = backlog._next
             records += entry.records

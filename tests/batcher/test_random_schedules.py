@@ -373,8 +373,11 @@ class QueueSchedule:
         assert self.cost is None or queue.cost <= self.cost or len(inside) == 1
         assert sum(records for records, _ in queue.classes().values()) == queue.size
         for tenant in TENANTS:
-            own = [entry for entry in waiting if (entry.tenant, entry.priority) == (tenant, 0)]
-            assert queue.own(0, tenant) == counted(own)[0]
+            own = counted([entry for entry in waiting if (entry.tenant, entry.priority) == (tenant, 0)])[0]
+            others = len({entry.tenant for entry in waiting if entry.priority == 0} - {tenant})
+            tier = counted([entry for entry in waiting if entry.priority == 0])[0]
+            before = counted([entry for entry in waiting if entry.priority < 0])[0]
+            assert queue.ahead(0, tenant)[0] == before + min(tier, own + others * (own + 1))
         assert all(entry.waiting for entry in waiting)
         assert set(queue) == set(waiting)
 
