@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 LARGEST = 2**53  # the largest whole number that an argument may be: up to it a float is exact too
 LONGEST_S = 1e9  # the longest time, some 30 years: a timer takes no more
@@ -31,7 +32,6 @@ def whole(name: str, value: object, least: int, most: int = LARGEST, *, optional
 
 
 def _number(allowed: str, least: float, most: float, name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a finite number from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e300:
         raise ValueError(f"{name} must be a finite {allowed}, not {shown(value)}")
     if value > most:
@@ -43,36 +43,30 @@ instant: Check = partial(_number, "time in seconds", -LATEST_S, LATEST_S)
 positive: Check = partial(_number, "number > 0", math.ulp(0.0), LONGEST_S)
 
 
-def tenant(value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"tenant must be a string, not {shown(value)}")
-
-
-def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")
-
-
-def function(name: str, value: object) -> None:
-    if not callable(value):
-        raise TypeError(f"{name} must be a function or another callable, not {shown(value)}")
-
-
-def flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {shown(value)}")
-
-
 def weight(name: str, value: object) -> None:
     _number("number > 0", math.ulp(0.0), MOST_WEIGHT, name, value)
     if value < LEAST_WEIGHT:  # type: ignore[operator]
         raise ValueError(f"{name} must be at least {LEAST_WEIGHT:.6f}, not {shown(value)}")
 
 
+def _of_kind(allowed: str, kind: Any, name: str, value: object) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {allowed}, not {shown(value)}")
+
+
+function: Check = partial(_of_kind, "a function or another callable", Callable)
+flag: Check = partial(_of_kind, "True or False", bool)
+tenant: Callable[[object], None] = partial(_of_kind, "a string", str, "tenant")
+
+
 def weights(name: str, value: Mapping[str, float]) -> None:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a mapping from tenant to weight, not {shown(value)}")
+    _of_kind("a mapping from tenant to weight", Mapping, name, value)
     for name_of, share in value.items():
         tenant(name_of)
         weight(f"{name}[{name_of!r}]", share)
+
+
+def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")

@@ -1,15 +1,15 @@
 """The cost of a record: given, estimated by a function or by the record itself, or learned."""
 
+import contextlib
 import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from batcher import checks
 
 RecordT = TypeVar("RecordT")
-
 CostEstimatorFn = Callable[[RecordT], int]
 TokenEstimatorFn = Callable[[RecordT], int]
 
@@ -42,41 +42,34 @@ def whole_cost(name: str, value: object) -> int:
     """Return a cost as a whole number, fractions rounded up; raise ValueError for another value."""
     if type(value) is int and 0 <= value <= checks.LARGEST:
         return value
-    whole: object = math.ceil(value) if isinstance(value, float) and math.isfinite(value) else value
-    try:
-        cost = -1 if isinstance(value, bool) else operator.index(whole)  # type: ignore[arg-type]
-    except TypeError:
-        cost = -1
-    if cost < 0:
+    cost = -1
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        cost = math.ceil(value) if isinstance(value, float) else operator.index(value)  # type: ignore[arg-type]
+    if cost < 0 or isinstance(value, bool):
         raise ValueError(f"{name} must be a finite number >= 0, not {checks.shown(value)}")
     if cost > checks.LARGEST:
         raise ValueError(f"{name} must be at most {checks.LARGEST}, not {checks.shown(value)}")
     return cost
 
 
-@dataclass(frozen=True, slots=True)
-class CostRule(Generic[RecordT]):
-    """How a batcher finds the cost of a record: by `estimator`, then by a method of it, then `default`."""
-
-    estimator: CostEstimatorFn[RecordT] | None
-    methods: tuple[str, ...]
-    default: int
-
-    def __call__(self, record: RecordT) -> int:
-        if self.estimator is not None:
-            return whole_cost("cost_estimator's result", self.estimator(record))
-        for name in self.methods:
-            method = getattr(record, name, None)
-            if callable(method):
-                return whole_cost(f"{name}()'s result", method())
-        return self.default
+def record_cost(
+    estimator: CostEstimatorFn[Any] | None, methods: tuple[str, ...], default: int, record: object
+) -> int:
+    """Return the cost of a record, by `estimator`, or else by the first method that it has, or `default`."""
+    if estimator is not None:
+        return whole_cost("cost_estimator's result", estimator(record))
+    for name in methods:
+        method = getattr(record, name, None)
+        if callable(method):
+            return whole_cost(f"{name}()'s result", method())
+    return default
 
 
 class OutputEstimator:
     """Learns from finished requests how many tokens the next one will produce.
 
-    Lengths fall into buckets by power of two. The estimate for a request that has produced `so_far`
-    tokens is the mean length of those that went at least as far: E[length | length > so_far].
+    The estimate for one that has produced `so_far` tokens is the mean length of those that went at least as
+    far: E[length | length > so_far]. Lengths fall into buckets by power of two.
     """
 
     BUCKETS = 32

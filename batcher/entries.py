@@ -6,10 +6,10 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeVar
 
 from batcher import checks
+from batcher.checks import LARGEST, PRIORITIES
 from batcher.costs import whole_cost
 
 ResultT = TypeVar("ResultT")
-
 _init_future = asyncio.Future.__init__  # faster than by super()
 
 
@@ -20,32 +20,19 @@ class Entry(asyncio.Future[ResultT]):
     Future and entry are one object: two that know each other are twice the work, and a cycle to collect. In a
     `RequestQueue` that is used by itself there is no event loop, and an entry is no more than its place.
     An argument out of range raises ValueError, one of a wrong type TypeError; the message names it.
-
-    Attributes:
-        record: The record, until it has ended; the queue never looks at it.
-        cost: Cost of its records together, in whole units (tokens); a fraction is rounded up.
-        priority: Its tier; lower goes first.
-        tenant: The name of its tenant.
-        deadline: Time on the queue's clock by which it must have been taken; None: any time.
-        records: Records that it stands for.
-        loop: The event loop of the future; None: it is only an entry. An argument, not an attribute.
-        withdraw: Told when it is cancelled.
-        submitted_at: Time of its submission, on the batcher's clock.
-        admitted: Whether it counts against the bounds of the queue, or has been taken.
-        space: Future of a caller that waits for it to be admitted.
     """
 
-    record: Any
-    cost: int
-    priority: int = 0
-    tenant: str = "default"
-    deadline: float | None = None
-    records: int = 1
-    loop: InitVar[asyncio.AbstractEventLoop | None] = None
-    withdraw: Callable[[Any], None] | None = None
-    submitted_at: float = 0.0
-    admitted: bool = field(default=False, init=False)
-    space: asyncio.Future[None] | None = field(default=None, init=False)
+    record: Any  # the record, until it has ended; the queue never looks at it
+    cost: int  # of its records together, in whole units (tokens); a fraction is rounded up
+    priority: int = 0  # its tier; lower goes first
+    tenant: str = "default"  # the name of its tenant
+    deadline: float | None = None  # time on the queue's clock by which it must have been taken
+    records: int = 1  # how many it stands for
+    loop: InitVar[asyncio.AbstractEventLoop | None] = None  # that of the future; None: it is only an entry
+    withdraw: Callable[[Any], None] | None = None  # is told when it is cancelled
+    submitted_at: float = 0.0  # time of its submission, on the batcher's clock
+    admitted: bool = field(default=False, init=False)  # counts against the queue's bounds, or has been taken
+    space: asyncio.Future[None] | None = field(default=None, init=False)  # wakes who waits for its admission
     # The backlog in which it waits, or has waited last, the neighbours there, and its deadline's item.
     _place: Any = field(init=False)
     _previous: Any = field(init=False)
@@ -55,11 +42,10 @@ class Entry(asyncio.Future[ResultT]):
     def __post_init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         if loop is not None:
             _init_future(self, loop=loop)
-        cost, priority, most = self.cost, self.priority, checks.PRIORITIES
-        if type(cost) is not int or not 0 <= cost <= checks.LARGEST:
-            self.cost = whole_cost("cost", cost)
-        if type(priority) is not int or not -most <= priority <= most:
-            checks.whole("priority", priority, -most, most)
+        if type(self.cost) is not int or not 0 <= self.cost <= LARGEST:
+            self.cost = whole_cost("cost", self.cost)
+        if type(self.priority) is not int or not -PRIORITIES <= self.priority <= PRIORITIES:
+            checks.whole("priority", self.priority, -PRIORITIES, PRIORITIES)
         if type(self.tenant) is not str:
             checks.tenant(self.tenant)
         if self.records != 1 or type(self.records) is not int:

@@ -2,13 +2,11 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MemberDescriptorType
 from typing import TypeVar
 
 LATE = "the deadline passed before the record could start"
-CHAIN = ("__cause__", "__context__", "__suppress_context__")
-
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
@@ -17,13 +15,9 @@ class BatcherError(Exception):
 
 
 class QueueFull(BatcherError):  # noqa: N818 - the field's word, as in `asyncio.QueueFull`
-    """There is no space for the record now.
+    """There is no space for the record now; it may come back after `retry_after_s`.
 
-    Attributes:
-        what: The bound that was met: `max_queue_size` or `max_queue_cost`.
-        limit: The value of that bound.
-        retry_after_s: Seconds after which to come back: the wait by the measured rate of service, with a
-            random part that spreads those that are refused together.
+    `what` is the bound that was met, `max_queue_size` or `max_queue_cost`, and `limit` its value.
     """
 
     def __init__(self, what: str, limit: int, retry_after_s: float) -> None:
@@ -41,12 +35,9 @@ class Expired(BatcherError, TimeoutError):  # noqa: N818
 
 
 class Oversize(BatcherError, ValueError):  # noqa: N818
-    """More than may ever run at once: a record's cost, where `oversize` is "reject", or a slot's records.
+    """More than may ever run at once, `limit`: a record's `cost`, where `oversize` is "reject".
 
-    Attributes:
-        cost: What the record costs, or how many records there are.
-        limit: The most that is allowed.
-        what: The argument that sets the limit of a slot's records; None: it is the cost.
+    Or `cost` is how many records a slot has, and `what` the argument that sets the limit; else it is None.
     """
 
     def __init__(self, cost: int, limit: int, what: str | None = None) -> None:
@@ -74,11 +65,7 @@ class BadResults(BatcherError, ValueError):  # noqa: N818
 
 
 def separate(error: ErrorT) -> ErrorT | Aborted:
-    """Return an error equal to `error` that is an object of its own.
-
-    Futures that share one exception object share its traceback and its context too: each `await` that
-    raises it writes into what the others see.
-    """
+    """Return an equal error that is an object of its own: each `await` writes into the one that it raises."""
     kind = type(error)
     twin: ErrorT | Aborted
     try:
@@ -89,8 +76,9 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
             # `__init__` may want other arguments than the `args` it left: go round it.
             twin = kind.__new__(kind, *error.args)
             twin.__dict__.update(error.__dict__)
-            BaseException.__setattr__(twin, "args", error.args)
-            for name in _members(kind):
+            # Slots, and the state in C of a builtin base.
+            members = [name for name in dir(kind) if isinstance(getattr(kind, name, 0), MemberDescriptorType)]
+            for name in ("args", *members):
                 if (value := getattr(error, name, name)) is not getattr(twin, name, name):
                     with contextlib.suppress(AttributeError):  # of a group they are read-only
                         BaseException.__setattr__(twin, name, value)
@@ -98,18 +86,10 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
             twin.__dict__["__notes__"] = list(error.__dict__["__notes__"])
     except Exception:
         twin = Aborted(f"{kind.__name__}: {described(error, str)}")
-    for name in CHAIN:
+    for name in ("__cause__", "__context__", "__suppress_context__"):
         # The class may forbid assignments, as a frozen dataclass does.
         BaseException.__setattr__(twin, name, getattr(error, name))
     return twin.with_traceback(error.__traceback__)
-
-
-def _members(kind: type[BaseException]) -> Iterator[str]:
-    """Yield the names of what errors keep outside `__dict__`: slots, and the state of builtin ones in C."""
-    for base in kind.__mro__:
-        for name, value in vars(base).items():
-            if isinstance(value, MemberDescriptorType):
-                yield name
 
 
 def fit(error: BaseException) -> Exception:

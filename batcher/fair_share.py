@@ -7,7 +7,6 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from batcher import checks
@@ -16,19 +15,17 @@ SLACK = 64  # items of a heap that are out of date beside as many as are not, so
 UNIT = 1 << 20  # charge to a tenant of weight 1 per unit of cost: a whole number keeps its precision
 MAX_IDLE_TENANTS = 10_000  # tenants without entries that are remembered at most
 RECENT_S = 10.0  # seconds for which a tenant without entries still has its share of the queue
-
-# The times at which refused records should come back.
-RETURNS_SHARE = 1 / 3  # share of a tenant's service that is set aside for them; the rest is for new ones
-SPREAD = 0.25  # how far a time is moved at random, as a share of it
-LATEST_S = 60.0  # seconds after which it is at the latest, unless the wait is longer
-MAX_TIERS = 64  # tiers of a tenant whose times are remembered
+RETURNS_SHARE = 1 / 3  # share of a tenant's service that is set aside for refused records that come back
+SPREAD = 0.25  # how far the time at which one should come back is moved at random, as a share of it
+LATEST_S = 60.0  # seconds after which that is at the latest, unless the wait is longer
+MAX_TIERS = 64  # tiers of a tenant for which such times are remembered
 
 
 class Heap(list[tuple[float, int, Any]]):
     """Things by a key, the lowest first; of those with the same key, the one that came first.
 
-    A thing knows its item, by the attribute `_item`. An item that its thing doesn't know any more is not
-    looked for: it goes when it comes to the top, or when the items have doubled since the last time.
+    A thing knows its item, as `_item`. One that its thing doesn't know any more is not looked for: it goes
+    when it comes to the top, or when the items have doubled since the last time.
     """
 
     _sequence = itertools.count()
@@ -37,8 +34,8 @@ class Heap(list[tuple[float, int, Any]]):
     def push(self, key: float, thing: Any) -> None:
         """Put a thing in, or into another place; among those with the same key it keeps its own."""
         order = next(self._sequence) if thing._item is None else thing._item[1]
-        thing._item = (key, order, thing)
-        heapq.heappush(self, thing._item)
+        thing._item = item = (key, order, thing)
+        heapq.heappush(self, item)
         if len(self) > self._most:
             self[:] = [item for item in self if item is item[2]._item]
             heapq.heapify(self)
@@ -66,49 +63,38 @@ class Tenant:
 
 @dataclass(slots=True, eq=False)
 class Backlog:
-    """The entries of one tenant in one tier, by arrival.
-
-    They are linked in a ring with the backlog itself, so that any of them leaves at once.
-    """
+    """The entries of one tenant in one tier, by arrival, in a ring with itself: any leaves at once."""
 
     tenant: Tenant
     key: float = -math.inf  # the cost that it was served, by its weight: the one with the lowest goes first
     total: int = 0  # records in it
     outside: int = 0  # entries that wait for space
     _item: Any = None
-    _next: Any = None
-    _previous: Any = None
-
-    def __iter__(self) -> Iterator[Any]:
-        entry = self._next
-        while entry is not self:
-            following = entry._next
-            yield entry
-            entry = following
+    _next: Any = field(init=False)
+    _previous: Any = field(init=False)
 
     def turns(self) -> Iterator[tuple[float, int, Any]]:
         """Yield the entries in their order, each after the key of its turn."""
-        key = self.key
-        for entry in self:
-            yield key, self._item[1], entry
+        key, order, entry = self.key, self._item[1], self._next
+        while entry is not self:
+            following = entry._next
+            yield key, order, entry
             key += (entry.cost or 1) * self.tenant.charge
+            entry = following
 
     def retry_after(self, priority: int, wait_s: float, now: float) -> float:
-        """Return the seconds after which a record that is refused now should come back.
+        """Return the seconds after which a record that is refused now, and would wait for so long, may come.
 
-        Let in, it would wait for `wait_s`. The records of one tenant come back one after the other, as fast
-        as it is served, and not before the wait is over, nor before those of a higher tier. A random part
-        spreads those of several tenants.
+        The records of one tenant come back one after the other, as fast as it is served, those of a higher
+        tier first. A random part spreads those of several tenants.
         """
         known = self.tenant.returns if len(self.tenant.returns) <= MAX_TIERS else {}
-        returns = {tier: at for tier, at in known.items() if at > now}
+        returns = self.tenant.returns = {tier: at for tier, at in known.items() if at > now}
         before = (at for tier, at in returns.items() if tier <= priority)
-        at = min(max((now + wait_s, *before)), now + max(wait_s, LATEST_S))
-        returns[priority] = at
+        at = returns[priority] = min(max((now + wait_s, *before)), now + max(wait_s, LATEST_S))
         for tier in returns:
             if tier >= priority:
                 returns[tier] += wait_s / (self.total + 1) / RETURNS_SHARE
-        self.tenant.returns = returns
         return (at - now) * (1 + SPREAD * random.random())
 
 
@@ -117,9 +103,9 @@ class Tier:
     """The entries of one priority, as backlogs by tenant."""
 
     turn: tuple[float, int]  # when its turn is, and its priority: the lowest goes first
-    total: int = 0  # records that wait in it
-    total_cost: int = 0  # their cost
-    outside: int = 0  # those of them that wait for space
+    size: int = 0  # records that count against the bounds
+    cost: int = 0  # their cost
+    outside: int = 0  # records that wait for space
     outside_cost: int = 0  # their cost
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     turns: Heap = field(default_factory=Heap)  # the backlogs by their keys
@@ -151,13 +137,12 @@ class Tier:
         return backlog
 
     def retire(self, backlog: Backlog) -> None:
-        """Take in that a backlog has no entries left."""
-        # No cycle is left to collect.
+        """Take in that a backlog has no entries left; no cycle is left to collect either."""
         backlog._item = backlog._next = backlog._previous = None
         self.idle[backlog.tenant.name] = self.backlogs.pop(backlog.tenant.name)
         if len(self.idle) > MAX_IDLE_TENANTS:
-            for each in sorted(self.idle.values(), key=attrgetter("key"))[: MAX_IDLE_TENANTS // 2]:
-                del self.idle[each.tenant.name]
+            for name in sorted(self.idle, key=lambda name: self.idle[name].key)[: MAX_IDLE_TENANTS // 2]:
+                del self.idle[name]
 
 
 class Tenants:
@@ -165,7 +150,7 @@ class Tenants:
 
     def __init__(self, clock: Callable[[], float], weights: Mapping[str, float]) -> None:
         self._clock = clock
-        self._own_weights: OrderedDict[str, float] = OrderedDict()
+        self._own_weights: OrderedDict[str, float | None] = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
         # Times at which those without entries had their last one, in that order.
         self._idle: OrderedDict[str, float] = OrderedDict()
@@ -202,13 +187,11 @@ class Tenants:
         checks.tenant(name)
         if self._own_weights.get(name) == weight:
             return
-        if weight is None:
-            self._own_weights.pop(name, None)
-        else:
+        if weight is not None:
             checks.weight("weight", weight)
-            self._own_weights[name] = weight
-            if len(self._own_weights) > MAX_IDLE_TENANTS:
-                self._own_weights.popitem(last=False)
+        self._own_weights[name] = weight
+        if len(self._own_weights) > MAX_IDLE_TENANTS:
+            self._own_weights.popitem(last=False)
         if tenant := self._tenants.get(name):
             self._weigh_again(tenant)
 

@@ -17,17 +17,13 @@ BACKGROUND_SHARE = 0.9  # share of the bounds that the background may fill
 OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has its fair share of the whole
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
-
 _by_turn = attrgetter("turn")
 
 
 class RequestQueue(Generic[EntryT]):
     """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
 
-    The lowest tier goes first, but for the turns of those that have waited long; inside a tier the tenant
-    that was served the least cost by its weight; inside a tenant, arrival order. The README has the rules:
-    "Order", and "When the queue is full" for what a tenant may fill of the bounds.
-
+    The README has its rules: "Order", and "When the queue is full" for what a tenant may fill of its bounds.
     An entry that finds no space may wait for it *outside*: in the same order as all others, it just doesn't
     count against the bounds. As its turn doesn't depend on it, those outside come in as they arrived.
 
@@ -37,13 +33,14 @@ class RequestQueue(Generic[EntryT]):
 
     Attributes:
         total, total_cost: Records that wait, outside too, and their cost: an entry may stand for several.
-        size, cost: Records that count against the bounds, and their cost.
+        size, cost: Those of them that count against the bounds, and their cost.
+        outside, outside_cost: Those of them that wait for space, and their cost.
         entered: Records that got in so far.
         tenants: Their weights, and what is known of those that have entries or had of late.
 
     Args:
         clock: Returns the time in seconds, which never goes back.
-        max_size, max_cost: Most records that may wait, and most cost; an empty queue takes any one entry.
+        max_size, max_cost: Most records that count, and most cost; an empty queue takes any one entry.
             None: no bound.
         priority_aging_s: Seconds for a level, see "Order"; None: a low tier waits until all above are done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
@@ -76,22 +73,14 @@ class RequestQueue(Generic[EntryT]):
         self.total_cost: int = 0
         self.size: int = 0
         self.cost: int = 0
+        self.outside: int = 0
+        self.outside_cost: int = 0
         self.entered: int = 0
         self._tiers: dict[int, Tier] = {}
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
         self._deadlines: Heap = Heap()
         self._expired: list[EntryT] = []
-
-    @property
-    def outside(self) -> int:
-        """Records that wait for space."""
-        return self.total - self.size
-
-    @property
-    def outside_cost(self) -> int:
-        """The cost of the records that wait for space."""
-        return self.total_cost - self.cost
 
     def __len__(self) -> int:
         return self.total
@@ -100,15 +89,12 @@ class RequestQueue(Generic[EntryT]):
         """Yield every waiting entry, in no particular order."""
         for tier in self._tiers.values():
             for backlog in tier.backlogs.values():
-                yield from backlog
+                for _, _, entry in backlog.turns():
+                    yield entry
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
-        return {
-            priority: (tier.total - tier.outside, tier.total_cost - tier.outside_cost)
-            for priority, tier in self._tiers.items()
-            if tier.total > tier.outside
-        }
+        return {priority: (tier.size, tier.cost) for priority, tier in self._tiers.items() if tier.size}
 
     def first_priority(self) -> int | None:
         """Return the most urgent tier in which records wait, for space too; None: there is none."""
@@ -117,27 +103,23 @@ class RequestQueue(Generic[EntryT]):
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
         """Return how many records go before one that comes now, and their cost together.
 
-        Those of the tiers before its own, and of its own tier as many as its tenant's turn lets pass: each of
-        the other tenants is served once more at most than it has entries waiting. None: all of the tier.
+        Each other tenant of its tier is served once more at most than its own has records waiting there.
+        Without a tenant it goes behind its whole tier.
         """
         records = cost = 0
         for level, tier in self._tiers.items():
-            before = tier.total if level <= priority else 0
+            total = tier.size + tier.outside
+            before = total if level <= priority else 0
             if level == priority and tenant is not None:
                 backlog = tier.backlogs.get(tenant)
                 own, others = (backlog.total, -1) if backlog else (0, 0)
                 before = min(before, own + (len(tier.backlogs) + others) * (own + 1))
             records += before
-            cost += tier.total_cost * before // tier.total
+            cost += (tier.cost + tier.outside_cost) * before // total
         return records, cost
 
-    # Bounds
-
     def put(self, entry: EntryT) -> bool:
-        """Put an entry in its place, and return whether it is admitted; otherwise it waits outside.
-
-        One that waits already raises ValueError.
-        """
+        """Put an entry in its place; return whether it is admitted, or waits outside. Twice: ValueError."""
         if entry._next is not None:
             raise ValueError("the entry waits already")
         records, cost = entry.records, entry.cost
@@ -151,8 +133,6 @@ class RequestQueue(Generic[EntryT]):
         entry._place, entry._previous, entry._next = backlog, last, backlog
         last._next = backlog._previous = entry
         backlog.total += records
-        tier.total += records
-        tier.total_cost += cost
         self.total += records
         self.total_cost += cost
         size, used = self.size + records, self.cost + cost
@@ -162,13 +142,17 @@ class RequestQueue(Generic[EntryT]):
         if entry.admitted:
             self.size, self.cost = size, used
             self.entered += records
-            backlog.tenant.size += records
-            backlog.tenant.cost += cost
+            tenant = backlog.tenant
+            tenant.size += records
+            tenant.cost += cost
+            tier.size += records
+            tier.cost += cost
         else:
             self._outside[entry] = None
             backlog.outside += 1
-            tier.outside += records
-            tier.outside_cost += cost
+            for count in (self, tier):
+                count.outside += records
+                count.outside_cost += cost
         if entry.deadline is not None:
             self._deadlines.push(entry.deadline, entry)
         return entry.admitted
@@ -202,17 +186,17 @@ class RequestQueue(Generic[EntryT]):
         if bound is None:
             self._leave_outside(entry)
             self.pass_by(entry)
-            for count in (self, entry._place.tenant):
+            for count in (self, self._tiers[entry.priority], entry._place.tenant):
                 count.size += entry.records
                 count.cost += entry.cost
         return bound
 
     def _leave_outside(self, entry: EntryT) -> None:
-        tier = self._tiers[entry.priority]
         del self._outside[entry]
         entry._place.outside -= 1
-        tier.outside -= entry.records
-        tier.outside_cost -= entry.cost
+        for count in (self, self._tiers[entry.priority]):
+            count.outside -= entry.records
+            count.outside_cost -= entry.cost
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
@@ -228,8 +212,6 @@ class RequestQueue(Generic[EntryT]):
             if used > share * most or (crowded and own > share * self.tenants.share(tenant) * most):
                 return name, int(most)
         return None
-
-    # Order
 
     def head(self, before: int | None = None) -> EntryT | None:
         """Return the entry whose turn it is, of the tiers before a priority or of all, without taking it."""
@@ -250,10 +232,8 @@ class RequestQueue(Generic[EntryT]):
     ) -> list[EntryT]:
         """Take the entries whose turn it is, in order, as many as fit together, but one at least.
 
-        Args:
-            budget: Most cost of all together; None: no bound.
-            max_records: Most records; None: no bound.
-            padded: The cost of all together is that of the costliest times their number, not the sum.
+        They fit within `budget`, a cost, and `max_records`; None: no bound. If they are `padded`, their cost
+        together is that of the costliest times their number, not the sum.
         """
         self._sweep()
         now = self._clock()
@@ -263,7 +243,7 @@ class RequestQueue(Generic[EntryT]):
         most: float = math.inf if max_records is None else max_records
         tier, stays = None, False
         while self._tiers and records < most:
-            if tier is None or not (stays and tier.total):
+            if tier is None or not (stays and tier.backlogs):
                 # The turns of the others don't change meanwhile, nor its own if it was served by now already.
                 tier = min(self._tiers.values(), key=_by_turn)
                 served = self._next_turn(tier.turn[1], now)
@@ -273,9 +253,7 @@ class RequestQueue(Generic[EntryT]):
             records += entry.records
             if padded:
                 longest = max(longest, entry.cost)
-                total = longest * records
-            else:
-                total += entry.cost
+            total = longest * records if padded else total + entry.cost
             if (total > most_cost or records > most) and batch:
                 break
             self._drop(entry, backlog, served)
@@ -309,8 +287,6 @@ class RequestQueue(Generic[EntryT]):
         # All tiers age alike, so comparing their turns needs no clock.
         return (0.0 if self._aging is None else now + priority * self._aging), priority
 
-    # Leaving
-
     def remove(self, entry: EntryT) -> bool:
         """Take an entry out unserved: it was cancelled. Return whether it was still waiting."""
         if entry._next is None:
@@ -320,10 +296,7 @@ class RequestQueue(Generic[EntryT]):
 
     def clear(self) -> list[EntryT]:
         """Take everything out unserved."""
-        entries = list(self)
-        for entry in entries:
-            self.remove(entry)
-        return entries
+        return [entry for entry in list(self) if self.remove(entry)]
 
     def expire(self) -> list[EntryT]:
         """Take out and return the entries whose deadline has passed; each is returned once."""
@@ -352,6 +325,8 @@ class RequestQueue(Generic[EntryT]):
         if entry.admitted:
             tenant.size -= records
             tenant.cost -= cost
+            tier.size -= records
+            tier.cost -= cost
             self.size -= records
             self.cost -= cost
         else:
@@ -362,12 +337,10 @@ class RequestQueue(Generic[EntryT]):
         before._next, after._previous = after, before
         entry._previous = entry._next = entry._item = None
         backlog.total -= records
-        tier.total -= records
-        tier.total_cost -= cost
         self.total -= records
         self.total_cost -= cost
         if not backlog.total:
             tier.retire(backlog)
             self.tenants.leave(tenant)
-            if not tier.total:
+            if not tier.backlogs:
                 del self._tiers[entry.priority]
