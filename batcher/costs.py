@@ -3,7 +3,7 @@
 import contextlib
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -52,32 +52,25 @@ def whole_cost(name: str, value: object) -> int:
     return cost
 
 
-def record_cost(
-    estimator: CostEstimatorFn[Any] | None, methods: tuple[str, ...], default: int, record: object
-) -> int:
+def cost_of(estimator: CostEstimatorFn[Any] | None, methods: Iterable[str], default: int, record: Any) -> int:
     """Return the cost of a record, by `estimator`, or else by the first method that it has, or `default`."""
     if estimator is not None:
         return whole_cost("cost_estimator's result", estimator(record))
     for name in methods:
-        method = getattr(record, name, None)
-        if callable(method):
+        if callable(method := getattr(record, name, None)):
             return whole_cost(f"{name}()'s result", method())
     return default
 
 
 class OutputEstimator:
-    """Learns from finished requests how many tokens the next one will produce.
-
-    The estimate for one that has produced `so_far` tokens is the mean length of those that went at least as
-    far: E[length | length > so_far]. Lengths fall into buckets by power of two.
-    """
+    """Learns from finished requests how many tokens one will produce: E[length | length > so_far]."""
 
     BUCKETS = 32
     ENOUGH = 32  # requests to see first: the earliest to finish are the shortest, their mean is too low
     MEMORY = 1024  # requests after which the past weighs half
 
     def __init__(self) -> None:
-        # Requests by bucket, and their tokens; bucket 0, that of no tokens, has all of them.
+        # Requests by bucket, a power of two, and their tokens; bucket 0, that of no tokens, has all of them.
         self._counts = [0.0] * self.BUCKETS
         self._sums = [0.0] * self.BUCKETS
 

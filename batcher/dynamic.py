@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, TypedDict, Unpack, get_args, overload
 from batcher import checks
 from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.batch_delay import BatchDelay
-from batcher.costs import CostEstimatorFn, RecordT, record_cost, whole_cost
+from batcher.costs import CostEstimatorFn, RecordT, cost_of, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Closed, Oversize
 from batcher.forming import LOOKAHEAD_BATCHES, Former, Forming
@@ -136,7 +136,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         for name, bound in (("max_batch_size", max_batch_size), ("max_queue_size", max_queue_size)):
             if min_batch_size > bound:
                 raise ValueError(f"min_batch_size must be at most {name}={bound}, not {min_batch_size}")
-        self._cost_of = functools.partial(record_cost, cost_estimator, self._cost_methods, default_cost)
+        self._cost_of = functools.partial(cost_of, cost_estimator, self._cost_methods, default_cost)
         self._processor = Processor(process_fn, max_concurrent_batches, on_error, self._recorder, clock)
         lookahead = LOOKAHEAD_BATCHES * max_batch_size if lookahead is None else lookahead
         self._former = Former(forming, max_batch_size, target_batch_cost, padded, lookahead)

@@ -24,8 +24,7 @@ MAX_TIERS = 64  # tiers of a tenant for which such times are remembered
 class Heap(list[tuple[float, int, Any]]):
     """Things by a key, the lowest first; of those with the same key, the one that came first.
 
-    A thing knows its item, as `_item`. One that its thing doesn't know any more is not looked for: it goes
-    when it comes to the top, or when the items have doubled since the last time.
+    One that isn't its thing's `_item` any more goes when it is at the top, or when the items have doubled.
     """
 
     _sequence = itertools.count()
@@ -57,8 +56,7 @@ class Tenant:
     backlogs: int = 0  # tiers in which records of it wait, for space too
     size: int = 0  # records that count against the bounds
     cost: int = 0  # their cost
-    # Times at which the next of its refused records should come back, by priority.
-    returns: dict[int, float] = field(default_factory=dict)
+    returns: dict[int, float] = field(default_factory=dict)  # when refused records come next, by priority
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +81,13 @@ class Backlog:
             entry = following
 
     def retry_after(self, priority: int, wait_s: float, now: float) -> float:
-        """Return the seconds after which a record that is refused now, and would wait for so long, may come.
-
-        The records of one tenant come back one after the other, as fast as it is served, those of a higher
-        tier first. A random part spreads those of several tenants.
-        """
+        """Return in how many seconds a record that is refused now, and would wait so long, should come."""
         known = self.tenant.returns if len(self.tenant.returns) <= MAX_TIERS else {}
         returns = self.tenant.returns = {tier: at for tier, at in known.items() if at > now}
         before = (at for tier, at in returns.items() if tier <= priority)
         at = returns[priority] = min(max((now + wait_s, *before)), now + max(wait_s, LATEST_S))
         for tier in returns:
+            # One comes after the other, as fast as the tenant is served; those of a higher tier come first.
             if tier >= priority:
                 returns[tier] += wait_s / (self.total + 1) / RETURNS_SHARE
         return (at - now) * (1 + SPREAD * random.random())
@@ -152,8 +147,7 @@ class Tenants:
         self._clock = clock
         self._own_weights: OrderedDict[str, float | None] = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
-        # Times at which those without entries had their last one, in that order.
-        self._idle: OrderedDict[str, float] = OrderedDict()
+        self._idle: OrderedDict[str, float] = OrderedDict()  # when those without entries had their last one
         self._weight = 0.0
         self.set_weights(weights)
 

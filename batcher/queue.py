@@ -24,28 +24,19 @@ class RequestQueue(Generic[EntryT]):
     """A bounded queue that is fair between tenants and knows tiers, deadlines and cancellation.
 
     The README has its rules: "Order", and "When the queue is full" for what a tenant may fill of its bounds.
-    An entry that finds no space may wait for it *outside*: in the same order as all others, it just doesn't
-    count against the bounds. As its turn doesn't depend on it, those outside come in as they arrived.
+    An entry that finds no space may wait for it *outside*: in the same order as all others, but it doesn't
+    count against the bounds.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
     and iteration, and looks at each tier in which records wait. An argument out of range raises ValueError,
     one of a wrong type TypeError; the message names it.
 
-    Attributes:
-        total, total_cost: Records that wait, outside too, and their cost: an entry may stand for several.
-        size, cost: Those of them that count against the bounds, and their cost.
-        outside, outside_cost: Those of them that wait for space, and their cost.
-        entered: Records that got in so far.
-        tenants: Their weights, and what is known of those that have entries or had of late.
-
     Args:
         clock: Returns the time in seconds, which never goes back.
-        max_size, max_cost: Most records that count, and most cost; an empty queue takes any one entry.
-            None: no bound.
+        max_size, max_cost: Most records, and most cost, unless the queue is empty; None: no bound.
         priority_aging_s: Seconds for a level, see "Order"; None: a low tier waits until all above are done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
-        background: The priority from which on an entry finds the queue full at nine tenths of its
-            bounds, so that there is space for the others; None: all are alike.
+        background: The priority from which on an entry finds the queue full at nine tenths of its bounds.
     """
 
     def __init__(
@@ -69,15 +60,15 @@ class RequestQueue(Generic[EntryT]):
         self._open_cost = OPEN_SHARE * self._max_cost
         self._aging = priority_aging_s
         self._background = math.inf if background is None else background
-        self.total: int = 0
-        self.total_cost: int = 0
-        self.size: int = 0
-        self.cost: int = 0
-        self.outside: int = 0
-        self.outside_cost: int = 0
-        self.entered: int = 0
+        self.total: int = 0  # records that wait, outside too: an entry may stand for several
+        self.total_cost: int = 0  # their cost
+        self.size: int = 0  # records that count against the bounds
+        self.cost: int = 0  # their cost
+        self.outside: int = 0  # records that wait for space
+        self.outside_cost: int = 0  # their cost
+        self.entered: int = 0  # records that got in so far
         self._tiers: dict[int, Tier] = {}
-        self.tenants: Tenants = Tenants(clock, tenant_weights or {})
+        self.tenants: Tenants = Tenants(clock, tenant_weights or {})  # of its entries, now and of late
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
         self._deadlines: Heap = Heap()
         self._expired: list[EntryT] = []
@@ -86,11 +77,9 @@ class RequestQueue(Generic[EntryT]):
         return self.total
 
     def __iter__(self) -> Iterator[EntryT]:
-        """Yield every waiting entry, in no particular order."""
-        for tier in self._tiers.values():
-            for backlog in tier.backlogs.values():
-                for _, _, entry in backlog.turns():
-                    yield entry
+        """Iterate over all that wait, in no particular order."""
+        backlogs = (backlog for tier in self._tiers.values() for backlog in tier.backlogs.values())
+        return (entry for backlog in backlogs for _, _, entry in backlog.turns())
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
@@ -101,11 +90,7 @@ class RequestQueue(Generic[EntryT]):
         return min(self._tiers, default=None)
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
-        """Return how many records go before one that comes now, and their cost together.
-
-        Each other tenant of its tier is served once more at most than its own has records waiting there.
-        Without a tenant it goes behind its whole tier.
-        """
+        """Return how many records go before one that comes now, and their cost; tenant None: all its tier."""
         records = cost = 0
         for level, tier in self._tiers.items():
             total = tier.size + tier.outside
@@ -113,6 +98,7 @@ class RequestQueue(Generic[EntryT]):
             if level == priority and tenant is not None:
                 backlog = tier.backlogs.get(tenant)
                 own, others = (backlog.total, -1) if backlog else (0, 0)
+                # Each other tenant is served once more at most than its own has records waiting.
                 before = min(before, own + (len(tier.backlogs) + others) * (own + 1))
             records += before
             cost += (tier.cost + tier.outside_cost) * before // total
@@ -136,10 +122,10 @@ class RequestQueue(Generic[EntryT]):
         self.total += records
         self.total_cost += cost
         size, used = self.size + records, self.cost + cost
-        entry.admitted = not backlog.outside and (
+        entry.admitted = admitted = not backlog.outside and (
             (size <= self._open_size and used <= self._open_cost) or self._bound(entry) is None
         )
-        if entry.admitted:
+        if admitted:
             self.size, self.cost = size, used
             self.entered += records
             tenant = backlog.tenant
@@ -149,13 +135,10 @@ class RequestQueue(Generic[EntryT]):
             tier.cost += cost
         else:
             self._outside[entry] = None
-            backlog.outside += 1
-            for count in (self, tier):
-                count.outside += records
-                count.outside_cost += cost
+            self._count_outside(entry, 1)
         if entry.deadline is not None:
             self._deadlines.push(entry.deadline, entry)
-        return entry.admitted
+        return admitted
 
     def add(self, entry: EntryT) -> None:
         """Put an entry in its place as `put` does, or raise `QueueFull` if there is no space for it."""
@@ -184,24 +167,22 @@ class RequestQueue(Generic[EntryT]):
         """Let in an entry that waits outside, or return the name and value of the bound that forbids it."""
         bound = self._bound(entry)
         if bound is None:
-            self._leave_outside(entry)
+            del self._outside[entry]
+            self._count_outside(entry, -1)
             self.pass_by(entry)
             for count in (self, self._tiers[entry.priority], entry._place.tenant):
                 count.size += entry.records
                 count.cost += entry.cost
         return bound
 
-    def _leave_outside(self, entry: EntryT) -> None:
-        del self._outside[entry]
-        entry._place.outside -= 1
+    def _count_outside(self, entry: EntryT, sign: int) -> None:
+        entry._place.outside += sign
         for count in (self, self._tiers[entry.priority]):
-            count.outside -= entry.records
-            count.outside_cost -= entry.cost
+            count.outside += sign * entry.records
+            count.outside_cost += sign * entry.cost
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
-        if not self.size:
-            return None
         share = BACKGROUND_SHARE if entry.priority >= self._background else 1.0
         tenant: Tenant = entry._place.tenant
         for name, most, used, own in (
@@ -209,7 +190,8 @@ class RequestQueue(Generic[EntryT]):
             ("max_queue_cost", self._max_cost, self.cost + entry.cost, tenant.cost + entry.cost),
         ):
             crowded = used > OPEN_SHARE * most and tenant.size
-            if used > share * most or (crowded and own > share * self.tenants.share(tenant) * most):
+            full = used > share * most or (crowded and own > share * self.tenants.share(tenant) * most)
+            if full and self.size:
                 return name, int(most)
         return None
 
@@ -230,10 +212,9 @@ class RequestQueue(Generic[EntryT]):
     def take(
         self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
     ) -> list[EntryT]:
-        """Take the entries whose turn it is, in order, as many as fit together, but one at least.
+        """Take those whose turn it is, in order, as many as fit within the given bounds, but one at least.
 
-        They fit within `budget`, a cost, and `max_records`; None: no bound. If they are `padded`, their cost
-        together is that of the costliest times their number, not the sum.
+        If they are `padded`, their cost together is that of the costliest times their number, not the sum.
         """
         self._sweep()
         now = self._clock()
@@ -283,16 +264,14 @@ class RequestQueue(Generic[EntryT]):
             self._tiers[entry.priority].turns.push(backlog.key, backlog)
 
     def _next_turn(self, priority: int, now: float) -> tuple[float, int]:
-        """Return the next turn of a tier that is opened or served now."""
-        # All tiers age alike, so comparing their turns needs no clock.
+        """Return a tier's next turn if served now; all age alike, so comparing their turns needs no clock."""
         return (0.0 if self._aging is None else now + priority * self._aging), priority
 
     def remove(self, entry: EntryT) -> bool:
         """Take an entry out unserved: it was cancelled. Return whether it was still waiting."""
-        if entry._next is None:
-            return False
-        self._drop(entry, entry._place, None)
-        return True
+        if waits := entry.waiting:
+            self._drop(entry, entry._place, None)
+        return waits
 
     def clear(self) -> list[EntryT]:
         """Take everything out unserved."""
@@ -330,7 +309,8 @@ class RequestQueue(Generic[EntryT]):
             self.size -= records
             self.cost -= cost
         else:
-            self._leave_outside(entry)
+            del self._outside[entry]
+            self._count_outside(entry, -1)
             if turn is not None:
                 self.pass_by(entry)
         before, after = entry._previous, entry._next

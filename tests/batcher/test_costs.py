@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from batcher import OutputEstimator
-from batcher.costs import record_cost, whole_cost
+from batcher.costs import cost_of, whole_cost
 
 
 class Whole:
@@ -31,7 +31,7 @@ def test_an_attribute_that_is_no_method_is_not_an_estimate() -> None:
     class Record:
         estimate_cost = 5
 
-    assert record_cost(None, ("estimate_cost",), 3, Record()) == 3
+    assert cost_of(None, ("estimate_cost",), 3, Record()) == 3
 
 
 def test_the_first_estimates_are_the_most_there_can_be() -> None:
