@@ -64,6 +64,7 @@ class Backlog:
     """The entries of one tenant in one tier, by arrival, in a ring with itself: any leaves at once."""
 
     tenant: Tenant
+    tier: Any = None  # as long as it has entries
     key: float = -math.inf  # the cost that it was served, by its weight: the one with the lowest goes first
     total: int = 0  # records in it
     outside: int = 0  # entries that wait for space
@@ -124,16 +125,15 @@ class Tier:
     def join(self, tenant: Tenant) -> Backlog:
         """Return the backlog of a tenant that gets an entry: behind the others, if it was served no more."""
         backlog = self.idle.pop(tenant.name, None) or Backlog(tenant)
-        backlog.tenant = tenant
-        backlog._next = backlog._previous = backlog
-        backlog.key = max(backlog.key, self.first().key if self.backlogs else 0)
-        self.backlogs[tenant.name] = backlog
+        backlog.tenant, backlog.tier = tenant, self
+        self.backlogs[tenant.name] = backlog._next = backlog._previous = backlog
+        backlog.key = max(backlog.key, self.first().key if self.turns else 0)
         self.turns.push(backlog.key, backlog)
         return backlog
 
     def retire(self, backlog: Backlog) -> None:
         """Take in that a backlog has no entries left; no cycle is left to collect either."""
-        backlog._item = backlog._next = backlog._previous = None
+        backlog._item = backlog._next = backlog._previous = backlog.tier = None
         self.idle[backlog.tenant.name] = self.backlogs.pop(backlog.tenant.name)
         if len(self.idle) > MAX_IDLE_TENANTS:
             for name in sorted(self.idle, key=lambda name: self.idle[name].key)[: MAX_IDLE_TENANTS // 2]:

@@ -36,7 +36,7 @@ class RequestQueue(Generic[EntryT]):
         max_size, max_cost: Most records, and most cost, unless the queue is empty; None: no bound.
         priority_aging_s: Seconds for a level, see "Order"; None: a low tier waits until all above are done.
         tenant_weights: Share of a tenant in relation to the others; 1.0 where not given.
-        background: The priority from which on an entry finds the queue full at nine tenths of its bounds.
+        background: From this priority on, the queue is full at nine tenths of its bounds; None: from none.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RequestQueue(Generic[EntryT]):
         return records, cost
 
     def put(self, entry: EntryT) -> bool:
-        """Put an entry in its place; return whether it is admitted, or waits outside. Twice: ValueError."""
+        """Put an entry in its place; return False if it waits outside. ValueError: it waits already."""
         if entry._next is not None:
             raise ValueError("the entry waits already")
         records, cost = entry.records, entry.cost
@@ -128,9 +128,8 @@ class RequestQueue(Generic[EntryT]):
         if admitted:
             self.size, self.cost = size, used
             self.entered += records
-            tenant = backlog.tenant
-            tenant.size += records
-            tenant.cost += cost
+            backlog.tenant.size += records
+            backlog.tenant.cost += cost
             tier.size += records
             tier.cost += cost
         else:
@@ -170,14 +169,14 @@ class RequestQueue(Generic[EntryT]):
             del self._outside[entry]
             self._count_outside(entry, -1)
             self.pass_by(entry)
-            for count in (self, self._tiers[entry.priority], entry._place.tenant):
+            for count in (self, entry._place.tier, entry._place.tenant):
                 count.size += entry.records
                 count.cost += entry.cost
         return bound
 
     def _count_outside(self, entry: EntryT, sign: int) -> None:
         entry._place.outside += sign
-        for count in (self, self._tiers[entry.priority]):
+        for count in (self, entry._place.tier):
             count.outside += sign * entry.records
             count.outside_cost += sign * entry.cost
 
@@ -207,7 +206,7 @@ class RequestQueue(Generic[EntryT]):
         """Take one waiting entry, whatever its place, and charge its tenant; ValueError: it isn't waiting."""
         if entry._next is None:
             raise ValueError("the entry is not waiting: it was taken or removed, or has expired")
-        self._drop(entry, entry._place, self._next_turn(entry.priority, self._clock()))
+        self._drop(entry, self._next_turn(entry.priority, self._clock()))
 
     def take(
         self, budget: float | None = None, max_records: int | None = None, *, padded: bool = False
@@ -232,12 +231,11 @@ class RequestQueue(Generic[EntryT]):
             backlog = tier.first()
             entry: EntryT = backlog._next
             records += entry.records
-            if padded:
-                longest = max(longest, entry.cost)
+            longest = max(longest, entry.cost) if padded else 0
             total = longest * records if padded else total + entry.cost
             if (total > most_cost or records > most) and batch:
                 break
-            self._drop(entry, backlog, served)
+            self._drop(entry, served)
             batch.append(entry)
         return batch
 
@@ -261,7 +259,7 @@ class RequestQueue(Generic[EntryT]):
         backlog: Backlog = entry._place
         backlog.key += (used - charged) * backlog.tenant.charge
         if backlog._item is not None and backlog.key < backlog._item[0]:
-            self._tiers[entry.priority].turns.push(backlog.key, backlog)
+            backlog.tier.turns.push(backlog.key, backlog)
 
     def _next_turn(self, priority: int, now: float) -> tuple[float, int]:
         """Return a tier's next turn if served now; all age alike, so comparing their turns needs no clock."""
@@ -270,7 +268,7 @@ class RequestQueue(Generic[EntryT]):
     def remove(self, entry: EntryT) -> bool:
         """Take an entry out unserved: it was cancelled. Return whether it was still waiting."""
         if waits := entry.waiting:
-            self._drop(entry, entry._place, None)
+            self._drop(entry, None)
         return waits
 
     def clear(self) -> list[EntryT]:
@@ -295,9 +293,10 @@ class RequestQueue(Generic[EntryT]):
             self.remove(item[2])
             self._expired.append(item[2])
 
-    def _drop(self, entry: EntryT, backlog: Backlog, turn: tuple[float, int] | None) -> None:
+    def _drop(self, entry: EntryT, turn: tuple[float, int] | None) -> None:
         """Take an entry out; one that is served is charged to its tenant, and its tier has its next turn."""
-        tier, tenant, records, cost = self._tiers[entry.priority], backlog.tenant, entry.records, entry.cost
+        backlog: Backlog = entry._place
+        tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
         if turn is not None:
             backlog.key += (cost or 1) * tenant.charge
             tier.turn = turn
