@@ -17,11 +17,10 @@ _length = operator.attrgetter("cost")
 
 
 class Former:
-    """Cuts batches from a queue.
-
-    The record whose turn it is goes with every batch, so that none starves.
+    """Cuts batches from a queue. The record whose turn it is goes with every batch, so that none starves.
 
     Attributes:
+        max_records, budget: Most records in a batch, and most cost of one.
         chooses: Whether a batch is chosen by length, which takes some time.
         planned: The next batch, if it was chosen ahead.
 
@@ -29,8 +28,6 @@ class Former:
         forming: "arrival": in the order of the queue, while the budget lasts. "static": in the order of
             the queue, by number alone. "sorted": the records nearest in length to the one whose turn it
             is, among the next `lookahead`. "bucketed": those in its bucket, of fixed bounds, among them.
-        max_records: Most records in a batch.
-        budget: Most cost of a batch.
         padded, lookahead: See `DynamicBatcher`.
     """
 
@@ -58,23 +55,27 @@ class Former:
         batch, self.planned = self.planned, []
         if queue.head() not in batch or not all(entry.waiting for entry in batch):
             # Something has changed since it was planned.
-            batch = self.choose(queue)
+            batch = self._choose(queue)
         for entry in batch:
             queue.pick(entry)
         return batch
 
-    def choose(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
-        """Return the next batch by length, which stays in the queue; none if nothing waits."""
+    def plan(self, queue: RequestQueue[EntryT]) -> tuple[float, float]:
+        """Choose the next batch if it is full; return how many records, or what cost, make the next try."""
+        if not self.full(queue.total, queue.total_cost):
+            return self.max_records, self.budget
+        batch = self._choose(queue)
+        longest = max(map(_length, batch), default=0)
+        with_another = longest * (len(batch) + 1) if self._padded else sum(map(_length, batch)) + longest
+        if len(batch) < self.max_records and with_another <= self.budget:
+            return 2 * queue.total, math.inf
+        self.planned = batch
+        return math.inf, math.inf
+
+    def _choose(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
         window = queue.peek(self._lookahead)
         of_like_length = self._nearest if self._forming == "sorted" else self._of_one_bucket
         return of_like_length(window) if window else []
-
-    def choose_full(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
-        """Return the next batch by length if there is no space in it for one more like its longest."""
-        batch = self.choose(queue)
-        longest = max(map(_length, batch), default=0)
-        cost = longest * (len(batch) + 1) if self._padded else sum(map(_length, batch)) + longest
-        return batch if len(batch) == self.max_records or cost > self.budget else []
 
     def _nearest(self, window: list[EntryT]) -> list[EntryT]:
         """Return the run of like length around the first entry that is largest and then pads least."""
