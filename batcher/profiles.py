@@ -26,11 +26,7 @@ PROFILES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def profile(name: str, **overrides: Any) -> dict[str, Any]:
-    """Return a preset as arguments: `DynamicBatcher(process, **profile("real_time"))`.
-
-    Args:
-        name: A key of `PROFILES`.
-        overrides: Arguments that replace those of the preset, or go with them.
+    """Return a preset of `PROFILES` as arguments, with `overrides` in the place of its own or beside them.
 
     Raises:
         ValueError: There is no such preset.

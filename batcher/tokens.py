@@ -33,19 +33,10 @@ class BatchOptions(TypedDict, total=False):
 class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
     """A `DynamicBatcher` in the words of a language model.
 
-    A record's own `estimate_tokens()` goes before its `estimate_cost()`. Of two names for one argument the
-    first goes before the second.
-
-    Args:
-        inference_fn, process_fn: Takes a list of records and returns as many results, in the same order.
-        token_estimator, cost_estimator: Returns the tokens of a record.
-        target_batch_tokens, target_batch_cost: Most tokens of a batch.
-        default_token_estimate, default_cost: Tokens of a record without an estimate.
-        options: The other arguments of `DynamicBatcher`.
-
-    Raises:
-        TypeError: Neither function is given, or one is not callable.
-        ValueError: An argument is out of range.
+    `inference_fn` is another name for `process_fn`, `token_estimator` for `cost_estimator`,
+    `target_batch_tokens` for `target_batch_cost`, `default_token_estimate` for `default_cost`, and
+    `estimated_tokens`, of `submit` and `submit_nowait`, for `cost`. Each goes before the other name, if both
+    are given. A record's `estimate_tokens()` goes before its `estimate_cost()`.
     """
 
     _cost_methods = ("estimate_tokens", "estimate_cost")
@@ -77,13 +68,11 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
     async def submit(
         self, record: RecordT, *, estimated_tokens: int | None = None, **options: Unpack[SubmitOptions]
     ) -> Entry[ResultT]:
-        """Submit as `DynamicBatcher` does; `estimated_tokens` goes before another cost."""
         return await super().submit(record, **_in_tokens(estimated_tokens, options))
 
     def submit_nowait(
         self, record: RecordT, *, estimated_tokens: int | None = None, **options: Unpack[SubmitOptions]
     ) -> Entry[ResultT]:
-        """Submit as `DynamicBatcher` does; `estimated_tokens` goes before another cost."""
         return super().submit_nowait(record, **_in_tokens(estimated_tokens, options))
 
 
