@@ -46,15 +46,10 @@ def search(
     """Find the records of a failed batch that fail alone: adaptive group testing.
 
     Yields the entries that have ended with the last group, and the group to test next; none: all have
-    ended. It is sent the error of that group, or None.
-
-    The batch is halved until a record fails alone. The rest is then tested in groups, as large as the
-    share of bad records found so far suggests. No record fails that has not failed alone, but in an outage:
-    when `OUTAGE` records, picked at random, have failed alone and none has succeeded, the rest isn't tried.
-    With d bad records of n that takes about d (log2(n / d) + 4) + log2(n) calls at most, and never more
-    than 2 n.
+    ended. It is sent the error of that group, or None. The batch is halved until a record fails alone. The
+    rest is then tested in groups, as large as the share of bad records found so far suggests.
     """
-    # Entries still to be tested, of which so many at the head have failed together.
+    # Entries still to be tested, of which `suspects` at the head have failed together.
     pool: deque[Entry[Any]] = deque()
     suspects = bad = good = 0
     ended: list[Entry[Any]] = []
@@ -109,7 +104,6 @@ class Processor(Generic[ResultT]):
     _threads: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
-        """Get ready for calls."""
         kinds = (self._process_fn, type(self._process_fn).__call__)
         if not any(map(inspect.iscoroutinefunction, kinds)):
             self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="DynamicBatcher")
@@ -137,7 +131,7 @@ class Processor(Generic[ResultT]):
             whole = group
             while tested := group:
                 started = self._clock()
-                results: Sequence[ResultT | BaseException]
+                results: Sequence[Any]
                 try:
                     results = checked(await self._call([entry.record for entry in tested]), len(tested))
                     ended, group = groups.send(None)
@@ -193,27 +187,20 @@ class Processor(Generic[ResultT]):
         raise Aborted(f"process_fn raised {described(errors[0])}") from errors.pop()
 
     def _count_batch(self, part: list[Entry[ResultT]]) -> None:
-        recorder = self._recorder
-        costs = [entry.cost for entry in part]
-        cost = sum(costs)
+        recorder, costs = self._recorder, [entry.cost for entry in part]
         recorder.batches += 1
         recorder.batch_records += len(part)
-        recorder.batch_cost += cost
+        recorder.batch_cost += sum(costs)
         recorder.padded_cost += max(costs) * len(part)
         if recorder.observations is not None:
-            recorder.observations.batches.append(BatchObservation(len(part), cost))
+            recorder.observations.batches.append(BatchObservation(len(part), sum(costs)))
 
-    def _end(
-        self,
-        part: list[Entry[ResultT]],
-        results: Sequence[ResultT | BaseException],
-        started: float,
-        seen: set[int],
-    ) -> None:
+    def _end(self, part: list[Entry[Any]], results: Sequence[Any], started: float, seen: set[int]) -> None:
         """Count records that ran, and end each with its result, or with an error that none has got yet."""
-        recorder, now = self._recorder, self._clock()
+        recorder, observations, now = self._recorder, self._recorder.observations, self._clock()
+        run_s = now - started
         waits = [started - entry.submitted_at for entry in part]
-        recorder.ran(len(part), waits, now - started)
+        recorder.ran(len(part), waits, run_s)
         completed, cost, submitted = 0, 0, 0.0
         for entry, result, wait_s in zip(part, results, waits, strict=True):
             outcome: Outcome = "completed"
@@ -230,11 +217,9 @@ class Processor(Generic[ResultT]):
                 submitted += entry.submitted_at
                 entry.record = None
                 entry.set_result(result)
-            if recorder.observations is not None:
-                observed = Observation(
-                    entry.tenant, entry.priority, entry.cost, wait_s, now - started, outcome
-                )
-                recorder.observations.records.append(observed)
+            if observations is not None:
+                observed = Observation(entry.tenant, entry.priority, entry.cost, wait_s, run_s, outcome)
+                observations.records.append(observed)
         recorder.total_completed += completed
         recorder.completed_cost += cost
         recorder.latency_s += completed * now - submitted
