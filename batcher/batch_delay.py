@@ -13,8 +13,7 @@ from batcher.queue import RequestQueue
 WAIT_SHARE = 1 / 4  # how long a record waits for others, if at all, as a share of a batch's time
 SMOOTHING = 1 / 4  # weight of the newest value in a moving average
 
-# Passes of the event loop without a new record after which nothing more is arriving just now: what is sent
-# together arrives within a few passes. An idle pass takes some ten microseconds.
+# Passes of the event loop without a new record after which nothing more is arriving just now.
 QUIET_PASSES = 3
 
 
@@ -25,10 +24,6 @@ class BatchDelay:
     It learns how long a batch takes, and how many records follow a partial one that could have waited.
     Waiting pays if the batches' time that it saves to those that follow is more than the wait that it costs
     those that are there, and them. Fewer records than `_least` wait until the timeout in any case.
-
-    Attributes:
-        batch_s: Mean seconds that a batch takes, None before the first.
-        over: Whether what waits is to leave; `_leave` is called when it has become true.
     """
 
     _queue: RequestQueue[Any]
@@ -36,6 +31,7 @@ class BatchDelay:
     _timeout_s: float
     _clock: Callable[[], float]
     _leave: Callable[[], None]
+    # Mean seconds that a batch takes; whether what waits is to leave, of which `_leave` is told.
     batch_s: float | None = None
     over: bool = False
     _followers: float = 0.0
@@ -44,7 +40,7 @@ class BatchDelay:
     _complete_at: float | None = None
 
     def hold(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hold back what waits, from its oldest record on, and look anew when it has just become enough."""
+        """Hold back what waits, and look anew when it has just become enough."""
         if self._handle is None or self._queue.total == self._least:
             self.release()
             leave_by = min(entry.submitted_at for entry in self._queue) + self._timeout_s
@@ -54,23 +50,21 @@ class BatchDelay:
         """Hold nothing back any more; return since when the batch could have waited for others."""
         if self._handle is not None:
             self._handle.cancel()
-            self._handle = None
-        self.over = False
-        complete_at, self._complete_at = self._complete_at, None
+        complete_at = self._complete_at
+        self._handle, self._complete_at, self.over = None, None, False
         return complete_at
 
     def learn(self, batch_s: float, complete_at: float | None, batch: list[Any]) -> None:
-        """Take in what a batch took, and since when it could have waited for those that have come since."""
-        if self.batch_s is None:
-            self.batch_s = batch_s
-        self.batch_s += SMOOTHING * (batch_s - self.batch_s)
+        """Take in the time of a batch, and since when it could have waited for others."""
+        before_s = batch_s if self.batch_s is None else self.batch_s
+        self.batch_s = before_s + SMOOTHING * (batch_s - before_s)
         if complete_at is not None:
             until = complete_at + self._wait_s()
             followers = sum(complete_at < entry.submitted_at <= until for entry in (*batch, *self._queue))
             self._followers += SMOOTHING * (followers - self._followers)
 
     def _look(self, loop: asyncio.AbstractEventLoop, leave_by: float, seen: int = -1, quiet: int = 0) -> None:
-        """Decide on the batch, after so many quiet passes and with so many records by the last look."""
+        """Decide on the batch; `seen` records had entered by the last look, after `quiet` idle passes."""
         queue, now, present = self._queue, self._clock(), self._queue.total
         quiet = quiet + 1 if queue.entered == seen else 0
         again = functools.partial(self._look, loop, leave_by, queue.entered, quiet)
@@ -85,11 +79,9 @@ class BatchDelay:
         pays = few or self._followers * (self.batch_s or 0.0) > (present + self._followers) * wait_s
         if pays and left_s > 0:
             self._handle = loop.call_later(max(LEAST_DELAY_S, left_s), again)
-        else:
-            self._handle = None
-            self.over = True
-            self._leave()
+            return
+        self._handle, self.over = None, True
+        self._leave()
 
     def _wait_s(self) -> float:
-        """Return the seconds that a record waits for others where that pays."""
         return self._timeout_s if self.batch_s is None else min(self._timeout_s, WAIT_SHARE * self.batch_s)

@@ -26,11 +26,7 @@ class Submits(Protocol[ResultT]):
 
 
 class ThreadClient(Generic[ResultT]):
-    """Submits to a batcher from any thread but the one in which it runs.
-
-    Args:
-        batcher: A batcher that has been started; one that has not raises a RuntimeError.
-    """
+    """Submits to a batcher that has been started, from any thread but the one in which it runs."""
 
     def __init__(self, batcher: Submits[ResultT]) -> None:
         self._batcher = batcher
@@ -45,9 +41,8 @@ class ThreadClient(Generic[ResultT]):
 
         Raises:
             TimeoutError: There was no space in time; the record was not submitted.
-            RuntimeError: The caller is in the batcher's own thread, which must not block; or the event loop
-                doesn't run (`Closed`).
-            ValueError: The timeout is negative or not finite. And what the batcher's own `submit` raises.
+            RuntimeError: This is the batcher's own thread, or its event loop doesn't run (`Closed`). And what
+                the batcher's own `submit` raises.
         """
         if timeout is not None:
             checks.seconds("timeout", timeout)
@@ -74,11 +69,7 @@ class ThreadClient(Generic[ResultT]):
         return result
 
     def process(self, *args: Any, timeout: float | None = None, **options: Any) -> ResultT:
-        """Submit one record and block until its result is there; the arguments are those of `submit`.
-
-        Raises:
-            TimeoutError: There was no result in time; the record is cancelled. And what `submit` raises.
-        """
+        """Submit as `submit` does, and block until the result is there; TimeoutError cancels the record."""
         since = time.monotonic()
         result = self.submit(*args, timeout=timeout, **options)
         self._wait((result,), timeout, since)
@@ -105,7 +96,6 @@ class ThreadClient(Generic[ResultT]):
             ran = runs
 
     async def _feed(self, args: tuple[Any, ...], options: dict[str, Any], accepted: Future[None]) -> ResultT:
-        """Submit a record for a thread, and return its result."""
         task = asyncio.current_task()
         assert task is not None
         # Python reports errors that are not looked at; a thread that has given up doesn't take one.
