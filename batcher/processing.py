@@ -116,15 +116,15 @@ class Processor(Generic[ResultT]):
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
         """Process a batch, and end each entry; if the call fails, search for those that it is due to.
 
-        `free` is called after the last call of the function, before the last entries end: so the next batch
-        can start before the callers of this one take the event loop. It is told whether one call was enough.
+        `free` is called after the last call, and told whether it was the only one, before the last entries
+        end: so the next batch can start before the callers of this one take the event loop.
         """
-        seen: set[int] = set()
+        recorder, seen = self._recorder, set[int]()
         try:
             now = self._clock()
             for entry in batch:
                 if entry.deadline is not None and entry.deadline <= now and not entry.done():
-                    self._recorder.unserved(entry, late=True)
+                    recorder.unserved(entry, late=True)
                     entry.fail(Expired(LATE))
             groups = search(batch, self._on_error)
             ended, group = next(groups)
@@ -138,9 +138,15 @@ class Processor(Generic[ResultT]):
                 except Exception as error:
                     ended, group = groups.send(error)
                     results = [error] * len(ended)
-                self._count_batch(tested)
+                costs = [entry.cost for entry in tested]
+                recorder.batches += 1
+                recorder.batch_records += len(tested)
+                recorder.batch_cost += sum(costs)
+                recorder.padded_cost += max(costs) * len(tested)
+                if recorder.observations is not None:
+                    recorder.observations.batches.append(BatchObservation(len(tested), sum(costs)))
                 if not ended:
-                    self._recorder.ran(len(tested), (), self._clock() - started)
+                    recorder.ran(len(tested), (), self._clock() - started)
                 if not group:
                     free(tested is whole)
                 self._end(ended, results, started, seen)
@@ -148,7 +154,7 @@ class Processor(Generic[ResultT]):
             for entry in batch:
                 # With `GeneratorExit` the event loop was closed: nobody waits for the entries any more.
                 if not entry.done() and not isinstance(cause, GeneratorExit):
-                    self._recorder.total_failed += 1
+                    recorder.total_failed += 1
                     entry.fail(Aborted(f"the batch was cut short by {described(cause)}"))
             raise
 
@@ -186,22 +192,12 @@ class Processor(Generic[ResultT]):
             raise errors.pop()
         raise Aborted(f"process_fn raised {described(errors[0])}") from errors.pop()
 
-    def _count_batch(self, part: list[Entry[ResultT]]) -> None:
-        recorder, costs = self._recorder, [entry.cost for entry in part]
-        recorder.batches += 1
-        recorder.batch_records += len(part)
-        recorder.batch_cost += sum(costs)
-        recorder.padded_cost += max(costs) * len(part)
-        if recorder.observations is not None:
-            recorder.observations.batches.append(BatchObservation(len(part), sum(costs)))
-
     def _end(self, part: list[Entry[Any]], results: Sequence[Any], started: float, seen: set[int]) -> None:
         """Count records that ran, and end each with its result, or with an error that none has got yet."""
-        recorder, observations, now = self._recorder, self._recorder.observations, self._clock()
-        run_s = now - started
+        recorder, observations, run_s = self._recorder, self._recorder.observations, self._clock() - started
         waits = [started - entry.submitted_at for entry in part]
         recorder.ran(len(part), waits, run_s)
-        completed, cost, submitted = 0, 0, 0.0
+        completed, cost, waited_s = 0, 0, 0.0
         for entry, result, wait_s in zip(part, results, waits, strict=True):
             outcome: Outcome = "completed"
             if entry.done():
@@ -214,7 +210,7 @@ class Processor(Generic[ResultT]):
             else:
                 completed += 1
                 cost += entry.cost
-                submitted += entry.submitted_at
+                waited_s += wait_s
                 entry.record = None
                 entry.set_result(result)
             if observations is not None:
@@ -222,4 +218,4 @@ class Processor(Generic[ResultT]):
                 observations.records.append(observed)
         recorder.total_completed += completed
         recorder.completed_cost += cost
-        recorder.latency_s += completed * now - submitted
+        recorder.latency_s += waited_s + completed * run_s
