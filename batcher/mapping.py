@@ -14,10 +14,7 @@ async def map_records(
     max_pending: int,
     return_exceptions: bool,
 ) -> AsyncGenerator[Any, None]:
-    """Yield the results of `records`, as `DynamicBatcher.map` says.
-
-    An error, or closing the iterator, cancels what was submitted and has not been yielded.
-    """
+    """Yield the results of `records`, as `DynamicBatcher.map` says; closing it cancels what is under way."""
     places = asyncio.Semaphore(max_pending)
     pending: set[asyncio.Future[Any]] = set()
     done: asyncio.Queue[asyncio.Future[Any]] = asyncio.Queue()
