@@ -82,7 +82,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         oversize: A record that costs more than a whole batch may: "alone" runs it by itself, "reject"
             refuses it.
         on_error: When `process_fn` raises, "split" runs parts of the batch again until the records that the
-            error is due to are alone, "single" runs each record again by itself, "fail" fails them all.
+            error is due to are alone, "single" runs each record again by itself, "fail" fails them all: for
+            functions that must not run twice on a record.
         priority_aging_s, tenant_weights: See `RequestQueue`.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
     """
@@ -431,4 +432,5 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         super()._close()
         self._processor.close()
         self._delay.release()
+        self._former.planned = []
         self._due_size = 0
