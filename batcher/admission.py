@@ -73,34 +73,17 @@ class Batcher(ABC, Generic[EntryT]):
         return self._loop
 
     def observe(self, limit: int = 65_536) -> Observations:
-        """Keep from now on what each record took, and return where it is kept.
-
-        Args:
-            limit: Records that are kept until they are taken; beyond it the oldest are dropped.
-        """
+        """Keep from now on what each of the last `limit` records took, until it is taken; return where."""
         checks.whole("limit", limit, 1)
         self._recorder.observations = Observations(Kept(maxlen=limit), Kept(maxlen=limit))
         return self._recorder.observations
 
     def weigh(self, tenant: str, weight: float | None) -> None:
-        """Give a tenant a weight of its own, for what it is served from now on.
-
-        Args:
-            tenant: Its name.
-            weight: Its share in relation to the others; None: what `tenant_weights` says.
-
-        Raises:
-            ValueError: The weight is out of range.
-            TypeError: The tenant is not a string.
-        """
+        """Weigh what a tenant is served from now on in its own way; None: as `tenant_weights` says."""
         self._queue.tenants.weigh(tenant, weight)
 
     def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
-        """Change `tenant_weights`, also for those that wait; what they were served is not counted anew.
-
-        Raises:
-            ValueError: A weight is out of range.
-        """
+        """Change `tenant_weights`, also for those that wait; what they were served is not counted anew."""
         self._queue.tenants.set_weights(weights)
 
     def _common_stats(self, now: float) -> dict[str, Any]:
@@ -118,23 +101,15 @@ class Batcher(ABC, Generic[EntryT]):
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
-        """Return the seconds that a record submitted now would wait for its start.
+        """Return the seconds that records submitted now, of this cost together, would wait for their start.
 
-        Args:
-            cost: What the record costs.
-            priority: Its tier; what waits in lower tiers doesn't count.
-            tenant: Its tenant; None: it goes behind its whole tier.
-            records: Records that come together; the cost is of all of them.
+        Without a tenant they go behind their whole tier. What waits in lower tiers doesn't count.
         """
 
     # Life
 
     async def start(self) -> None:
-        """Let records in.
-
-        Raises:
-            RuntimeError: It runs already, or is still stopping.
-        """
+        """Let records in; RuntimeError if it runs already, or is still stopping."""
         self._abandon_closed_loop()
         if self._state != STOPPED:
             raise RuntimeError(f"{type(self).__name__} is already {self._state}")
@@ -154,7 +129,6 @@ class Batcher(ABC, Generic[EntryT]):
 
         Raises:
             RuntimeError: It is called from what it would wait for, or from another event loop.
-            ValueError: The timeout is negative or not finite.
         """
         checks.flag("drain", drain)
         if timeout is not None:

@@ -55,8 +55,7 @@ class ContinuousBatcher(Window):
         background: The priority from which on records are background, where there are goals.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
 
-    Raises:
-        ValueError: An argument is out of range.
+    An argument out of range raises ValueError, one of a wrong type TypeError; the message names it.
     """
 
     @property
@@ -92,13 +91,11 @@ class ContinuousBatcher(Window):
 
         Args:
             cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
-            priority: Its tier; lower goes first.
-            tenant: The name of its tenant.
+            priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline: Time on `clock` by which it must have started.
             wait: Wait for space when the queue is full; False: entering raises `QueueFull`, as suits a
                 server that can answer at once.
-            prompt_tokens: Tokens of the prompt.
-            max_tokens: The most tokens that may be produced.
+            prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
             timeout: The deadline in seconds from now.
             records: Records that start together in this slot: it takes as many places in the window and in
                 the queue, and its cost and its tokens are those of all of them.
@@ -106,8 +103,7 @@ class ContinuousBatcher(Window):
                 before; None: its submission.
 
         Raises:
-            ValueError: Neither or both ways of giving a cost are used, or a number is out of range.
-            TypeError: The tenant is not a string.
+            ValueError: Neither or both ways of giving a cost are used.
             Expired: The deadline has passed. Entering raises it for a deadline that can't be kept, too.
             QueueFull: On entering: the queue is full, and `wait` is False.
             Oversize: On entering: the record can never run.
@@ -143,11 +139,7 @@ class ContinuousBatcher(Window):
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
         Returns once the record is in the queue. Cancelling the task takes it out, or cancels `process_fn`.
-        The other arguments and the errors are those of `slot` and of entering it; it waits for space unless
-        `wait` is False.
-
-        Raises:
-            TypeError: `process_fn` is not a function.
+        The other arguments and the errors are those of `slot` and of entering it.
         """
         checks.function("process_fn", process_fn)
         slot = self.slot(cost, wait=wait, **options)
@@ -170,21 +162,13 @@ class ContinuousBatcher(Window):
         return task
 
     def set_queue_size(self, max_queue_size: int) -> None:
-        """Change the records that may wait, also while records wait; those beyond a smaller number stay.
-
-        Raises:
-            ValueError: The number is out of range.
-        """
+        """Change the records that may wait, also while records wait; those beyond a smaller number stay."""
         checks.whole("max_queue_size", max_queue_size, 1)
         self._queue.set_max_size(max_queue_size)
         self._decide()
 
     def set_goals(self, goals: Goals) -> None:
-        """Change the goals of the foreground, also while records run.
-
-        Raises:
-            ValueError: The batcher was made without goals, so its tiers share the window.
-        """
+        """Change the goals, also while records run; ValueError if the batcher was made without any."""
         if self._background.goals is None:
             raise ValueError("the batcher was made without goals")
         self._background.goals = goals
@@ -197,7 +181,7 @@ class ContinuousBatcher(Window):
         return Load(self._background.total, queue.total, queue.total_cost, tier, queue.next_deadline())
 
     def step(self, seconds: float) -> None:
-        """Take in how many seconds a step of the engine took, for goals; ValueError if it is not a time."""
+        """Take in how many seconds a step of the engine took, for goals."""
         checks.seconds("seconds", seconds)
         if self._background.step(seconds) and self._queue.total:
             self._decide()

@@ -49,8 +49,7 @@ class Goals:
         ttft_p99_s: Seconds from the arrival of a request, or from its submission, to the first token.
         tpot_p99_s: Seconds per token after the first; None: no goal.
 
-    Raises:
-        ValueError: A goal is not a finite number above 0.
+    A goal that is not a finite number above 0 raises ValueError.
     """
 
     ttft_p99_s: float

@@ -92,9 +92,6 @@ class Slot(Entry[None]):
 
         With `max_utilization` one that outgrows what was reserved for it reserves more, even beyond the
         capacity: nothing new starts until the window has space again.
-
-        Raises:
-            ValueError: It is not a whole number of at least 0.
         """
         if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
             checks.whole("output_tokens", output_tokens, 0)
@@ -154,18 +151,10 @@ class Window(Batcher[Slot]):
         return self._capacity
 
     def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
-        """Change what may run at once, also while records run.
+        """Change what may run at once, also while records run; without `max_running` that bound stays.
 
         When it shrinks, what runs goes on; what waits and can no longer run fails with `Oversize`, but for
         what costs too much with `oversize="alone"`.
-
-        Args:
-            capacity: Cost that may run at once.
-            max_running: Records that may run at once; None: no bound but the engine's places; left out: as
-                many as before.
-
-        Raises:
-            ValueError: A number is out of range.
         """
         checks.whole("capacity", capacity, 1)
         if not isinstance(max_running, EllipsisType):
@@ -183,10 +172,8 @@ class Window(Batcher[Slot]):
     def pause(self, seconds: float = 0.0) -> None:
         """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
 
-        A `stop` refuses what waits then, as with `drain=False`; one that is under way does so at once.
-
-        Args:
-            seconds: How long it will last, for `estimate_wait`; a further call changes it.
+        `seconds` tells `estimate_wait` how long it will last; a further call changes it. A `stop` refuses
+        what waits then, as with `drain=False`; one that is under way does so at once.
         """
         checks.seconds("seconds", seconds)
         _, records, cost = self._pause or (0.0, self._background.total, self._background.total_cost)
