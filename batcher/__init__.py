@@ -1,6 +1,7 @@
 """Batchers that keep a GPU full: by token cost, in a fair order, with a bound on the records that wait."""
 
 from batcher.continuous import ContinuousBatcher as ContinuousBatcher
+from batcher.continuous import Slot as Slot
 from batcher.continuous import SlotOptions as SlotOptions
 from batcher.costs import CostEstimator as CostEstimator
 from batcher.costs import CostEstimatorFn as CostEstimatorFn
@@ -36,4 +37,3 @@ from batcher.stats import Stats as Stats
 from batcher.threads import ThreadClient as ThreadClient
 from batcher.tokens import BatchOptions as BatchOptions
 from batcher.tokens import TokenBatcher as TokenBatcher
-from batcher.window import Slot as Slot

@@ -1,16 +1,107 @@
 """ContinuousBatcher: a window of in-flight cost in front of an engine that batches for itself."""
 
 import asyncio
+import math
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TypedDict, Unpack
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from types import EllipsisType
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 from batcher import checks
-from batcher.costs import RecordT, whole_cost
-from batcher.entries import ResultT
-from batcher.goals import Goals
-from batcher.stats import ContinuousStats, Load
-from batcher.window import Slot, Window
+from batcher.admission import STOPPING, UNKNOWN_WAIT_S, Batcher
+from batcher.costs import OutputEstimator, RecordT, whole_cost
+from batcher.entries import Entry, ResultT
+from batcher.errors import Aborted, Expired, Oversize
+from batcher.goals import BACKGROUND, Background, Goals
+from batcher.service_rate import ServiceRate
+from batcher.stats import RECENT, ContinuousStats, Load, Observation, Outcome
+
+STEPS = 2  # from the end of a record to the first of one let in then: one tells the end, the next is planned
+FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
+OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
+HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
+
+
+class Slot(Entry[None]):
+    """A place in the window, of one record or of several; `async with` waits for it and gives it back.
+
+    Attributes:
+        cost: What it holds of the capacity now.
+        wait, prompt_tokens, max_tokens, arrived_at: As given to `ContinuousBatcher.slot`.
+        used, running: Whether it was entered; whether it is in the window.
+        started_at, first_at: Times of its start and of its first token; 0 before.
+        waited_s: Seconds from submission to start.
+        output_tokens: Tokens reported so far.
+        charged: What its tenant was charged for it.
+        owner: The task that holds it.
+    """
+
+    wait: bool = False
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    arrived_at: float | None = None
+    output_tokens: int = 0
+    running: bool = False
+    started_at: float = 0.0
+    first_at: float = 0.0
+    waited_s: float = 0.0
+    charged: int = 0
+    used: bool = False
+    owner: asyncio.Task[Any] | None = None
+    _batcher: "ContinuousBatcher"
+
+    async def __aenter__(self) -> Self:
+        if self.used:
+            raise RuntimeError("a slot can be entered once; call slot() for another")
+        batcher = self._batcher
+        if not self.admitted:
+            # It is not one that `submit` has let in.
+            batcher._enter_slot(self)
+        self.used = True
+        # To look for the event loop takes Python 3.11 a system call.
+        self.owner = asyncio.current_task(batcher._loop)
+        if not self.running:
+            try:
+                await self
+            except BaseException as error:
+                # It may have started just before its caller was cancelled.
+                batcher._leave(self, error)
+                raise
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._batcher._leave(self, error)
+
+    def release(self) -> None:
+        """Give the place back early; again does no harm. A caller that waits to enter gets `Aborted`."""
+        self._batcher._leave(self, None)
+
+    def first_token(self) -> None:
+        """Tell that the first token is there: for the statistics, and for goals to be held against."""
+        batcher = self._batcher
+        if self.admitted and not self.first_at:
+            self.first_at = batcher._clock()
+            batcher._recorder.ttfts_s.append(self.first_at - self.submitted_at)
+            if self.priority < batcher._background.priority:
+                arrived_at = self.submitted_at if self.arrived_at is None else self.arrived_at
+                batcher._background.first_token(self.first_at - arrived_at)
+
+    def report(self, output_tokens: int) -> None:
+        """Tell how many tokens the slot's records have produced in all, not since the last report.
+
+        With `max_utilization` one that outgrows what was reserved for it reserves more, even beyond the
+        capacity: nothing new starts until the window has space again.
+        """
+        if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
+            checks.whole("output_tokens", output_tokens, 0)
+        self.output_tokens = output_tokens
+        batcher, prompt, most = self._batcher, self.prompt_tokens, self.max_tokens
+        if self.running and prompt is not None and most is not None and prompt + output_tokens > self.cost:
+            cost = prompt + max(output_tokens, batcher._reserved(most, self.records, output_tokens))
+            batcher._background.grow(self.priority, cost - self.cost)
+            self.cost = cost
+            batcher._count_time(batcher._clock())
 
 
 class SlotOptions(TypedDict, total=False):
@@ -26,7 +117,7 @@ class SlotOptions(TypedDict, total=False):
     arrived_at: float | None
 
 
-class ContinuousBatcher(Window):
+class ContinuousBatcher(Batcher[Slot]):
     """Admits records to an engine that batches continuously, by what they cost.
 
     A record starts when its cost fits into what is left of `capacity`, in the order of `RequestQueue`,
@@ -57,6 +148,44 @@ class ContinuousBatcher(Window):
 
     An argument out of range raises ValueError, one of a wrong type TypeError; the message names it.
     """
+
+    _runs: set[Slot]
+
+    def __init__(
+        self,
+        *,
+        capacity: int,
+        max_running: int | None = None,
+        places: int | None = None,
+        max_queue_size: int = 5_000,
+        max_queue_cost: int | None = None,
+        policy: Literal["guaranteed_no_evict", "max_utilization"] = "guaranteed_no_evict",
+        oversize: Literal["reject", "alone"] = "reject",
+        priority_aging_s: float | None = 10.0,
+        tenant_weights: Mapping[str, float] | None = None,
+        goals: Goals | None = None,
+        background: int = BACKGROUND,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        checks.whole("places", places, 1, optional=True)
+        checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
+        checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
+        checks.one_of("oversize", oversize, ("reject", "alone"))
+        apart = None if goals is None else background
+        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, apart)
+        self._places = sys.maxsize if places is None else places
+        self._alone = oversize == "alone"
+        self._background = Background(goals, background, clock)
+        self._outputs = OutputEstimator() if policy == "max_utilization" else None
+        self._rate = ServiceRate()
+        self._background_rate = ServiceRate()
+        # Records that have ended, and what they produced; the latest weigh most.
+        self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
+        # The tasks of `submit`.
+        self._tasks: dict[asyncio.Task[Any], Slot] = {}
+        # When a pause will end, by estimate, and the records and the cost that ran when it began.
+        self._pause: tuple[float, int, int] | None = None
+        self.set_capacity(capacity, max_running)
 
     @property
     def stats(self) -> ContinuousStats:
@@ -185,3 +314,220 @@ class ContinuousBatcher(Window):
         checks.seconds("seconds", seconds)
         if self._background.step(seconds) and self._queue.total:
             self._decide()
+
+    @property
+    def capacity(self) -> int:
+        """Cost that may run at once."""
+        return self._capacity
+
+    def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
+        """Change what may run at once, also while records run; without `max_running` that bound stays.
+
+        When it shrinks, what runs goes on; what waits and can no longer run fails with `Oversize`, but for
+        what costs too much with `oversize="alone"`.
+        """
+        checks.whole("capacity", capacity, 1)
+        if not isinstance(max_running, EllipsisType):
+            checks.whole("max_running", max_running, 1, optional=True)
+            self._max_running = sys.maxsize if max_running is None else max_running
+        self._capacity = capacity
+        self._bound()
+        self._count_time(self._clock())
+        for slot in list(self._queue):
+            if (error := self._oversize(slot)) is not None:
+                self._queue.remove(slot)
+                self._end(slot, error)
+        self._decide()
+
+    def pause(self, seconds: float = 0.0) -> None:
+        """Start nothing until `resume`. What runs goes on, and the queue takes records as before.
+
+        `seconds` tells `estimate_wait` how long it will last; a further call changes it. A `stop` refuses
+        what waits then, as with `drain=False`; one that is under way does so at once.
+        """
+        checks.seconds("seconds", seconds)
+        _, records, cost = self._pause or (0.0, self._background.total, self._background.total_cost)
+        self._pause = (self._clock() + seconds, records, cost)
+        self._decide()
+
+    def resume(self) -> None:
+        """Start records again."""
+        self._pause = None
+        self._decide()
+
+    def estimate_wait(
+        self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
+    ) -> float:
+        before, ahead = self._queue.ahead(priority, tenant)
+        background, rate, now = self._background, self._rate, self._clock()
+        until, usual, usual_cost = self._pause or (now, 0, 0)
+        # Running records end in a pause; afterwards as much runs as before it.
+        running, running_cost = max(background.total, usual), max(background.total_cost, usual_cost)
+        places, free = self._most - background.total, self._capacity - background.total_cost
+        if priority >= background.priority:
+            most, most_cost = background.places(self._capacity, self._regular)
+            running, running_cost, rate = background.running, background.cost, self._background_rate
+            places, free = min(places, most - running), min(free, most_cost - running_cost)
+        # The records before them in the queue are served first, but for those that free space takes.
+        before, ahead = before + records - max(places, 0), ahead + cost - max(free, 0)
+        wait = rate.time_to_serve(before, ahead, running, running_cost)
+        # A pause that lasts longer than was told may end at any time.
+        rest = max(0.0, until - now) or (UNKNOWN_WAIT_S if self._pause else 0.0)
+        return rest + (UNKNOWN_WAIT_S if wait is None else wait)
+
+    def _bound(self) -> None:
+        """Note how many records may run, without those that wait in the engine and with them.
+
+        A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
+        """
+        ending = STEPS * self._places * self._ended_records / self._ended_tokens
+        self._regular = min(self._max_running, self._places)
+        self._most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
+
+    def _oversize(self, slot: Slot) -> Oversize | None:
+        if slot.cost > self._capacity and not self._alone:
+            return Oversize(slot.cost, self._capacity)
+        if slot.records > self._regular:
+            what = "max_running" if self._regular == self._max_running else "places"
+            return Oversize(slot.records, self._regular, what)
+        return None
+
+    def _fits(self, slot: Slot) -> bool:
+        if self._pause is not None:
+            return False
+        cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
+        return not self._runs or (cost <= self._capacity and records <= self._most)
+
+    def _held_back(self, slot: Slot) -> bool:
+        """Return whether a slot is of the background and must leave space for the foreground."""
+        background = self._background
+        return slot.priority >= background.priority and not background.admits(
+            slot.cost, slot.records, self._capacity, self._regular
+        )
+
+    def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
+        """Return the tokens to reserve for the output of some records together."""
+        if self._outputs is None:
+            return max_tokens
+        return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
+
+    def _enter_slot(self, slot: Slot) -> None:
+        """Start a slot if it may start; otherwise it waits in the queue, or for space in it; or refuse it."""
+        self._check_open(slot.records)
+        if (oversize := self._oversize(slot)) is not None:
+            self._recorder.total_rejected += slot.records
+            raise oversize
+        now = slot.submitted_at = self._clock()
+        if slot.deadline is not None:
+            self._deadline(slot.deadline, None, now, slot.records)
+            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+            if self._rate.known and wait > HOPELESS * (slot.deadline - now):
+                self._recorder.total_rejected += slot.records
+                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
+        if not self._queue.total and self._fits(slot) and not self._held_back(slot):
+            self._queue.pass_by(slot)
+            self._begin(slot)
+        else:
+            asyncio.Future.__init__(slot, loop=self._loop)
+            # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
+            if not self._queue.put(slot) or self._fits(slot):
+                self._enter(slot, slot.wait)
+            elif slot.deadline is not None:
+                self._set_alarm()
+
+    def _start_ready(self) -> None:
+        """Start the slots whose turn it is, as long as they fit; the background may be passed."""
+        queue = self._queue
+        if self._pause is not None and self._state == STOPPING:
+            # A stop doesn't wait for the end of a pause.
+            self._refuse_all()
+        while queue.total:
+            slot = queue.head()
+            if slot is not None and self._held_back(slot):
+                slot = queue.head(before=self._background.priority)
+            if slot is None or not self._fits(slot):
+                return
+            queue.pick(slot)
+            slot.charged = slot.cost
+            self._begin(slot)
+            slot.set_result(None)
+
+    def _begin(self, slot: Slot) -> None:
+        now = slot.started_at = self._clock()
+        slot.waited_s = now - slot.submitted_at
+        slot.running = True
+        self._runs.add(slot)
+        prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
+        self._background.begin(slot.priority, slot.cost, slot.records, prompt)
+        self._count_time(now)
+
+    def _count_time(self, now: float) -> None:
+        """Take in that the share of the capacity in use has changed."""
+        self._recorder.switch(bool(self._runs), now, self._background.total_cost / self._capacity)
+
+    def _leave(self, slot: Slot, error: BaseException | None) -> None:
+        """Take a slot out, wherever it is, count how it ended, and learn from it."""
+        if not slot.running:
+            if slot.waiting:
+                self._withdraw(slot)
+                if error is None:
+                    # It was released while its caller waits for it.
+                    slot.fail(Aborted("the slot was released before it started"))
+            return
+        now = self._clock()
+        background, recorder = self._background, self._recorder
+        records, tokens = slot.records, slot.output_tokens
+        slot.running = False
+        slot.owner = None
+        self._runs.remove(slot)
+        background.grow(slot.priority, -slot.cost, -records)
+        self._count_time(now)
+        run_s = now - slot.started_at
+        recorder.ran(records, [slot.waited_s] * min(records, RECENT), run_s)
+        recorder.output_tokens += tokens
+        self._rate.learn(slot.cost, run_s, records)
+        if slot.priority >= background.priority:
+            self._background_rate.learn(slot.cost, run_s, records)
+        elif slot.first_at and tokens > records:
+            background.answered((now - slot.first_at) / (tokens / records - 1))
+        used = slot.cost
+        if slot.prompt_tokens is not None:
+            used = slot.prompt_tokens + tokens
+            if tokens and slot.charged:
+                self._queue.settle(slot, slot.charged, used)
+        outcome: Outcome = "failed"
+        if error is None:
+            outcome = "completed"
+            recorder.total_completed += records
+            recorder.completed_cost += slot.cost
+            recorder.latency_s += records * (slot.waited_s + run_s)
+            if self._places < sys.maxsize:
+                self._ended_records = self._ended_records * OUTPUT_MEMORY + records
+                self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, tokens)
+                self._bound()
+            if self._outputs is not None and tokens and slot.prompt_tokens is not None:
+                self._outputs.learn(tokens // records)
+        elif isinstance(error, asyncio.CancelledError | GeneratorExit):
+            outcome = "cancelled"
+            recorder.total_cancelled += records
+        else:
+            recorder.total_failed += records
+        if recorder.observations is not None:
+            share, rest = divmod(used, records)
+            for number in range(records):
+                part = share + (number >= records - rest)
+                seen = Observation(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
+                recorder.observations.records.append(seen)
+        if self._queue.total or self._ended is not None:
+            self._decide()
+
+    def _abort(self) -> list[asyncio.Task[Any]]:
+        for task, slot in self._tasks.items():
+            if slot.running:
+                task.cancel()
+        return list(self._tasks)
+
+    def _abandon(self) -> None:
+        for slot in list(self._runs):
+            self._leave(slot, Aborted("the event loop was closed while the record ran"))
+        self._tasks.clear()
