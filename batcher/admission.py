@@ -3,6 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
+from collections import deque
 from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import Any, Generic, Self
@@ -10,7 +11,7 @@ from typing import Any, Generic, Self
 from batcher import checks
 from batcher.errors import LATE, BatcherError, Closed, Expired, QueueFull
 from batcher.queue import EntryT, RequestQueue
-from batcher.stats import Kept, Observations, Recorder
+from batcher.stats import Observations, Recorder
 
 UNKNOWN_WAIT_S = 1.0  # the estimate of a wait as long as nothing has finished
 GRACE_S = 1.0  # seconds that a cancelled task has to end before a stop no longer waits for it
@@ -73,9 +74,9 @@ class Batcher(ABC, Generic[EntryT]):
         return self._loop
 
     def observe(self, limit: int = 65_536) -> Observations:
-        """Keep from now on what each of the last `limit` records took, until it is taken; return where."""
+        """Keep from now on what each of the last `limit` records took, and return where."""
         checks.whole("limit", limit, 1)
-        self._recorder.observations = Observations(Kept(maxlen=limit), Kept(maxlen=limit))
+        self._recorder.observations = Observations(deque(maxlen=limit), deque(maxlen=limit))
         return self._recorder.observations
 
     def weigh(self, tenant: str, weight: float | None) -> None:

@@ -26,29 +26,22 @@ HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leav
 class Slot(Entry[None]):
     """A place in the window, of one record or of several; `async with` waits for it and gives it back.
 
-    Attributes:
-        cost: What it holds of the capacity now.
-        wait, prompt_tokens, max_tokens, arrived_at: As given to `ContinuousBatcher.slot`.
-        used, running: Whether it was entered; whether it is in the window.
-        started_at, first_at: Times of its start and of its first token; 0 before.
-        waited_s: Seconds from submission to start.
-        output_tokens: Tokens reported so far.
-        charged: What its tenant was charged for it.
-        owner: The task that holds it.
+    Its `cost` is what it holds of the capacity now.
     """
 
+    # As given to `ContinuousBatcher.slot`.
     wait: bool = False
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     arrived_at: float | None = None
-    output_tokens: int = 0
-    running: bool = False
-    started_at: float = 0.0
-    first_at: float = 0.0
-    waited_s: float = 0.0
-    charged: int = 0
-    used: bool = False
-    owner: asyncio.Task[Any] | None = None
+    used: bool = False  # whether it was entered
+    running: bool = False  # whether it is in the window
+    started_at: float = 0.0  # time of its start
+    waited_s: float = 0.0  # seconds from submission to start
+    first_at: float = 0.0  # time of its first token, 0 before
+    output_tokens: int = 0  # tokens reported so far
+    charged: int = 0  # what its tenant was charged for it
+    owner: asyncio.Task[Any] | None = None  # the task that holds it
     _batcher: "ContinuousBatcher"
 
     async def __aenter__(self) -> Self:
@@ -93,8 +86,7 @@ class Slot(Entry[None]):
         With `max_utilization` one that outgrows what was reserved for it reserves more, even beyond the
         capacity: nothing new starts until the window has space again.
         """
-        if type(output_tokens) is not int or not 0 <= output_tokens <= checks.LARGEST:
-            checks.whole("output_tokens", output_tokens, 0)
+        checks.whole("output_tokens", output_tokens, 0)
         self.output_tokens = output_tokens
         batcher, prompt, most = self._batcher, self.prompt_tokens, self.max_tokens
         if self.running and prompt is not None and most is not None and prompt + output_tokens > self.cost:

@@ -43,17 +43,10 @@ LATELY_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Times that 99 of 100 requests of the foreground keep to.
+    """Times that 99 of 100 requests of the foreground keep to."""
 
-    Attributes:
-        ttft_p99_s: Seconds from the arrival of a request, or from its submission, to the first token.
-        tpot_p99_s: Seconds per token after the first; None: no goal.
-
-    A goal that is not a finite number above 0 raises ValueError.
-    """
-
-    ttft_p99_s: float
-    tpot_p99_s: float | None = None
+    ttft_p99_s: float  # seconds from the arrival of a request, or from its submission, to the first token
+    tpot_p99_s: float | None = None  # seconds per token after the first; None: no goal
 
     def __post_init__(self) -> None:
         checks.positive("ttft_p99_s", self.ttft_p99_s)
@@ -76,22 +69,16 @@ class Background:
     minute exceeded two mean steps, as it would be with the window of now. One answer in a hundred may be
     late. More of them forbid growth for that minute, but each asks for one cut only: answers can be late for
     reasons that no cut removes.
-
-    Attributes:
-        goals: The goals; window and pace follow a change with the next judgements.
-        priority: The tier from which on records are background.
-        total: Records that run, of all tiers; `total_cost`: their cost.
-        running: Those of the background; `cost`: their cost.
     """
 
     def __init__(self, goals: Goals | None, priority: int, clock: Callable[[], float]) -> None:
-        self.goals: Goals | None = goals
-        self.priority: int = sys.maxsize if goals is None else priority
+        self.goals: Goals | None = goals  # window and pace follow a change with the next judgements
+        self.priority: int = sys.maxsize if goals is None else priority  # the tier from which on it begins
         self._clock = clock
-        self.total: int = 0
-        self.total_cost: int = 0
-        self.running: int = 0
-        self.cost: int = 0
+        self.total: int = 0  # records that run, of all tiers
+        self.total_cost: int = 0  # their cost
+        self.running: int = 0  # records of the background that run
+        self.cost: int = 0  # their cost
         # The last one was held back by the window or the space, or by the pace of starts.
         self._held = self._held_by_pace = False
         self._window = float(FIRST_WINDOW)

@@ -2,12 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from batcher.entries import Entry
-
-ItemT = TypeVar("ItemT")
 
 Outcome = Literal["completed", "failed", "cancelled"]
 
@@ -52,12 +50,6 @@ class Stats:
         elapsed = self.busy_time_s + self.idle_time_s
         object.__setattr__(self, "utilization", self.busy_time_s / elapsed if elapsed else 0.0)
 
-    def report(self) -> str:
-        """Return the statistics for a terminal: a line for each that there is."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        lines = {name: _shown(name, value) for name, value in found.items() if value not in (None, {})}
-        return "\n".join(f"{name:<{max(map(len, lines))}}  {text}" for name, text in lines.items())
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats(Stats):
@@ -72,21 +64,13 @@ class BatchStats(Stats):
 
 
 class Load(NamedTuple):
-    """The load of a `ContinuousBatcher`: a few numbers that cost less than its `stats`.
+    """The load of a `ContinuousBatcher`: a few numbers that cost less than its `stats`."""
 
-    Attributes:
-        running: Records that run.
-        waiting: Records that wait, for space in the queue too.
-        cost: The cost of those that wait.
-        priority: The most urgent tier of them; 0 if none wait.
-        deadline: The earliest of their deadlines, on the batcher's clock; None: there is none.
-    """
-
-    running: int
-    waiting: int
-    cost: int
-    priority: int
-    deadline: float | None
+    running: int  # records that run
+    waiting: int  # records that wait, for space in the queue too
+    cost: int  # the cost of those that wait
+    priority: int  # the most urgent tier of them; 0 if none wait
+    deadline: float | None  # the earliest of their deadlines, on the batcher's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,19 +93,6 @@ class ContinuousStats(Stats):
     expected_ttft_s: float | None = None
 
 
-def _shown(name: str, value: Any) -> str:
-    """Return a value in the unit that the end of its name tells."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key}: {count:,} records, cost {cost:,}" for key, (count, cost) in value.items())
-    if name.endswith("_s"):
-        if value >= 1:
-            return f"{value:,.2f} s"
-        return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
-    if name in ("utilization", "occupancy", "padding_ratio"):
-        return f"{value:.1%}"
-    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
-
-
 def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float]:
     """Return the percentiles at these points, 0 to 1, by nearest rank; zeros if there are no samples."""
     ranked = sorted(samples) or [0.0]
@@ -134,22 +105,13 @@ def _named(name: str, samples: Iterable[float], points: Sequence[float]) -> dict
 
 
 class Observation(NamedTuple):
-    """One record that ran.
-
-    Attributes:
-        tenant: Its tenant.
-        priority: Its tier.
-        cost: What its tenant was charged for: prompt and output where they are known, else its cost.
-        wait_s: Seconds from submission to start.
-        run_s: Seconds from start to end.
-        outcome: How it ended.
-    """
+    """One record that ran."""
 
     tenant: str
     priority: int
-    cost: int
-    wait_s: float
-    run_s: float
+    cost: int  # what its tenant was charged for: prompt and output where they are known, else its cost
+    wait_s: float  # seconds from submission to start
+    run_s: float  # seconds from start to end
     outcome: Outcome
 
 
@@ -160,21 +122,11 @@ class BatchObservation(NamedTuple):
     cost: int
 
 
-class Kept(deque[ItemT]):
-    """The latest items, `maxlen` at most, until they are taken; beyond that the oldest are dropped."""
-
-    def take(self) -> list[ItemT]:
-        """Return what was kept since the last call."""
-        items = list(self)
-        self.clear()
-        return items
-
-
 class Observations(NamedTuple):
-    """Observations of the latest records, and of the latest batches."""
+    """Observations of the latest records, and of the latest batches; the oldest give way to new ones."""
 
-    records: Kept[Observation]
-    batches: Kept[BatchObservation]
+    records: deque[Observation]
+    batches: deque[BatchObservation]
 
 
 @dataclass(eq=False)

@@ -1,11 +1,16 @@
 """Metrics of a batcher, from its statistics."""
 
+from collections import deque
+from typing import TypeVar
+
 from batcher import BatchStats, ContinuousBatcher, ContinuousStats, DynamicBatcher, Observation, Stats
 from serve_app.api.scheduling import TIERS, tier
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.tenants import Tenants
+
+ItemT = TypeVar("ItemT")
 
 OUTCOMES = ("completed", "failed", "cancelled", "expired", "rejected")
 
@@ -14,6 +19,13 @@ def metrics_of(batcher: ContinuousBatcher | DynamicBatcher[object, object]) -> t
     """Return the metrics of a batcher of this kind."""
     kind = catalogue.LLM if isinstance(batcher, ContinuousBatcher) else catalogue.FUNCTION
     return (*catalogue.BATCHER, *kind)
+
+
+def _taken(kept: deque[ItemT]) -> list[ItemT]:
+    """Return what was kept since the last call."""
+    items = list(kept)
+    kept.clear()
+    return items
 
 
 class BatcherMetrics:
@@ -44,7 +56,7 @@ class BatcherMetrics:
         stats = self._batcher.stats
         self._gauges(stats)
         self._counters(stats)
-        self._records(self._observed.records.take())
+        self._records(_taken(self._observed.records))
         if isinstance(stats, ContinuousStats):
             self._window(stats)
         if isinstance(stats, BatchStats):
@@ -86,7 +98,7 @@ class BatcherMetrics:
 
     def _batches(self, stats: BatchStats) -> None:
         meters, model = self._meters, self._model
-        for batch in self._observed.batches.take():
+        for batch in _taken(self._observed.batches):
             meters.record(catalogue.BATCH_RECORDS, batch.size, model)
             meters.record(catalogue.BATCH_COST, batch.cost, model)
         meters.count(catalogue.BATCHED_COST, stats.total_batch_cost, model)

@@ -997,17 +997,6 @@ async def test_statistics_are_true_in_the_middle() -> None:
         stats.running = 5  # type: ignore[misc]
 
 
-@virtual
-async def test_the_report_reads_well() -> None:
-    async with continuous_batcher(100, max_running=8) as batcher:
-        async with batcher.slot(50):
-            await asyncio.sleep(1)
-        report = batcher.stats.report()
-    assert {"total_completed     1", "capacity            100", "occupancy           50.0%"} < set(
-        report.splitlines()
-    )
-
-
 # Arguments
 
 

@@ -181,8 +181,7 @@ async def test_the_books_count_records() -> None:
         assert (stats.total_submitted, stats.total_completed) == (9, 3)
         assert (stats.total_expired, stats.total_cancelled) == (2, 4)
         assert stats.avg_latency_s == stats.avg_run_s == pytest.approx(2.0, rel=0.01)
-        records = observations.records.take()
-        assert [record.cost for record in records] == [3, 3, 4]
+        assert [record.cost for record in observations.records] == [3, 3, 4]
         with pytest.raises(RuntimeError):
             async with batcher.slot(1, records=2):
                 raise RuntimeError

@@ -1,4 +1,4 @@
-"""Statistics: figures that are right, a report that can be read, and observations of single records."""
+"""Statistics: figures that are right and explained, and observations of single records."""
 
 import asyncio
 import dataclasses
@@ -84,42 +84,6 @@ def test_snapshots_are_plain_data() -> None:
         assert json.loads(json.dumps(dataclasses.asdict(stats)))["total_submitted"] == 0
 
 
-def test_the_report_has_a_line_for_each_figure_in_its_unit() -> None:
-    stats = BatchStats(
-        total_submitted=12_000,
-        queue_classes={0: (5, 500), 1: (2, 200)},
-        busy_time_s=95.5,
-        idle_time_s=4.5,
-        throughput=119.04,
-        avg_latency_s=0.25,
-        wait_p50_s=0.0005,
-        padding_ratio=0.082,
-    )
-    lines = stats.report().splitlines()
-    for line in (
-        "total_submitted    12,000",
-        "queue_classes      0: 5 records, cost 500, 1: 2 records, cost 200",
-        "busy_time_s        95.50 s",
-        "utilization        95.5%",
-        "throughput         119.0",
-        "avg_latency_s      250.0 ms",
-        "wait_p50_s         500 µs",
-        "run_p50_s          0 µs",
-        "padding_ratio      8.2%",
-    ):
-        assert line in lines
-    assert len(lines) == len(dataclasses.fields(stats))
-
-
-def test_the_report_leaves_out_what_there_is_not() -> None:
-    report = ContinuousStats(capacity=40_000, occupancy=0.5, ttft_p50_s=2.0).report()
-    assert "occupancy           50.0%" in report
-    assert "ttft_p50_s          2.00 s" in report
-    assert not {"queue_classes", "max_running", "ttft_p99_s"} & {
-        line.split()[0] for line in report.splitlines()
-    }
-
-
 @pytest.mark.parametrize("kind", [BatchStats, ContinuousStats])
 def test_the_manual_says_what_each_figure_is(kind: type[Stats]) -> None:
     manual = (Path(__file__).parents[2] / "batcher" / "README.md").read_text().split("\n## Statistics\n")[1]
@@ -169,13 +133,13 @@ async def test_a_slot_that_was_not_entered_has_no_first_token() -> None:
 # Observations
 
 
-def test_what_nobody_takes_gives_way_to_the_latest() -> None:
-    batcher = ContinuousBatcher(capacity=10)
-    kept = batcher.observe(limit=2).records
-    for tenant in ("a", "b", "c"):
-        kept.append(Observation(tenant, 0, 1, 0.0, 0.0, "completed"))
-    assert [record.tenant for record in kept.take()] == ["b", "c"]
-    assert kept.take() == []
+async def test_the_oldest_observations_give_way_to_the_latest() -> None:
+    async with ContinuousBatcher(capacity=10) as batcher:
+        observed = batcher.observe(limit=2)
+        for tenant in ("a", "b", "c"):
+            async with batcher.slot(1, tenant=tenant):
+                pass
+        assert [record.tenant for record in observed.records] == ["b", "c"]
 
 
 async def test_a_slot_is_observed_when_it_is_left() -> None:
@@ -187,9 +151,9 @@ async def test_a_slot_is_observed_when_it_is_left() -> None:
             await asyncio.sleep(0)
             clock.now = 2.0
             slot.report(12)
-            assert observed.records.take() == []
+            assert not observed.records
         await (await waiting)
-        assert observed.records.take() == [
+        assert list(observed.records) == [
             Observation("a", 1, 42, 0.0, 2.0, "completed"),
             Observation("b", 0, 5, 2.0, 0.0, "completed"),
         ]
@@ -208,7 +172,7 @@ async def test_a_slot_says_how_it_ended(error: type[BaseException], outcome: str
         with pytest.raises(error):
             async with batcher.slot(5):
                 raise error
-        (record,) = observed.records.take()
+        (record,) = observed.records
         assert record.outcome == outcome
 
 
@@ -222,8 +186,8 @@ async def test_a_batch_and_its_records_are_observed() -> None:
         tickets = await batcher.submit_batch(["good", "bad"], tenant="a", priority=-1)
         await asyncio.wait(tickets)
         assert [ticket.exception() is None for ticket in tickets] == [True, False]
-        assert observed.batches.take() == [BatchObservation(2, 7)]
-        assert observed.records.take() == [
+        assert list(observed.batches) == [BatchObservation(2, 7)]
+        assert list(observed.records) == [
             Observation("a", -1, 4, 0.0, 0.0, "completed"),
             Observation("a", -1, 3, 0.0, 0.0, "failed"),
         ]
