@@ -194,9 +194,8 @@ class Batcher(ABC, Generic[EntryT]):
     def _check_loop(self) -> None:
         # The thread's id is looked at first: asking for the running loop takes Python 3.11 a system call.
         if (get_ident() != self._thread or not self._loop_runs()) and _get_running_loop() is not self._loop:
-            raise RuntimeError(
-                f"{type(self).__name__} belongs to another event loop; use it there, or a ThreadClient"
-            )
+            name = type(self).__name__
+            raise RuntimeError(f"{name} belongs to another event loop; use it there, or a ThreadClient")
 
     def _deadline(self, deadline: float | None, timeout: float | None, now: float, records: int = 1) -> float:
         """Return the deadline that a record was given, in either way."""
@@ -206,8 +205,7 @@ class Batcher(ABC, Generic[EntryT]):
             checks.seconds("timeout", timeout)
             deadline = now + timeout
         checks.instant("deadline", deadline)
-        assert deadline is not None
-        if deadline <= now:
+        if deadline is None or deadline <= now:
             self._recorder.total_rejected += records
             raise Expired("the deadline passed before the record was submitted")
         return deadline

@@ -19,11 +19,6 @@ _length = operator.attrgetter("cost")
 class Former:
     """Cuts batches from a queue. The record whose turn it is goes with every batch, so that none starves.
 
-    Attributes:
-        max_records, budget: Most records in a batch, and most cost of one.
-        chooses: Whether a batch is chosen by length, which takes some time.
-        planned: The next batch, if it was chosen ahead.
-
     Args:
         forming: "arrival": in the order of the queue, while the budget lasts. "static": in the order of
             the queue, by number alone. "sorted": the records nearest in length to the one whose turn it
@@ -33,10 +28,10 @@ class Former:
 
     def __init__(self, forming: Forming, max_records: int, budget: int, padded: bool, lookahead: int) -> None:
         self._forming = forming
-        self.max_records: int = max_records
-        self.budget: float = math.inf if forming == "static" else budget
-        self.chooses: bool = forming in ("sorted", "bucketed")
-        self.planned: list[Any] = []
+        self.max_records: int = max_records  # most records in a batch
+        self.budget: float = math.inf if forming == "static" else budget  # most cost of one
+        self.chooses: bool = forming in ("sorted", "bucketed")  # by length, which takes some time
+        self.planned: list[Any] = []  # the next batch, if it was chosen ahead
         self._padded = padded
         self._lookahead = lookahead
 

@@ -58,17 +58,14 @@ class Background:
     """The tiers that run beside the foreground, as far as its goals allow; none without goals.
 
     A background record may start if the *window* has a place, if places and capacity are left over that the
-    foreground may need (twice its peak of late), and if the *pace* allows it: the tokens of prompts that
-    start per step, at first one prompt. So a burst of prompts, which makes long steps, is spread; a prompt
-    of the foreground takes the place of others.
+    foreground may need (twice its peak of late), and if the *pace*, tokens of prompts that start per step,
+    allows it: a burst of prompts makes long steps. A prompt of the foreground takes the place of others.
 
-    The TTFT to expect says how long a step may be. Window and pace go that way: down at once, both; up by an
-    eighth per judgement, the window if it is full, else the pace, which falls while the window is full or
-    nothing more fits. The worse of two 99th percentiles counts: the wait for the steps of a request that
-    comes at any moment, which follows the window within a few steps, and by how much the answers of the last
-    minute exceeded two mean steps, as it would be with the window of now. One answer in a hundred may be
-    late. More of them forbid growth for that minute, but each asks for one cut only: answers can be late for
-    reasons that no cut removes.
+    The TTFT to expect says how long a step may be. Window and pace fall at once; by an eighth per judgement
+    the window grows if it is full, else the pace. The worse of two 99th percentiles counts: the wait for the
+    steps of a request that comes at any moment, and by how much the answers of the last minute exceeded two
+    mean steps. One answer in a hundred may be late. More of them forbid growth for that minute, but each asks
+    for one cut only: answers can be late for reasons that no cut removes.
     """
 
     def __init__(self, goals: Goals | None, priority: int, clock: Callable[[], float]) -> None:
@@ -199,9 +196,8 @@ class Background:
     def _expected_by_answers(self, goal_s: float, since: float = -math.inf) -> float:
         """Return the TTFT to expect by the answers that came since then; 0 if they are too few to tell.
 
-        The 99th percentile of a hundred answers is now this, now twice as much, by chance. Far enough from
-        the goal, a steadier one counts, which may forbid growth but asks for no cut: that of an exponential
-        with the mean above the median of all that are remembered, but not more than the longest of them.
+        The 99th percentile of a hundred answers varies by half, by chance. Far enough from the goal, a
+        steadier one counts, which asks for no cut: of an exponential with the mean above the median of all.
         """
         oldest = self._clock() - LATE_FOR_S
         latest = [(tail, at) for _, _, at, tail in self._tails if at >= oldest]

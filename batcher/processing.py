@@ -16,8 +16,8 @@ from batcher.entries import Entry, ResultT
 from batcher.errors import LATE, Aborted, BadResults, Expired, described, fit, separate
 from batcher.stats import BatchObservation, Observation, Outcome, Recorder
 
+Entries = list[Entry[Any]]
 OnError = Literal["split", "fail", "single"]
-
 OUTAGE = 40  # records that fail alone, while none succeeds, after which a split doesn't try the rest
 
 ProcessFn = Callable[[list[RecordT]], Awaitable[Sequence[ResultT]] | Sequence[ResultT]]
@@ -31,18 +31,15 @@ def checked(results: Any, count: int) -> Sequence[Any]:
         # Rows of an array or a tensor are results. A table, of pandas for instance, yields names of columns.
         rows = isinstance(results, Sized) and isinstance(results, Iterable) and not hasattr(kind, "columns")
         if not rows or isinstance(results, str | bytes | bytearray | Mapping | Set):
-            raise BadResults(
-                f"process_fn must return a sequence with one result per record, not {kind.__name__}"
-            )
+            allowed = "a sequence with one result per record"
+            raise BadResults(f"process_fn must return {allowed}, not {kind.__name__}")
         results = list(results)
     if len(results) != count:
         raise BadResults(f"process_fn returned {len(results)} results for a batch of {count} records")
     return cast(Sequence[Any], results)
 
 
-def search(
-    batch: list[Entry[Any]], on_error: OnError
-) -> Generator[tuple[list[Entry[Any]], list[Entry[Any]]], Exception | None, None]:
+def search(batch: Entries, on_error: OnError) -> Generator[tuple[Entries, Entries], Exception | None, None]:
     """Find the records of a failed batch that fail alone: adaptive group testing.
 
     Yields the entries that have ended with the last group, and the group to test next; none: all have
@@ -52,7 +49,7 @@ def search(
     # Entries still to be tested, of which `suspects` at the head have failed together.
     pool: deque[Entry[Any]] = deque()
     suspects = bad = good = 0
-    ended: list[Entry[Any]] = []
+    ended: Entries = []
     group = whole = [entry for entry in batch if not entry.done()]
     while True:
         error = yield ended, group
