@@ -1,6 +1,7 @@
 """The base of both batchers: their states, and the one function that decides about records."""
 
 import asyncio
+import contextvars
 from abc import ABC, abstractmethod
 from asyncio import _get_running_loop
 from collections import deque
@@ -107,8 +108,6 @@ class Batcher(ABC, Generic[EntryT]):
         Without a tenant they go behind their whole tier. What waits in lower tiers doesn't count.
         """
 
-    # Life
-
     async def start(self) -> None:
         """Let records in; RuntimeError if it runs already, or is still stopping."""
         self._abandon_closed_loop()
@@ -116,6 +115,7 @@ class Batcher(ABC, Generic[EntryT]):
             raise RuntimeError(f"{type(self).__name__} is already {self._state}")
         self._loop = asyncio.get_running_loop()
         self._loop_runs, self._thread = self._loop.is_running, get_ident()
+        self._context = contextvars.copy_context()
         self._state = RUNNING
         self._recorder.open(self._clock())
 
@@ -181,8 +181,6 @@ class Batcher(ABC, Generic[EntryT]):
         self._abandon()
         self._alarm = None
         self._close()
-
-    # Admission
 
     def _check_open(self, records: int = 1) -> None:
         """Raise unless records may be submitted here and now."""
@@ -300,8 +298,6 @@ class Batcher(ABC, Generic[EntryT]):
             self._recorder.total_cancelled += entry.records
         if self._queue.remove(entry):
             self._decide()
-
-    # Steps that each batcher takes in its own way
 
     @abstractmethod
     def _start_ready(self) -> None:

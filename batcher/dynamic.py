@@ -1,7 +1,6 @@
 """DynamicBatcher: collects records from many callers and runs them through one function, in batches."""
 
 import asyncio
-import contextvars
 import functools
 import math
 import time
@@ -167,11 +166,6 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             avg_batch_cost=recorder.batch_cost / batches,
             padding_ratio=1 - recorder.batch_cost / recorder.padded_cost if recorder.padded_cost else 0.0,
         )
-
-    async def start(self) -> None:
-        await super().start()
-        self._processor.open()
-        self._context = contextvars.copy_context()
 
     def submit_nowait(
         self,

@@ -100,15 +100,11 @@ class Processor(Generic[ResultT]):
     _clock: Callable[[], float]
     _threads: ThreadPoolExecutor | None = None
 
-    def open(self) -> None:
-        kinds = (self._process_fn, type(self._process_fn).__call__)
-        if not any(map(inspect.iscoroutinefunction, kinds)):
-            self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="DynamicBatcher")
-
     def close(self) -> None:
         """Let the threads go; a call that still runs is not waited for."""
         if self._threads is not None:
             self._threads.shutdown(wait=False)
+            self._threads = None
 
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
         """Process a batch, and end each entry; if the call fails, search for those that it is due to.
@@ -159,9 +155,9 @@ class Processor(Generic[ResultT]):
         """Call the function; an error that would look like the end of the caller comes as `Aborted`."""
         task = asyncio.current_task()
         try:
-            if self._threads is None:
+            if any(map(inspect.iscoroutinefunction, (self._process_fn, type(self._process_fn).__call__))):
                 return await cast(Awaitable[Any], self._process_fn(records))
-            return await self._call_in_thread(self._threads, records)
+            return await self._call_in_thread(records)
         except asyncio.CancelledError:
             if task is not None and task.cancelling():
                 raise
@@ -172,7 +168,7 @@ class Processor(Generic[ResultT]):
                 raise
             raise Aborted("process_fn raised GeneratorExit") from None
 
-    async def _call_in_thread(self, threads: ThreadPoolExecutor, records: list[Any]) -> Any:
+    async def _call_in_thread(self, records: list[Any]) -> Any:
         # The traceback of an error holds all frames here and in the thread. If one of them held the error,
         # what `process_fn` had in memory would stay there while a part of the batch runs again.
         def call() -> tuple[Any, list[BaseException]]:
@@ -181,8 +177,9 @@ class Processor(Generic[ResultT]):
             except BaseException as error:
                 return None, [error]
 
-        context = contextvars.copy_context()
-        results, errors = await asyncio.get_running_loop().run_in_executor(threads, context.run, call)
+        self._threads = self._threads or ThreadPoolExecutor(self.concurrency, "DynamicBatcher")
+        run = contextvars.copy_context().run
+        results, errors = await asyncio.get_running_loop().run_in_executor(self._threads, run, call)
         if not errors:
             return await results if inspect.isawaitable(results) else results
         if isinstance(errors[0], Exception) and not isinstance(errors[0], StopIteration):
