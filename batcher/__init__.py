@@ -1,4 +1,7 @@
-"""Batchers that keep a GPU full: by token cost, in a fair order, with a bound on the records that wait."""
+"""Batchers that keep a GPU full: by token cost, in a fair order, with a bound on the records that wait.
+
+An argument out of range raises ValueError, one of a wrong type TypeError; the message names it.
+"""
 
 from batcher.continuous import ContinuousBatcher as ContinuousBatcher
 from batcher.continuous import Slot as Slot

@@ -55,8 +55,7 @@ class Batcher(ABC, Generic[EntryT]):
         self._state = STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
-        # Batches or slots that run; the `owner` of each is the task that holds it.
-        self._runs: set[Any] = set()
+        self._runs: set[Any] = set()  # batches, or slots; the `owner` of each is the task that holds it
         self._deciding = self._again = False
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_at = 0.0

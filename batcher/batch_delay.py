@@ -12,9 +12,7 @@ from batcher.queue import RequestQueue
 
 WAIT_SHARE = 1 / 4  # how long a record waits for others, if at all, as a share of a batch's time
 SMOOTHING = 1 / 4  # weight of the newest value in a moving average
-
-# Passes of the event loop without a new record after which nothing more is arriving just now.
-QUIET_PASSES = 3
+QUIET_PASSES = 3  # passes of the event loop without a new record, after which nothing more is arriving
 
 
 @dataclass(slots=True, eq=False)
@@ -31,9 +29,8 @@ class BatchDelay:
     _timeout_s: float
     _clock: Callable[[], float]
     _leave: Callable[[], None]
-    # Mean seconds that a batch takes; whether what waits is to leave, of which `_leave` is told.
-    batch_s: float | None = None
-    over: bool = False
+    batch_s: float | None = None  # mean seconds that a batch takes
+    over: bool = False  # whether what waits is to leave; `_leave` is called when it has become so
     _followers: float = 0.0
     # The next look at the batch, and when nothing seemed to be arriving any more.
     _handle: asyncio.Handle | None = None

@@ -137,8 +137,6 @@ class ContinuousBatcher(Batcher[Slot]):
             for them. They take calls of `step` and `Slot.first_token`. None: all tiers share the window.
         background: The priority from which on records are background, where there are goals.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
-
-    An argument out of range raises ValueError, one of a wrong type TypeError; the message names it.
     """
 
     _runs: set[Slot]
@@ -173,8 +171,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._background_rate = ServiceRate()
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
-        # The tasks of `submit`.
-        self._tasks: dict[asyncio.Task[Any], Slot] = {}
+        self._tasks: dict[asyncio.Task[Any], Slot] = {}  # those of `submit`
         # When a pause will end, by estimate, and the records and the cost that ran when it began.
         self._pause: tuple[float, int, int] | None = None
         self.set_capacity(capacity, max_running)
@@ -315,8 +312,7 @@ class ContinuousBatcher(Batcher[Slot]):
     def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
         """Change what may run at once, also while records run; without `max_running` that bound stays.
 
-        When it shrinks, what runs goes on; what waits and can no longer run fails with `Oversize`, but for
-        what costs too much with `oversize="alone"`.
+        When it shrinks, what runs goes on, and what waits and can no longer run fails with `Oversize`.
         """
         checks.whole("capacity", capacity, 1)
         if not isinstance(max_running, EllipsisType):
@@ -368,10 +364,8 @@ class ContinuousBatcher(Batcher[Slot]):
         return rest + (UNKNOWN_WAIT_S if wait is None else wait)
 
     def _bound(self) -> None:
-        """Note how many records may run, without those that wait in the engine and with them.
-
-        A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
-        """
+        """Note how many records may run, without those that wait in the engine and with them."""
+        # A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
         ending = STEPS * self._places * self._ended_records / self._ended_tokens
         self._regular = min(self._max_running, self._places)
         self._most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
@@ -392,10 +386,8 @@ class ContinuousBatcher(Batcher[Slot]):
 
     def _held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
-        background = self._background
-        return slot.priority >= background.priority and not background.admits(
-            slot.cost, slot.records, self._capacity, self._regular
-        )
+        group, bounds = self._background, (self._capacity, self._regular)
+        return slot.priority >= group.priority and not group.admits(slot.cost, slot.records, *bounds)
 
     def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
         """Return the tokens to reserve for the output of some records together."""

@@ -58,8 +58,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
 
     A batch is decided when `process_fn` is free, or when it is full: while `process_fn` runs, a partial
     batch stays open. Its records are taken in the order of `RequestQueue`. A lone record leaves at once,
-    unless experience tells that waiting for those that follow makes all of them faster. An argument out of
-    range raises ValueError, one of a wrong type TypeError; the message names it.
+    unless experience tells that waiting for those that follow makes all of them faster.
 
     Args:
         process_fn: Takes a list of records and returns a sequence of as many results, in the same order;
@@ -143,11 +142,9 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         self._limit = target_batch_cost if oversize == "reject" else checks.LARGEST
         # Bound once: it would take 8% of the time of each record.
         self._told = self._withdraw
-        # The runs for which `process_fn` runs, or will.
-        self._calling: set[_Run[ResultT]] = set()
+        self._calling: set[_Run[ResultT]] = set()  # those for which `process_fn` runs, or will
         # So much has to wait for the next decision: a record that comes before that costs little.
-        self._due_size: float = 0
-        self._due_cost: float = 0
+        self._due_size = self._due_cost = 0.0
 
     @property
     def stats(self) -> BatchStats:
@@ -241,9 +238,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         # All are checked before the first one is queued.
         costs = [None if one is None else whole_cost(name, one) for one in each]
         if len(costs) != len(records):
-            raise ValueError(
-                f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
-            )
+            allowed = f"one cost for each of the {len(records)} records"
+            raise ValueError(f"{name} must have {allowed}, not {len(costs)}")
         if (timeout := options.pop("timeout", None)) is not None:
             options["deadline"] = self._deadline(options.get("deadline"), timeout, self._clock())
         entries: list[Entry[ResultT]] = []
@@ -314,7 +310,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         batch_s = self._delay.batch_s
         if batch_s is None:
             return UNKNOWN_WAIT_S
-        batches = self._former.batches(before + records - 1, ahead + cost - 1)
+        former, before, ahead = self._former, before + records - 1, ahead + cost - 1
+        batches = max(before // former.max_records, int(ahead // former.budget))
         rest = 0.0 if free else max(0.0, min(run.started for run in self._calling) + batch_s - self._clock())
         return rest + batches * batch_s / self._processor.concurrency
 

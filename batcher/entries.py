@@ -19,7 +19,6 @@ class Entry(asyncio.Future[ResultT]):
 
     Future and entry are one object: two that know each other are twice the work, and a cycle to collect. In a
     `RequestQueue` that is used by itself there is no event loop, and an entry is no more than its place.
-    An argument out of range raises ValueError, one of a wrong type TypeError; the message names it.
     """
 
     record: Any  # the record, until it has ended; the queue never looks at it

@@ -39,10 +39,6 @@ class Former:
         """Return whether so many waiting records, of that cost together, fill a batch."""
         return records >= self.max_records or cost >= self.budget
 
-    def batches(self, records: int, cost: int) -> int:
-        """Return how many full batches such records make at least."""
-        return max(records // self.max_records, int(cost // self.budget))
-
     def cut(self, queue: RequestQueue[EntryT]) -> list[EntryT]:
         """Take the next batch from a queue; none if nothing waits."""
         if not self.chooses:

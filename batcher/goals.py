@@ -1,8 +1,7 @@
 """Goals for the requests of the foreground, and how much else may run beside them.
 
-A request that comes to a busy engine waits for the step that runs, then for its own: two steps and what
-the way takes. So what runs in the background must keep the steps short at all times, also while the
-foreground is empty: its first request finds the engine as it is.
+A request that comes waits for the step that runs, then for its own, and for what the way takes. So the
+background keeps the steps short at all times: the first request finds the engine as it is.
 """
 
 import math
@@ -82,8 +81,7 @@ class Background:
         # The most records of the foreground, and the most cost, of this period and of the one before.
         self._peak = self._peak_before = (0, 0)
         self._turned_at = -math.inf
-        # Tokens of prompts that may start per step, and now; those of the foreground start in any case.
-        self._pace = self._credit = 0.0
+        self._pace = self._credit = 0.0  # tokens of prompts that may start per step, and now
         # Steps: their mean, by how much each exceeded the mean then, and those since the last judgement.
         self._mean_s = 0.0
         self._excess: deque[float] = deque(maxlen=REMEMBERED_STEPS)

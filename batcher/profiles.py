@@ -26,10 +26,6 @@ PROFILES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def profile(name: str, **overrides: Any) -> dict[str, Any]:
-    """Return a preset of `PROFILES` as arguments, with `overrides` in the place of its own or beside them.
-
-    Raises:
-        ValueError: There is no such preset.
-    """
+    """Return a preset of `PROFILES` as arguments, with `overrides` in the place of its own or beside them."""
     checks.one_of("profile", name, PROFILES)
     return {**PROFILES[name], **overrides}

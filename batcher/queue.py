@@ -28,8 +28,7 @@ class RequestQueue(Generic[EntryT]):
     count against the bounds.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
-    and iteration, and looks at each tier in which records wait. An argument out of range raises ValueError,
-    one of a wrong type TypeError; the message names it.
+    and iteration, and looks at each tier in which records wait.
 
     Args:
         clock: Returns the time in seconds, which never goes back.

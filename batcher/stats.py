@@ -159,10 +159,7 @@ class Recorder:
     _since: float | None = None
 
     def ran(self, records: int, waits_s: Sequence[float], run_s: float) -> None:
-        """Count records that ran for `run_s` after these waits; of many alike, the latest few will do.
-
-        No waits: the records will run again, and only then count among the percentiles.
-        """
+        """Count records that ran for `run_s` after these waits; none: they run again, and count then."""
         self._ran += records
         self._run_s += records * run_s
         self._waits += waits_s
