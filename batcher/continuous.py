@@ -9,7 +9,7 @@ from types import EllipsisType
 from typing import Any, Literal, Self, TypedDict, Unpack
 
 from batcher import checks
-from batcher.admission import STOPPING, UNKNOWN_WAIT_S, Batcher
+from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.costs import OutputEstimator, RecordT, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Aborted, Expired, Oversize
@@ -24,19 +24,16 @@ HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leav
 
 
 class Slot(Entry[None]):
-    """A place in the window, of one record or of several; `async with` waits for it and gives it back.
+    """A place in the window, of one record or of several; `async with` waits for it and gives it back."""
 
-    Its `cost` is what it holds of the capacity now.
-    """
-
-    # As given to `ContinuousBatcher.slot`.
+    # As given to `ContinuousBatcher.slot`; `cost` is what it holds of the capacity now.
     wait: bool = False
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     arrived_at: float | None = None
     used: bool = False  # whether it was entered
     running: bool = False  # whether it is in the window
-    started_at: float = 0.0  # time of its start
+    started_at: float = math.inf  # time of its start; infinite before
     waited_s: float = 0.0  # seconds from submission to start
     first_at: float = 0.0  # time of its first token, 0 before
     output_tokens: int = 0  # tokens reported so far
@@ -210,11 +207,10 @@ class ContinuousBatcher(Batcher[Slot]):
         Args:
             cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
             priority, tenant: Its tier, lower goes first, and the name of its tenant.
-            deadline: Time on `clock` by which it must have started.
+            deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
             wait: Wait for space when the queue is full; False: entering raises `QueueFull`, as suits a
                 server that can answer at once.
             prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
-            timeout: The deadline in seconds from now.
             records: Records that start together in this slot: it takes as many places in the window and in
                 the queue, and its cost and its tokens are those of all of them.
             arrived_at: Time on `clock` from which its TTFT counts for goals, as its request was under way
@@ -275,8 +271,15 @@ class ContinuousBatcher(Batcher[Slot]):
 
         task = self.loop.create_task(process())
         self._tasks[task] = slot
-        # A task that is cancelled before its first step never gets to leave its slot by itself.
-        task.add_done_callback(lambda _: self._leave(self._tasks.pop(task), asyncio.CancelledError()))
+
+        def ended(_: object) -> None:
+            # A task that is cancelled before its first step never gets to leave its slot by itself.
+            self._leave(self._tasks.pop(task), asyncio.CancelledError())
+            if self._state != RUNNING and slot.started_at == math.inf and not task.cancelled():
+                # Python reports errors that are not looked at: of those that a stop ends, few are.
+                task.exception()
+
+        task.add_done_callback(ended)
         return task
 
     def set_queue_size(self, max_queue_size: int) -> None:
@@ -318,6 +321,7 @@ class ContinuousBatcher(Batcher[Slot]):
         if not isinstance(max_running, EllipsisType):
             checks.whole("max_running", max_running, 1, optional=True)
             self._max_running = sys.maxsize if max_running is None else max_running
+        self._abandon_closed_loop()
         self._capacity = capacity
         self._bound()
         self._count_time(self._clock())
@@ -379,10 +383,9 @@ class ContinuousBatcher(Batcher[Slot]):
         return None
 
     def _fits(self, slot: Slot) -> bool:
-        if self._pause is not None:
-            return False
         cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
-        return not self._runs or (cost <= self._capacity and records <= self._most)
+        beside = cost <= self._capacity and records <= self._most
+        return self._pause is None and (beside or not self._runs)
 
     def _held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
@@ -497,9 +500,8 @@ class ContinuousBatcher(Batcher[Slot]):
         else:
             recorder.total_failed += records
         if recorder.observations is not None:
-            share, rest = divmod(used, records)
             for number in range(records):
-                part = share + (number >= records - rest)
+                part = (used + number) // records  # whole parts, of which the sum is `used`
                 seen = Observation(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
                 recorder.observations.records.append(seen)
         if self._queue.total or self._ended is not None:

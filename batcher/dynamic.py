@@ -179,12 +179,10 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
 
         Args:
             record: What `process_fn` is given.
-            cost: Its cost; None: found by `cost_estimator`, the record itself or `default_cost`.
-            priority: Its tier; lower goes first.
-            tenant: The name of its tenant.
+            cost, estimated_cost: Its cost, by either name; None: that of the estimator, or the default.
+            priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline: Time on `clock` by which it must have started, or else fails with `Expired`.
             timeout: The same in seconds from now.
-            estimated_cost: Another name for `cost`.
 
         Raises:
             QueueFull: There is no space; says when to try again.
@@ -205,10 +203,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         timeout: float | None = None,  # noqa: ASYNC109 - of the record, not of this call
         estimated_cost: int | None = None,
     ) -> Entry[ResultT]:
-        """Queue one record as `submit_nowait` does, but wait while the queue is full.
-
-        A deadline that passes before there is space is `Expired` too.
-        """
+        """Queue one record as `submit_nowait` does, but wait while the queue is full, up to its deadline."""
         entry = self._submit(record, True, cost, priority, tenant, deadline, timeout, estimated_cost)
         if not entry.admitted:
             try:

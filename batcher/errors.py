@@ -92,13 +92,6 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
     return twin.with_traceback(error.__traceback__)
 
 
-def fit(error: BaseException) -> Exception:
-    """Return an error that a future can carry and that doesn't look like the end of its caller."""
-    if isinstance(error, StopIteration) or not isinstance(error, Exception):
-        return Aborted(f"the result of the record is {described(error)}")
-    return error
-
-
 def described(error: BaseException, text: Callable[[BaseException], str] = repr) -> str:
     """Return the text of an error; its own method for that may raise too."""
     try:

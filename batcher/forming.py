@@ -20,9 +20,9 @@ class Former:
     """Cuts batches from a queue. The record whose turn it is goes with every batch, so that none starves.
 
     Args:
-        forming: "arrival": in the order of the queue, while the budget lasts. "static": in the order of
-            the queue, by number alone. "sorted": the records nearest in length to the one whose turn it
-            is, among the next `lookahead`. "bucketed": those in its bucket, of fixed bounds, among them.
+        forming: "arrival": in the order of the queue, while the budget lasts. "static": by number alone.
+            "sorted": the records nearest in length to the one whose turn it is, among the next `lookahead`.
+            "bucketed": those in its bucket, of fixed bounds, among them.
         padded, lookahead: See `DynamicBatcher`.
     """
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, Literal, cast
 
 from batcher.costs import RecordT
 from batcher.entries import Entry, ResultT
-from batcher.errors import LATE, Aborted, BadResults, Expired, described, fit, separate
+from batcher.errors import LATE, Aborted, BadResults, Expired, described, separate
 from batcher.stats import BatchObservation, Observation, Outcome, Recorder
 
 Entries = list[Entry[Any]]
@@ -199,8 +199,12 @@ class Processor(Generic[ResultT]):
             elif isinstance(result, BaseException):
                 outcome = "failed"
                 recorder.total_failed += 1
-                entry.fail(fit(separate(result) if id(result) in seen else result))
+                error = separate(result) if id(result) in seen else result
                 seen.add(id(result))
+                if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                    # A future can't carry it, or it looks like the end of its caller.
+                    error = Aborted(f"the result of the record is {described(error)}")
+                entry.fail(error)
             else:
                 completed += 1
                 cost += entry.cost

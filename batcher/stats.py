@@ -10,15 +10,11 @@ from batcher.entries import Entry
 Outcome = Literal["completed", "failed", "cancelled"]
 
 RECENT = 512  # records over which percentiles are taken
-POINTS = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Statistics of both batchers; the README of this package says what each of them is.
-
-    Times are in seconds, shares from 0 to 1. `queue_classes` has records and cost by priority.
-    """
+    """Statistics of both batchers. The README of this package says what each of them is, and its unit."""
 
     total_submitted: int = 0
     total_completed: int = 0
@@ -75,10 +71,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContinuousStats(Stats):
-    """Statistics of a `ContinuousBatcher`: those of both batchers, and those of its window.
-
-    None: no bound (`max_running`), nothing was told (`ttft_p50_s`, `ttft_p99_s`), or there are no goals.
-    """
+    """Statistics of a `ContinuousBatcher`: those of both batchers, and those of its window."""
 
     outside_cost: int = 0
     capacity: int = 0
@@ -209,8 +202,8 @@ class Recorder:
         elapsed = idle + busy or 1.0
         return {
             **{name: value for name, value in vars(self).items() if name.startswith("total_")},
-            **_named("wait", self._waits, POINTS),
-            **_named("run", self._runs, POINTS),
+            **_named("wait", self._waits, (0.5, 0.9, 0.99)),
+            **_named("run", self._runs, (0.5, 0.9, 0.99)),
             "busy_time_s": busy,
             "idle_time_s": idle,
             "throughput": self.total_completed / elapsed,

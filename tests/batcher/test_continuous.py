@@ -890,6 +890,43 @@ async def test_a_submit_that_is_cancelled_leaves_no_error_behind() -> None:
 
 
 @virtual
+async def test_a_stop_reports_no_error_for_what_it_refuses_and_others_are_still_reported() -> None:
+    reports: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: reports.append(repr(context["exception"]))
+    )
+    batcher = continuous_batcher(10)
+    await batcher.start()
+
+    async def fail(number: int) -> None:
+        await asyncio.sleep(1)
+        raise ValueError(number)
+
+    for number in range(4):
+        await batcher.submit(fail, number, 10)
+    await batcher.stop(drain=False)
+    await asyncio.sleep(1)
+    gc.collect()
+    assert reports == ["ValueError(0)"]
+
+
+def test_the_capacity_may_change_after_a_loop_was_closed_while_slots_wait() -> None:
+    batcher = ContinuousBatcher(capacity=10)
+    loop = asyncio.new_event_loop()
+
+    async def life() -> None:
+        await batcher.start()
+        tasks = [asyncio.create_task(Holders(batcher).enter(name, 10)) for name in ("runs", "waits")]
+        await asyncio.wait(tasks)
+        loop.waits = tasks  # type: ignore[attr-defined]
+
+    loop.run_until_complete(life())
+    loop.close()
+    batcher.set_capacity(5)
+    assert (batcher.load.running, batcher.load.waiting) == (0, 0)
+
+
+@virtual
 async def test_stop_cancels_what_was_submitted_at_its_timeout() -> None:
     batcher = continuous_batcher(10)
     await batcher.start()
