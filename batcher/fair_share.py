@@ -145,7 +145,7 @@ class Tenants:
 
     def __init__(self, clock: Callable[[], float], weights: Mapping[str, float]) -> None:
         self._clock = clock
-        self._own_weights: OrderedDict[str, float | None] = OrderedDict()
+        self._own_weights: OrderedDict[str, float] = OrderedDict()
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, float] = OrderedDict()  # when those without entries had their last one
         self._weight = 0.0
@@ -181,11 +181,13 @@ class Tenants:
         checks.tenant(name)
         if self._own_weights.get(name) == weight:
             return
-        if weight is not None:
+        if weight is None:
+            del self._own_weights[name]
+        else:
             checks.weight("weight", weight)
-        self._own_weights[name] = weight
-        if len(self._own_weights) > MAX_IDLE_TENANTS:
-            self._own_weights.popitem(last=False)
+            self._own_weights[name] = weight
+            if len(self._own_weights) > MAX_IDLE_TENANTS:
+                self._own_weights.popitem(last=False)
         if tenant := self._tenants.get(name):
             self._weigh_again(tenant)
 

@@ -303,6 +303,18 @@ def test_weights_of_single_tenants_are_bounded_and_can_be_taken_back() -> None:
     assert share_of_a(queue, 16) == pytest.approx(0.75)
 
 
+def test_weights_that_are_taken_back_push_no_other_out() -> None:
+    queue = queue_of()
+    queue.tenants.weigh("a", 3.0)
+    for number in range(20_000):
+        queue.tenants.weigh(f"t{number}", 2.0)
+        queue.tenants.weigh(f"t{number}", None)
+    for _ in range(40):
+        queue.add(Entry(None, 1, tenant="a"))
+        queue.add(Entry(None, 1, tenant="b"))
+    assert share_of_a(queue, 16) == pytest.approx(0.75)
+
+
 # Memory of tenants
 
 
