@@ -63,14 +63,21 @@ class RequestQueue(Generic[EntryT]):
         self.total_cost: int = 0  # their cost
         self.size: int = 0  # records that count against the bounds
         self.cost: int = 0  # their cost
-        self.outside: int = 0  # records that wait for space
-        self.outside_cost: int = 0  # their cost
         self.entered: int = 0  # records that got in so far
         self._tiers: dict[int, Tier] = {}
         self.tenants: Tenants = Tenants(clock, tenant_weights or {})  # of its entries, now and of late
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
         self._deadlines: Heap = Heap()
         self._expired: list[EntryT] = []
+
+    @property
+    def outside(self) -> int:
+        """Records that wait for space."""
+        return self.total - self.size
+
+    @property
+    def outside_cost(self) -> int:
+        return self.total_cost - self.cost
 
     def __len__(self) -> int:
         return self.total
@@ -174,10 +181,10 @@ class RequestQueue(Generic[EntryT]):
         return bound
 
     def _count_outside(self, entry: EntryT, sign: int) -> None:
-        entry._place.outside += sign
-        for count in (self, entry._place.tier):
-            count.outside += sign * entry.records
-            count.outside_cost += sign * entry.cost
+        backlog: Backlog = entry._place
+        backlog.outside += sign
+        backlog.tier.outside += sign * entry.records
+        backlog.tier.outside_cost += sign * entry.cost
 
     def _bound(self, entry: EntryT) -> tuple[str, int] | None:
         """Return the bound that an entry would exceed, if it were let in now."""
