@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence, Set, Sized
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, cast
 
 from batcher.costs import RecordT
@@ -98,7 +98,12 @@ class Processor(Generic[ResultT]):
     _on_error: OnError
     _recorder: Recorder
     _clock: Callable[[], float]
+    _is_async: bool = field(init=False)
     _threads: ThreadPoolExecutor | None = None
+
+    def __post_init__(self) -> None:
+        kinds = self._process_fn, type(self._process_fn).__call__
+        self._is_async = any(map(inspect.iscoroutinefunction, kinds))
 
     def close(self) -> None:
         """Let the threads go; a call that still runs is not waited for."""
@@ -155,7 +160,7 @@ class Processor(Generic[ResultT]):
         """Call the function; an error that would look like the end of the caller comes as `Aborted`."""
         task = asyncio.current_task()
         try:
-            if any(map(inspect.iscoroutinefunction, (self._process_fn, type(self._process_fn).__call__))):
+            if self._is_async:
                 return await cast(Awaitable[Any], self._process_fn(records))
             return await self._call_in_thread(records)
         except asyncio.CancelledError:

@@ -92,8 +92,8 @@ def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float
     return [ranked[min(int(point * len(ranked)), len(ranked) - 1)] for point in points]
 
 
-def _named(name: str, samples: Iterable[float], points: Sequence[float]) -> dict[str, float]:
-    found = zip(points, percentiles(samples, points), strict=True)
+def _named(name: str, times: Iterable[float], points: Sequence[float] = (0.5, 0.9, 0.99)) -> dict[str, float]:
+    found = zip(points, percentiles(times, points), strict=True)
     return {f"{name}_p{point * 100:.0f}_s": value for point, value in found}
 
 
@@ -202,8 +202,8 @@ class Recorder:
         elapsed = idle + busy or 1.0
         return {
             **{name: value for name, value in vars(self).items() if name.startswith("total_")},
-            **_named("wait", self._waits, (0.5, 0.9, 0.99)),
-            **_named("run", self._runs, (0.5, 0.9, 0.99)),
+            **_named("wait", self._waits),
+            **_named("run", self._runs),
             "busy_time_s": busy,
             "idle_time_s": idle,
             "throughput": self.total_completed / elapsed,
