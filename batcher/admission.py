@@ -54,7 +54,6 @@ class Batcher(ABC, Generic[EntryT]):
         self._clock = clock
         self._state = STOPPED
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
         self._runs: set[Any] = set()  # batches, or slots; the `owner` of each is the task that holds it
         self._deciding = self._again = False
         self._alarm: asyncio.TimerHandle | None = None
@@ -123,9 +122,8 @@ class Batcher(ABC, Generic[EntryT]):
 
         Args:
             drain: Let what waits run first; False: it fails with `Closed`. What runs may finish.
-            timeout: Seconds after which what still waits fails with `Closed`, and the functions that the
-                batcher runs are cancelled. A thread can't be: its result is dropped. Slots that callers
-                hold by then are no longer waited for.
+            timeout: Seconds after which what waits fails with `Closed`, and functions are cancelled; a result
+                of a thread is dropped, and slots that callers hold are no longer waited for.
 
         Raises:
             RuntimeError: It is called from what it would wait for, or from another event loop.

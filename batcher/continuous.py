@@ -118,17 +118,13 @@ class ContinuousBatcher(Batcher[Slot]):
 
     Args:
         capacity: Cost that may run at once, in tokens of KV cache for an LLM.
-        max_running: Records that may run at once; None: no bound but `places`. A slot of more records than
-            either is refused.
+        max_running: Records that may run at once, also of one slot; None: no bound but `places`.
         places: Records in one step of the engine, which queues what is beyond. So many run, and as many wait
             there as end until others could come: so no place stays empty. None: there is no such limit.
-        max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
-        max_queue_cost: Cost that may wait; None: no bound.
-        policy: What a record reserves that names its tokens. "guaranteed_no_evict": `prompt_tokens` and
-            `max_tokens`, so what runs can always finish. "max_utilization": the prompt and the output that
-            finished requests lead to expect, corrected by `Slot.report`.
-        oversize: What becomes of a record that costs more than the capacity: "reject" refuses it,
-            "alone" lets it run with nothing beside it.
+        max_queue_size, max_queue_cost: Records, and cost, that may wait, see the README; None: no bound.
+        policy: A record that names its tokens reserves, by "guaranteed_no_evict", the most it may use; by
+            "max_utilization", what finished ones lead to expect, corrected by `Slot.report`.
+        oversize: A record that costs more than the capacity: "reject" refuses it, "alone" runs it by itself.
         priority_aging_s, tenant_weights: See `RequestQueue`.
         goals: Goals of the tiers before `background`: the others run as far as these allow, and leave space
             for them. They take calls of `step` and `Slot.first_token`. None: all tiers share the window.
@@ -208,13 +204,10 @@ class ContinuousBatcher(Batcher[Slot]):
             cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
             priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
-            wait: Wait for space when the queue is full; False: entering raises `QueueFull`, as suits a
-                server that can answer at once.
+            wait: Wait for space when the queue is full; False: entering raises `QueueFull`.
             prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
-            records: Records that start together in this slot: it takes as many places in the window and in
-                the queue, and its cost and its tokens are those of all of them.
-            arrived_at: Time on `clock` from which its TTFT counts for goals, as its request was under way
-                before; None: its submission.
+            records: Records that start together in this slot; places, cost and tokens are of all of them.
+            arrived_at: Time on `clock` from which its TTFT counts for goals; None: its submission.
 
         Raises:
             ValueError: Neither or both ways of giving a cost are used.
@@ -389,8 +382,8 @@ class ContinuousBatcher(Batcher[Slot]):
 
     def _held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
-        group, bounds = self._background, (self._capacity, self._regular)
-        return slot.priority >= group.priority and not group.admits(slot.cost, slot.records, *bounds)
+        background, most = self._background, (self._capacity, self._regular)
+        return slot.priority >= background.priority and not background.admits(slot.cost, slot.records, *most)
 
     def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
         """Return the tokens to reserve for the output of some records together."""

@@ -68,17 +68,14 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         max_batch_size: Most records in a batch.
         min_batch_size: Fewest records in a batch, unless the timeout has passed or the batcher stops.
         batch_timeout_s: Seconds that a record waits for others at most while `process_fn` is free.
-        max_queue_size: Records that may wait; see `RequestQueue` for the part of a tenant.
-        prefetch_batches: Above 0, `forming` "sorted" and "bucketed" choose the next full batch while
-            `process_fn` is busy. A more urgent record passes it until it starts.
+        max_queue_size, max_queue_cost: Records, and cost, that may wait, see the README; None: no bound.
+        prefetch_batches: Above 0, "sorted" and "bucketed" choose a full batch while `process_fn` is busy.
         default_cost: Cost of a record without a cost of its own.
-        max_queue_cost: Cost that may wait; None: no bound.
         max_concurrent_batches: Calls of `process_fn` that may run at once.
         forming: How batches are cut, see `Former`.
         lookahead: Records that are looked at to find some of like length; None: 16 batches.
         padded: The cost of a batch is that of its longest record times their number, not the sum.
-        oversize: A record that costs more than a whole batch may: "alone" runs it by itself, "reject"
-            refuses it.
+        oversize: A record that costs more than a batch may: "alone" runs it by itself, "reject" refuses it.
         on_error: When `process_fn` raises, "split" runs parts of the batch again until the records that the
             error is due to are alone, "single" runs each record again by itself, "fail" fails them all: for
             functions that must not run twice on a record.
@@ -283,10 +280,8 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
         Args:
             records: Records for `submit`, read as they are needed.
             ordered: Results come in the order of `records`; False: as they are done.
-            max_pending: Records that are submitted and whose results were not taken yet, at most; None:
-                `max_queue_size`.
-            return_exceptions: The error of a record takes the place of its result; False: it is raised,
-                and what is still under way is cancelled.
+            max_pending: Most records under way, until their results are taken; None: `max_queue_size`.
+            return_exceptions: An error takes the place of a result; False: it is raised, the rest cancelled.
             options: The other arguments of `submit`, for each of them.
         """
         max_pending = self._max_queue_size if max_pending is None else max_pending

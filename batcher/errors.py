@@ -35,9 +35,9 @@ class Expired(BatcherError, TimeoutError):  # noqa: N818
 
 
 class Oversize(BatcherError, ValueError):  # noqa: N818
-    """More than may ever run at once, `limit`: a record's `cost`, where `oversize` is "reject".
+    """More than `limit`, which may ever run at once: a record's `cost`, where `oversize` is "reject".
 
-    Or `cost` is how many records a slot has, and `what` the argument that sets the limit; else it is None.
+    With `what`, the argument that sets the limit, `cost` is how many records a slot has.
     """
 
     def __init__(self, cost: int, limit: int, what: str | None = None) -> None:
