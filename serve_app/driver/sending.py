@@ -204,7 +204,8 @@ class Sender:
 
     async def _wait(self, seconds: float) -> None:
         try:
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
         except TimeoutError:
             return
         raise StoppedError

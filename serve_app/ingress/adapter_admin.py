@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,6 +17,7 @@ from serve_app.api.protocol import JSON, Flag, parse_body
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.admin import check_admin
 from serve_app.ingress.body import read_body
+from serve_app.ingress.broadcast import broadcast
 from serve_app.ingress.routing import Routing
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.fields import ServedId
@@ -209,16 +211,8 @@ class AdapterAdmin:
 
     async def _all(self, base: str, method: str, timeout_s: float, *arguments: Any) -> list[Any]:
         """Call a method of every replica of a model."""
-        if not await self._running(base):
-            return []
-        try:
-            handle = self._engines[base].options(_by_reference=True)
-            answers: list[Any] = await handle.broadcast(method, *arguments).results_async(timeout_s=timeout_s)
-        except asyncio.CancelledError:
-            if cancellation.is_own():
-                raise
-            raise ConnectionError("a replica stopped while it was asked") from None
-        return answers
+        running = partial(self._running, base)
+        return await broadcast(self._engines[base], running, method, *arguments, timeout_s=timeout_s)
 
     async def _one(self, base: str, method: str, *arguments: Any) -> Any:
         """Call a method of one replica of a model."""

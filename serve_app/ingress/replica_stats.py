@@ -7,6 +7,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.protocol import JSON
+from serve_app.ingress.broadcast import broadcast
 from serve_app.system import cancellation
 
 TIMEOUT_S = 5.0
@@ -26,17 +27,7 @@ async def replica_stats(
     Raises:
         Exception: A replica, or Ray Serve's controller, didn't answer.
     """
-    try:
-        # A broadcast to a model without replicas waits for one to start.
-        if not await running():
-            return []
-        broadcast = handle.options(_by_reference=True).broadcast("stats")
-        found: list[JSON] = await broadcast.results_async(timeout_s=timeout_s)
-        return found
-    except asyncio.CancelledError:
-        if cancellation.is_own():
-            raise
-        raise ConnectionError("a replica stopped while it was asked") from None
+    return await broadcast(handle, running, "stats", timeout_s=timeout_s)
 
 
 async def start_replica(handle: Any) -> None:

@@ -118,7 +118,8 @@ class GuideLLM(Generator):
                 start_new_session=True,
             )
             try:
-                code = await asyncio.wait_for(process.wait(), seconds + START_S)
+                async with asyncio.timeout(seconds + START_S):
+                    code = await process.wait()
             except TimeoutError:
                 raise ServiceError(f"GuideLLM has not ended after {seconds + START_S:.0f} s") from None
             finally:

@@ -235,7 +235,8 @@ class QuotaClient:
                 continue
             if not self._due:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._pause_s())
+                    async with asyncio.timeout(self._pause_s()):
+                        await self._wake.wait()
 
     def _pause_s(self) -> float:
         if self._failing_since is not None:

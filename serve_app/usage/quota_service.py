@@ -155,7 +155,8 @@ class QuotaService:
     async def _save_on(self) -> None:
         while not self._closing:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), SAVE_S)
+                async with asyncio.timeout(SAVE_S):
+                    await self._wake.wait()
             self._wake.clear()
             await self.save()
 

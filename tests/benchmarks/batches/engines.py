@@ -48,7 +48,7 @@ class Handle:
         """Return the answer of all replicas."""
         return self
 
-    async def results_async(self, *, timeout_s: float) -> list[JSON]:
+    async def results_async(self) -> list[JSON]:
         """Return their statistics."""
         running = {"running": self._running, "running_cost": self._running, "capacity": 1 << 30}
         window = {"max_running": self._most, "background_window": None}

@@ -109,13 +109,13 @@ async def test_calls_that_fail_are_sent_again() -> None:
 
 async def test_retry_after_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    wait_for = asyncio.wait_for
+    timeout = asyncio.timeout
 
-    async def note(awaitable: Any, seconds: float) -> Any:
+    def note(seconds: float) -> asyncio.Timeout:
         waits.append(seconds)
-        return await wait_for(awaitable, 0.001)
+        return timeout(0.001)
 
-    monkeypatch.setattr("serve_app.driver.sending.asyncio.wait_for", note)
+    monkeypatch.setattr("serve_app.driver.sending.asyncio.timeout", note)
     service = FakeService()
     answers = [failure(429, "rate_limit_error", retry_after="7")]
     service.trouble = lambda body: answers.pop() if answers else None

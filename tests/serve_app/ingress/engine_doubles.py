@@ -88,8 +88,7 @@ class Engine:
         self.broadcasts.append(method)
         return self
 
-    async def results_async(self, *, timeout_s: float) -> list[Any]:
-        assert timeout_s > 0
+    async def results_async(self) -> list[Any]:
         if isinstance(self.stats, Exception):
             raise self.stats
         return self.stats

@@ -67,7 +67,7 @@ class Fleet(Engine):
         self._calls.append((method, arguments))
         return self
 
-    async def results_async(self, *, timeout_s: float) -> list[Any]:
+    async def results_async(self) -> list[Any]:
         method, arguments = self._calls.pop(0)
         await asyncio.sleep(0)
         return [member.call(method, *arguments) for member in self.members]
