@@ -450,7 +450,7 @@ class ContinuousBatcher(Batcher[Slot]):
         if not slot.running:
             if slot.waiting:
                 self._withdraw(slot)
-                if error is None:
+                if error is None and not self.loop.is_closed():
                     # It was released while its caller waits for it.
                     slot.fail(Aborted("the slot was released before it started"))
             return

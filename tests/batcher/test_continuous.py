@@ -926,6 +926,25 @@ def test_the_capacity_may_change_after_a_loop_was_closed_while_slots_wait() -> N
     assert (batcher.load.running, batcher.load.waiting) == (0, 0)
 
 
+def test_a_slot_that_waits_may_be_released_after_its_loop_was_closed() -> None:
+    batcher = ContinuousBatcher(capacity=10)
+    loop = asyncio.new_event_loop()
+    waits = batcher.slot(10)
+
+    async def life() -> None:
+        await batcher.start()
+        await batcher.slot(10).__aenter__()
+        loop.waits = asyncio.create_task(waits.__aenter__())  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+
+    loop.run_until_complete(life())
+    assert batcher.load.waiting == 1
+    loop.close()
+    waits.release()
+    assert (batcher.load.running, batcher.load.waiting) == (1, 0)
+    assert batcher.stats.total_cancelled == 1
+
+
 @virtual
 async def test_stop_cancels_what_was_submitted_at_its_timeout() -> None:
     batcher = continuous_batcher(10)
