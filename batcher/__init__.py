@@ -1,6 +1,6 @@
 """Batchers that keep a GPU full: by token cost, in a fair order, with a bound on the records that wait.
 
-An argument out of range raises ValueError, one of a wrong type TypeError; the message names it.
+A wrong argument raises ValueError or TypeError; the message names it, and says what is allowed.
 """
 
 from batcher.continuous import ContinuousBatcher as ContinuousBatcher

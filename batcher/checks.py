@@ -1,7 +1,7 @@
 """Checks of arguments: ValueError, or TypeError, with the argument's name, its value and what is allowed."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,7 @@ def _number(allowed: str, least: float, most: float, name: str, value: object) -
 seconds: Check = partial(_number, "number of seconds >= 0", 0, LONGEST_S)
 instant: Check = partial(_number, "time in seconds", -LATEST_S, LATEST_S)
 positive: Check = partial(_number, "number > 0", math.ulp(0.0), LONGEST_S)
-
-
-def weight(name: str, value: object) -> None:
-    _number("number > 0", math.ulp(0.0), MOST_WEIGHT, name, value)
-    if value < LEAST_WEIGHT:  # type: ignore[operator]
-        raise ValueError(f"{name} must be at least {LEAST_WEIGHT:.6f}, not {shown(value)}")
+weight: Check = partial(_number, f"number >= {LEAST_WEIGHT:.6f}", LEAST_WEIGHT, MOST_WEIGHT)
 
 
 def _of_kind(allowed: str, kind: Any, name: str, value: object) -> None:
@@ -54,6 +49,7 @@ def _of_kind(allowed: str, kind: Any, name: str, value: object) -> None:
         raise TypeError(f"{name} must be {allowed}, not {shown(value)}")
 
 
+costs: Check = partial(_of_kind, "a sequence of costs", Iterable)
 function: Check = partial(_of_kind, "a function or another callable", Callable)
 flag: Check = partial(_of_kind, "True or False", bool)
 tenant: Callable[[object], None] = partial(_of_kind, "a string", str, "tenant")
@@ -66,7 +62,6 @@ def weights(name: str, value: Mapping[str, float]) -> None:
         weight(f"{name}[{name_of!r}]", share)
 
 
-def one_of(name: str, value: object, allowed: Iterable[str]) -> None:
-    allowed = tuple(allowed)
+def one_of(name: str, value: object, allowed: Collection[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {shown(value)}")

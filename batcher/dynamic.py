@@ -227,11 +227,13 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             raise ValueError(TWO_COSTS)
         name, given = ("cost", cost) if estimated_cost is None else ("estimated_cost", estimated_cost)
         each: Sequence[int | None] = [None] * len(records) if given is None else given
+        checks.costs(name, each)
         # All are checked before the first one is queued.
         costs = [None if one is None else whole_cost(name, one) for one in each]
         if len(costs) != len(records):
-            allowed = f"one cost for each of the {len(records)} records"
-            raise ValueError(f"{name} must have {allowed}, not {len(costs)}")
+            raise ValueError(
+                f"{name} must have one cost for each of the {len(records)} records, not {len(costs)}"
+            )
         if (timeout := options.pop("timeout", None)) is not None:
             options["deadline"] = self._deadline(options.get("deadline"), timeout, self._clock())
         entries: list[Entry[ResultT]] = []

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Literal, TypedDict, Unpack
 
-from batcher.costs import CostEstimatorFn, RecordT
+from batcher import checks
+from batcher.costs import CostEstimatorFn, RecordT, whole_cost
 from batcher.dynamic import DynamicBatcher, SubmitOptions
 from batcher.entries import Entry, ResultT
 from batcher.forming import Forming
@@ -57,6 +58,8 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
         function = process_fn if inference_fn is None else inference_fn
         if function is None:
             raise TypeError("TokenBatcher requires either inference_fn or process_fn")
+        checks.whole("target_batch_tokens", target_batch_tokens, 1, optional=True)
+        checks.whole("default_token_estimate", default_token_estimate, 0, optional=True)
         super().__init__(
             function,
             cost_estimator=cost_estimator if token_estimator is None else token_estimator,
@@ -77,4 +80,5 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
 
 
 def _in_tokens(tokens: int | None, options: SubmitOptions) -> SubmitOptions:
-    return options if tokens is None else {**options, "cost": None, "estimated_cost": tokens}
+    cost = None if tokens is None else whole_cost("estimated_tokens", tokens)
+    return options if cost is None else {**options, "cost": None, "estimated_cost": cost}

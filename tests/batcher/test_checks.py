@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue, checks
+from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue, TokenBatcher, checks
 from tests.batcher.helpers import Machine, continuous_batcher, dynamic_batcher
 from tests.batcher.virtual import Clock, virtual
 
@@ -92,6 +92,7 @@ SETTINGS: dict[type, dict[str, list[Any]]] = {
         "background": [float("nan"), HUGE, "5"],
         "tenant_weights": [{"a": value} for value in BAD_NUMBERS],
     },
+    TokenBatcher: dict.fromkeys(["target_batch_tokens", "default_token_estimate"], BAD_NUMBERS),
     RequestQueue: {
         **dict.fromkeys(["max_size", "max_cost", "priority_aging_s"], BAD_NUMBERS),
         "background": [float("nan"), HUGE, "5"],
@@ -113,11 +114,32 @@ WRONG = [
 def test_a_wrong_setting_is_named(kind: Any, name: str, value: Any) -> None:
     least: dict[type, dict[str, Any]] = {
         DynamicBatcher: {"process_fn": list},
+        TokenBatcher: {"process_fn": list},
         ContinuousBatcher: {"capacity": 1},
         RequestQueue: {"clock": Clock()},
     }
     with pytest.raises((ValueError, TypeError), match=name):
         kind(**{**least[kind], name: value})
+
+
+@virtual
+async def test_a_wrong_number_of_tokens_is_named_and_nothing_is_queued() -> None:
+    async with TokenBatcher[str, str](Machine()) as batcher:
+        for value in BAD_NUMBERS:
+            with pytest.raises(ValueError, match="estimated_tokens"):
+                await batcher.submit("x", estimated_tokens=value)
+            with pytest.raises(ValueError, match="estimated_tokens"):
+                batcher.submit_nowait("x", estimated_tokens=value)
+        assert batcher.stats.total_submitted == 0
+
+
+@virtual
+@pytest.mark.parametrize("name", ["cost", "estimated_cost"])
+async def test_one_cost_for_many_records_is_named_and_nothing_is_queued(name: str) -> None:
+    async with dynamic_batcher(Machine()) as batcher:
+        with pytest.raises(TypeError, match=f"^{name} must be a sequence of costs, not 5$"):
+            await batcher.submit_batch("ab", **{name: 5})  # type: ignore[arg-type]
+        assert batcher.stats.total_submitted == 0
 
 
 @virtual
@@ -149,7 +171,7 @@ async def test_other_wrong_numbers_are_named() -> None:
         (checks.seconds, ("limit", 2e9), "limit must be at most 1000000000, not 2000000000.0"),
         (checks.positive, ("rate", 0), "rate must be a finite number > 0, not 0"),
         (checks.one_of, ("kind", "c", "ab"), "kind must be one of 'a', 'b', not 'c'"),
-        (checks.weight, ("share", 1e-9), "share must be at least 0.000001, not 1e-09"),
+        (checks.weight, ("share", 1e-9), "share must be a finite number >= 0.000001, not 1e-09"),
         (checks.flag, ("drain", 1), "drain must be True or False, not 1"),
         (checks.function, ("work", "x"), "work must be a function or another callable, not 'x'"),
         (checks.tenant, (b"a",), "tenant must be a string, not b'a'"),

@@ -882,7 +882,7 @@ def test_a_fresh_snapshot_is_all_zeros() -> None:
         ({"oversize": "split"}, "oversize must be one of 'alone', 'reject', not 'split'"),
         ({"on_error": "retry"}, "on_error must be one of 'split', 'fail', 'single', not 'retry'"),
         ({"priority_aging_s": 0}, "priority_aging_s must be a finite number > 0, not 0"),
-        ({"tenant_weights": {"a": 0}}, r"tenant_weights\['a'\] must be a finite number > 0, not 0"),
+        ({"tenant_weights": {"a": 0}}, r"tenant_weights\['a'\] must be a finite number >= 0.000001, not 0"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -222,7 +222,10 @@ def test_cost_and_size_ahead_leave_out_lower_classes() -> None:
         ({"max_size": 0}, r"max_size must be a whole number >= 1, not 0"),
         ({"max_cost": -5}, r"max_cost must be a whole number >= 1, not -5"),
         ({"priority_aging_s": 0}, r"priority_aging_s must be a finite number > 0, not 0"),
-        ({"tenant_weights": {"a": -1.0}}, r"tenant_weights\['a'\] must be a finite number > 0, not -1.0"),
+        (
+            {"tenant_weights": {"a": -1.0}},
+            r"tenant_weights\['a'\] must be a finite number >= 0.000001, not -1.0",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:

@@ -188,7 +188,7 @@ async def test_weights_can_be_changed_while_records_wait() -> None:
         del order[:]
         await asyncio.sleep(100)
         assert 78 <= order.count("tin") <= 82
-        with pytest.raises(ValueError, match=r"tenant_weights\['tin'\] must be a finite number > 0"):
+        with pytest.raises(ValueError, match=r"tenant_weights\['tin'\] must be a finite number >= 0.000001"):
             batcher.set_tenant_weights({"tin": 0.0})
         for task in tasks:
             task.cancel()
