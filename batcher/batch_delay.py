@@ -38,7 +38,8 @@ class BatchDelay:
 
     def hold(self, loop: asyncio.AbstractEventLoop) -> None:
         """Hold back what waits, and look anew when it has just become enough."""
-        if self._handle is None or self._queue.total == self._least:
+        waits = hasattr(self._handle, "when")  # it is a timer, of whatever kind of event loop
+        if self._handle is None or (waits and self._queue.total == self._least):
             self.release()
             leave_by = min(entry.submitted_at for entry in self._queue) + self._timeout_s
             self._handle = loop.call_soon(self._look, loop, leave_by)

@@ -155,7 +155,8 @@ async def test_a_record_in_each_pass_of_the_loop_does_not_hold_up_the_first_batc
     assert starts[0] <= 0.03
 
 
-async def test_records_that_come_and_are_cancelled_do_not_hold_up_a_lone_one() -> None:
+@pytest.mark.parametrize("callers", [1, 2])
+async def test_records_that_come_and_are_cancelled_do_not_hold_up_a_lone_one(callers: int) -> None:
     clock = Ticking()
 
     async def process(batch: list[int]) -> list[int]:
@@ -163,9 +164,13 @@ async def test_records_that_come_and_are_cancelled_do_not_hold_up_a_lone_one() -
 
     async with DynamicBatcher(process, batch_timeout_s=0.02, clock=clock) as batcher:
         lone = batcher.submit_nowait(1)
-        for _ in range(200):
-            batcher.submit_nowait(2).cancel()
-            await asyncio.sleep(0)
-            if lone.done():
-                break
+
+        async def come_and_go() -> None:
+            for _ in range(200):
+                batcher.submit_nowait(2).cancel()
+                await asyncio.sleep(0)
+                if lone.done():
+                    break
+
+        await asyncio.gather(*(come_and_go() for _ in range(callers)))
         assert clock.now <= 0.03
