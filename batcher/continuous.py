@@ -70,7 +70,7 @@ class Slot(Entry[None]):
     def first_token(self) -> None:
         """Tell that the first token is there: for the statistics, and for goals to be held against."""
         batcher = self._batcher
-        if self.admitted and not self.first_at:
+        if self.running and not self.first_at:
             self.first_at = batcher._clock()
             batcher._recorder.ttfts_s.append(self.first_at - self.submitted_at)
             if self.priority < batcher._background.priority:
@@ -400,27 +400,27 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-            if self._rate.known and wait > HOPELESS * (slot.deadline - now):
-                self._recorder.total_rejected += slot.records
-                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
         if not self._queue.total and self._fits(slot) and not self._held_back(slot):
             self._queue.pass_by(slot)
             self._begin(slot)
-        else:
-            asyncio.Future.__init__(slot, loop=self._loop)
-            # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-            if not self._queue.put(slot) or self._fits(slot):
-                self._enter(slot, slot.wait)
-            elif slot.deadline is not None:
-                self._set_alarm()
+            return
+        if slot.deadline is not None and self._rate.known:
+            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+            if wait > HOPELESS * (slot.deadline - now):
+                self._recorder.total_rejected += slot.records
+                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
+        asyncio.Future.__init__(slot, loop=self._loop)
+        # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
+        if not self._queue.put(slot) or self._fits(slot):
+            self._enter(slot, slot.wait)
+        elif slot.deadline is not None:
+            self._set_alarm()
 
     def _start_ready(self) -> None:
         """Start the slots whose turn it is, as long as they fit; the background may be passed."""
         queue = self._queue
         if self._pause is not None and self._state == STOPPING:
-            # A stop doesn't wait for the end of a pause.
-            self._refuse_all()
+            self._refuse_all()  # a stop doesn't wait for the end of a pause
         while queue.total:
             slot = queue.head()
             if slot is not None and self._held_back(slot):

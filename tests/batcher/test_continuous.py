@@ -977,6 +977,39 @@ async def test_an_error_of_a_submitted_function_is_its_own() -> None:
 
 
 @virtual
+@pytest.mark.parametrize(
+    ("settings", "cost", "priority"),
+    [({"oversize": "alone"}, 200, 0), ({"goals": Goals(ttft_p99_s=1.0)}, 98, 1)],
+    ids=["larger than the capacity", "larger than the space of the background"],
+)
+async def test_a_slot_that_may_start_at_once_is_not_refused_for_its_deadline(
+    settings: dict[str, object], cost: int, priority: int
+) -> None:
+    async with continuous_batcher(100, **settings) as batcher:
+        for _ in range(40):
+            async with batcher.slot(10, priority=priority):
+                await asyncio.sleep(0.001)
+        async with batcher.slot(cost, priority=priority, timeout=0.3) as slot:
+            assert slot.waited_s == 0
+
+
+@virtual
+async def test_a_first_token_of_a_slot_that_does_not_run_is_not_counted() -> None:
+    async with continuous_batcher(10) as batcher:
+        async with batcher.slot(10) as slot:
+            waits = batcher.slot(10)
+            waiting = asyncio.create_task(waits.__aenter__())
+            await asyncio.sleep(1)
+            waits.first_token()
+        slot.first_token()
+        await waiting
+        before = batcher.stats.ttft_p50_s
+        waits.first_token()
+        assert (before, batcher.stats.ttft_p50_s) == (None, 1)
+        waits.release()
+
+
+@virtual
 async def test_the_estimated_wait_is_within_a_factor_of_two_under_steady_load() -> None:
     rng = random.Random(5)
     ratios = []
