@@ -145,6 +145,7 @@ class Batcher(ABC, Generic[EntryT]):
         await asyncio.wait((ended,), timeout=timeout)
         if not ended.done():
             self._refuse_all()
+            await asyncio.sleep(0)  # a `submit` whose slot has just started makes its task now
             if tasks := self._abort():
                 await asyncio.wait(tasks, timeout=GRACE_S)
         if self._ended is ended:

@@ -910,6 +910,41 @@ async def test_a_stop_reports_no_error_for_what_it_refuses_and_others_are_still_
     assert reports == ["ValueError(0)"]
 
 
+@virtual
+@pytest.mark.parametrize("turns", range(6))
+async def test_nothing_runs_after_a_stop_that_gives_up(turns: int) -> None:
+    batcher = continuous_batcher(1, max_queue_size=1)
+    await batcher.start()
+    gate, log = asyncio.Event(), []
+
+    async def work(record: str) -> None:
+        log.append(f"{record} begins")
+        await asyncio.sleep(1)
+        log.append(f"{record} ends")
+
+    async def hold() -> None:
+        async with batcher.slot(1):
+            await gate.wait()
+
+    async def open_gate() -> None:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        gate.set()
+
+    tasks: list[asyncio.Task[object]] = [asyncio.create_task(hold())]
+    await asyncio.sleep(0)
+    await batcher.submit(work, "fills the queue", 1, priority=5)
+    tasks += [asyncio.create_task(batcher.submit(work, "waits outside", 1))]
+    await asyncio.sleep(0)
+    assert batcher.stats.outside == 1
+    tasks += [asyncio.create_task(open_gate())]
+    await batcher.stop(timeout=0)
+    before = list(log)
+    await asyncio.wait(tasks)
+    await asyncio.sleep(2)
+    assert log == before
+
+
 def test_the_capacity_may_change_after_a_loop_was_closed_while_slots_wait() -> None:
     batcher = ContinuousBatcher(capacity=10)
     loop = asyncio.new_event_loop()
