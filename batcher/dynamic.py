@@ -364,10 +364,12 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._recorder.switch(True, run.started)
             self._runs.add(run)
             self._calling.add(run)
+            self._due_size = 0
             # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
             run.owner = self.loop.create_task(self._process(run), context=self._context.copy())
-        self._due_size = self._due_cost = math.inf
-        if self._plans and not former.planned:
+        if not self._plans or former.planned:
+            self._due_size = self._due_cost = math.inf
+        elif queue.total >= self._due_size or queue.total_cost >= self._due_cost:
             self._due_size, self._due_cost = former.plan(queue)
 
     async def _process(self, run: _Run[ResultT]) -> None:

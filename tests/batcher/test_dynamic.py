@@ -12,6 +12,7 @@ import pytest
 
 from batcher import BatchStats, Closed, DynamicBatcher, Expired, Oversize, QueueFull, TokenBatcher
 from tests.batcher.helpers import Machine, check_books, dynamic_batcher, one_by_one, results_of
+from tests.batcher.lines import count_lines
 from tests.batcher.virtual import Clock, blocked, now, until, virtual
 
 # When a batch is decided
@@ -173,6 +174,29 @@ async def test_a_batch_that_was_chosen_ahead_is_chosen_anew_when_a_record_of_it_
 @virtual
 async def test_a_batch_that_is_not_full_is_not_chosen_ahead() -> None:
     assert await chosen([50, 60, 7], prefetch=1) == [50, 50, 51]
+
+
+@virtual
+@pytest.mark.parametrize("forming", ["sorted", "bucketed"])
+async def test_a_record_without_space_does_not_have_the_next_batch_chosen_again(forming: str) -> None:
+    async def lines_per_record(prefetch: int) -> float:
+        machine = Machine(held=True)
+        async with dynamic_batcher(
+            machine, max_queue_size=1_000, max_batch_size=8, prefetch_batches=prefetch, forming=forming
+        ) as batcher:
+            futures = [await batcher.submit(-1, cost=1) for _ in range(8)]
+            await blocked()
+            # The first one goes alone, whatever comes: no other is as short.
+            futures += [await batcher.submit(number, cost=1 + 100 * number) for number in range(1_000)]
+            with count_lines() as lines:
+                for number in range(100):
+                    with pytest.raises(QueueFull):
+                        batcher.submit_nowait(number, cost=100)
+            machine.go()
+            await results_of(futures)
+        return lines.count / 100
+
+    assert 10 < await lines_per_record(1) < 1.2 * await lines_per_record(0)
 
 
 @virtual
