@@ -174,9 +174,9 @@ class Batcher(ABC, Generic[EntryT]):
         """Forget what is left of a life whose event loop is closed; slots may be held beyond a stop."""
         if self._loop is None or not self._loop.is_closed():
             return
-        for entry in self._queue.clear():
+        for entry in (*self._queue.clear(), *self._abandon()):
             self._recorder.unserved(entry)
-        self._abandon()
+            entry.withdraw = None  # a cancellation that comes later doesn't count
         self._alarm = None
         self._close()
 
@@ -306,5 +306,5 @@ class Batcher(ABC, Generic[EntryT]):
         """Give up what runs; return the tasks that are still to end."""
 
     @abstractmethod
-    def _abandon(self) -> None:
-        """Forget what ran on an event loop that is closed."""
+    def _abandon(self) -> list[EntryT]:
+        """Forget what ran on an event loop that is closed; return the entries that are not counted yet."""

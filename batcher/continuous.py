@@ -506,7 +506,8 @@ class ContinuousBatcher(Batcher[Slot]):
                 task.cancel()
         return list(self._tasks)
 
-    def _abandon(self) -> None:
+    def _abandon(self) -> list[Slot]:
         for slot in list(self._runs):
             self._leave(slot, Aborted("the event loop was closed while the record ran"))
         self._tasks.clear()
+        return []

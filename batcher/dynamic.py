@@ -14,7 +14,7 @@ from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.batch_delay import BatchDelay
 from batcher.costs import CostEstimatorFn, RecordT, cost_of, whole_cost
 from batcher.entries import Entry, ResultT
-from batcher.errors import Closed, Oversize
+from batcher.errors import Aborted, Closed, Oversize, described
 from batcher.forming import LOOKAHEAD_BATCHES, Former, Forming
 from batcher.mapping import map_records
 from batcher.processing import OnError, ProcessFn, Processor
@@ -366,20 +366,24 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._calling.add(run)
             self._due_size = 0
             # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
-            run.owner = self.loop.create_task(self._process(run), context=self._context.copy())
+            processing = self._processor.run(batch, functools.partial(self._free, run))
+            run.owner = self.loop.create_task(processing, context=self._context.copy())
+            run.owner.add_done_callback(functools.partial(self._finish, run))
         if not self._plans or former.planned:
             self._due_size = self._due_cost = math.inf
         elif queue.total >= self._due_size or queue.total_cost >= self._due_cost:
             self._due_size, self._due_cost = former.plan(queue)
 
-    async def _process(self, run: _Run[ResultT]) -> None:
-        try:
-            await self._processor.run(run.batch, functools.partial(self._free, run))
-        finally:
-            self._free(run, False)
-            self._runs.discard(run)
-            if self._ended is not None:
-                self._decide()
+    def _finish(self, run: _Run[ResultT], task: asyncio.Task[None]) -> None:
+        """Let go of a batch, and end what its task has left: it may be cancelled before its first step."""
+        error = (not task.cancelled() and task.exception()) or asyncio.CancelledError()
+        for entry in run.batch:
+            if not entry.done():
+                self._end(entry, Aborted(f"the batch was cut short by {described(error)}"))
+        self._free(run, False)
+        self._runs.discard(run)
+        if self._ended is not None:
+            self._decide()
 
     def _free(self, run: _Run[ResultT], typical: bool) -> None:
         """Make space for the next batch, unless the run has done so already, or was given up."""
@@ -395,7 +399,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
     def _entries(self) -> list[Entry[ResultT]]:
         return [entry for run in self._runs for entry in run.batch if not entry.done()]
 
-    def _give_up(self) -> list[Entry[ResultT]]:
+    def _abandon(self) -> list[Entry[ResultT]]:
         """Let go of all that runs, and return the entries."""
         entries = self._entries()
         self._runs, self._calling = set(), set()
@@ -404,14 +408,11 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
 
     def _abort(self) -> list[asyncio.Task[Any]]:
         tasks = [run.owner for run in self._runs if run.owner is not None]
-        for entry in self._give_up():
+        for entry in self._abandon():
             self._end(entry, Closed(f"{type(self).__name__} was stopped while the record ran"))
         for task in tasks:
             task.cancel()
         return tasks
-
-    def _abandon(self) -> None:
-        self._recorder.total_failed += len(self._give_up())
 
     def _close(self) -> None:
         super()._close()

@@ -118,43 +118,35 @@ class Processor(Generic[ResultT]):
         end: so the next batch can start before the callers of this one take the event loop.
         """
         recorder, seen = self._recorder, set[int]()
-        try:
-            now = self._clock()
-            for entry in batch:
-                if entry.deadline is not None and entry.deadline <= now and not entry.done():
-                    recorder.unserved(entry, late=True)
-                    entry.fail(Expired(LATE))
-            groups = search(batch, self._on_error)
-            ended, group = next(groups)
-            whole = group
-            while tested := group:
-                started = self._clock()
-                results: Sequence[Any]
-                try:
-                    results = checked(await self._call([entry.record for entry in tested]), len(tested))
-                    ended, group = groups.send(None)
-                except Exception as error:
-                    ended, group = groups.send(error)
-                    results = [error] * len(ended)
-                costs = [entry.cost for entry in tested]
-                recorder.batches += 1
-                recorder.batch_records += len(tested)
-                recorder.batch_cost += sum(costs)
-                recorder.padded_cost += max(costs) * len(tested)
-                if recorder.observations is not None:
-                    recorder.observations.batches.append(BatchObservation(len(tested), sum(costs)))
-                if not ended:
-                    recorder.ran(len(tested), (), self._clock() - started)
-                if not group:
-                    free(tested is whole)
-                self._end(ended, results, started, seen)
-        except BaseException as cause:
-            for entry in batch:
-                # With `GeneratorExit` the event loop was closed: nobody waits for the entries any more.
-                if not entry.done() and not isinstance(cause, GeneratorExit):
-                    recorder.total_failed += 1
-                    entry.fail(Aborted(f"the batch was cut short by {described(cause)}"))
-            raise
+        now = self._clock()
+        for entry in batch:
+            if entry.deadline is not None and entry.deadline <= now and not entry.done():
+                recorder.unserved(entry, late=True)
+                entry.fail(Expired(LATE))
+        groups = search(batch, self._on_error)
+        ended, group = next(groups)
+        whole = group
+        while tested := group:
+            started = self._clock()
+            results: Sequence[Any]
+            try:
+                results = checked(await self._call([entry.record for entry in tested]), len(tested))
+                ended, group = groups.send(None)
+            except Exception as error:
+                ended, group = groups.send(error)
+                results = [error] * len(ended)
+            costs = [entry.cost for entry in tested]
+            recorder.batches += 1
+            recorder.batch_records += len(tested)
+            recorder.batch_cost += sum(costs)
+            recorder.padded_cost += max(costs) * len(tested)
+            if recorder.observations is not None:
+                recorder.observations.batches.append(BatchObservation(len(tested), sum(costs)))
+            if not ended:
+                recorder.ran(len(tested), (), self._clock() - started)
+            if not group:
+                free(tested is whole)
+            self._end(ended, results, started, seen)
 
     async def _call(self, records: list[Any]) -> Any:
         """Call the function; an error that would look like the end of the caller comes as `Aborted`."""

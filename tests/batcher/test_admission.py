@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batcher import Closed, ContinuousBatcher, DynamicBatcher, Expired, Oversize, QueueFull
+from batcher import Aborted, Closed, ContinuousBatcher, DynamicBatcher, Entry, Expired, Oversize, QueueFull
 from tests.batcher.helpers import (
     Holders,
     Machine,
@@ -320,7 +320,44 @@ def test_what_a_closed_loop_leaves_changes_nothing_when_it_is_collected(
     assert unraisable == []
 
 
+def test_a_record_that_is_cancelled_after_its_loop_was_closed_counts_once() -> None:
+    batcher = DynamicBatcher(Machine(5.0), max_batch_size=1, clock=Clock())
+
+    async def life() -> list[Entry[str]]:
+        await batcher.start()
+        futures = [batcher.submit_nowait(number) for number in range(2)]
+        await blocked()
+        return futures
+
+    loop = VirtualLoop()
+    futures = loop.run_until_complete(life())
+    loop.close()
+    asyncio.run(batcher.stop())
+    for future in futures:
+        future.cancel()
+    assert (batcher.stats.total_failed, batcher.stats.total_cancelled) == (2, 0)
+    check_books(batcher)
+
+
 # Stopping
+
+
+@virtual
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_shutdown_that_cancels_every_task_strands_no_record(turns: int) -> None:
+    batcher = dynamic_batcher(Machine(), max_batch_size=1, max_concurrent_batches=2)
+    await batcher.start()
+    futures = [batcher.submit_nowait(number) for number in range(6)]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await batcher.stop()
+    results = await results_of(futures)
+    assert [type(result) for result in results] == [Aborted] * len(tasks) + [str] * (6 - len(tasks))
+    assert "cut short by CancelledError" in str(results[0])
+    check_books(batcher)
 
 
 @virtual
