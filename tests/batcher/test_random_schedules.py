@@ -35,6 +35,9 @@ class DynamicSchedule:
     def __init__(self, number: int) -> None:
         self.draw = draw = random.Random(number)
         self.loop = asyncio.get_running_loop()
+        self.outer = asyncio.all_tasks()
+        self.shutdowns = random.Random(-number)
+        self.cancels = 0.1 if number % 4 == 0 else 0.0
         self.queue = draw.randint(1, 8)
         self.size = draw.randint(1, 5)
         self.budget = draw.choice([1, 8, 1_000])
@@ -170,6 +173,8 @@ class DynamicSchedule:
                 await batcher.start()
             if draw.random() < 0.05:
                 batcher.weigh(draw.choice(TENANTS), draw.choice([None, 0.5, 2.0]))
+            if self.shutdowns.random() < self.cancels:
+                self.cancel_a_task()
             self.check()
         self.stop(draw.random() < 0.8, draw.choice([None, None, 0.0, 0.03]))
         async with asyncio.timeout(1_000):
@@ -198,6 +203,13 @@ class DynamicSchedule:
 
     def stop(self, drain: bool, timeout: float | None) -> None:
         self.stops.append(asyncio.create_task(self.batcher.stop(drain, timeout)))
+
+    def cancel_a_task(self) -> None:
+        """Cancel any task, as a shutdown does: that of a batch too, whether it has begun or not."""
+        if others := asyncio.all_tasks() - self.outer - set(self.stops):
+            # By age, so that a schedule can be repeated: "Task-9" comes before "Task-10".
+            ranked = sorted(others, key=lambda task: (len(task.get_name()), task.get_name()))
+            self.shutdowns.choice(ranked).cancel()
 
 
 class ContinuousSchedule:
