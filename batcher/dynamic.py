@@ -364,7 +364,7 @@ class DynamicBatcher(Batcher[Entry[ResultT]], Generic[RecordT, ResultT]):
             self._recorder.switch(True, run.started)
             self._runs.add(run)
             self._calling.add(run)
-            self._due_size = 0
+            self._due_size = 0  # what is left may be enough for the next choice
             # `process_fn` doesn't run in the context of the caller that happened to complete the batch.
             processing = self._processor.run(batch, functools.partial(self._free, run))
             run.owner = self.loop.create_task(processing, context=self._context.copy())

@@ -112,7 +112,7 @@ class Processor(Generic[ResultT]):
             self._threads = None
 
     async def run(self, batch: list[Entry[ResultT]], free: Callable[[bool], None]) -> None:
-        """Process a batch, and end each entry; if the call fails, search for those that it is due to.
+        """Process a batch; end each entry, unless cancelled. If the call fails, search for what it is due to.
 
         `free` is called after the last call, and told whether it was the only one, before the last entries
         end: so the next batch can start before the callers of this one take the event loop.
