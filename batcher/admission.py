@@ -146,7 +146,7 @@ class Batcher(ABC, Generic[EntryT]):
         if not ended.done():
             self._refuse_all()
             await asyncio.sleep(0)  # a `submit` whose slot has just started makes its task now
-            if tasks := self._abort():
+            if self._ended is ended and (tasks := self._abort()):
                 await asyncio.wait(tasks, timeout=GRACE_S)
         if self._ended is ended:
             # Of several calls that wait here the first one ends it, for the others too.
