@@ -80,5 +80,6 @@ class TokenBatcher(DynamicBatcher[RecordT, ResultT]):
 
 
 def _in_tokens(tokens: int | None, options: SubmitOptions) -> SubmitOptions:
-    cost = None if tokens is None else whole_cost("estimated_tokens", tokens)
-    return options if cost is None else {**options, "cost": None, "estimated_cost": cost}
+    if tokens is None:
+        return options
+    return {**options, "cost": whole_cost("estimated_tokens", tokens), "estimated_cost": None}
