@@ -24,6 +24,7 @@ from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
 from serve_app.batches.store import Store
 from serve_app.batches.validate import validate
+from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
 
@@ -161,11 +162,7 @@ class Runner:
     async def _wait(self) -> None:
         # Batches that were begun come first.
         await asyncio.sleep(0)
-        try:
-            # Not `wait_for`: in Python 3.11 it loses a cancellation that comes together with the event.
-            async with asyncio.timeout(self._tick_s):
-                await self._changed.wait()
-        except TimeoutError:
+        if not await wait_for_event(self._changed, self._tick_s):
             self._stale = True
 
     async def _look(self) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from serve_app.api.errors import RequestError
@@ -13,6 +13,7 @@ from serve_app.batches.client import Answer, Client, QuotaError
 from serve_app.batches.rows import Result, Row, answered
 from serve_app.batches.stored import Batch
 from serve_app.ingress.large_bodies import look
+from serve_app.system.waiting import wait_for_event
 
 Away = Callable[[], AbstractAsyncContextManager[None]]
 """Returns the context in which a row waits for its next try."""
@@ -78,7 +79,7 @@ class Sender:
                     return await self._result(batch, row, answer)
             seen = self._answered[model]
             async with away():
-                await self._wait(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
+                await wait_for_event(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
         return None
 
     async def _try(self, sending: Coroutine[Any, Any, Answer]) -> Answer:
@@ -101,11 +102,6 @@ class Sender:
 
     async def _result(self, batch: Batch, row: Row, answer: Answer) -> Result:
         return await look(len(row.text), lambda: answered(batch.id, row, answer.status, answer.body))
-
-    async def _wait(self, stopping: asyncio.Event, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await stopping.wait()
 
 
 def _failed(error: RequestError) -> Answer:

@@ -13,6 +13,7 @@ from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError, RowError
 from serve_app.driver.run_stats import RunStats
+from serve_app.system.waiting import wait_for_event
 
 RECENT_FAILURES = 6
 """Failures of a call during which others have to succeed, if its rows are the cause and not an outage."""
@@ -203,12 +204,8 @@ class Sender:
         return rows + await self._ask(second)
 
     async def _wait(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return
-        raise StoppedError
+        if await wait_for_event(self._stopping, seconds):
+            raise StoppedError
 
 
 def _rows(items: Sequence[Item], answer: JSON, attempts: int) -> list[JSON]:

@@ -6,12 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.system import cancellation
+from serve_app.system.waiting import wait_for_event
 from serve_app.usage.lease import Lease, tightest
 from serve_app.usage.lease_holder import LeaseHolder
 from serve_app.usage.messages import (
@@ -234,9 +234,7 @@ class QuotaClient:
             if again:
                 continue
             if not self._due:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self._pause_s()):
-                        await self._wake.wait()
+                await wait_for_event(self._wake, self._pause_s())
 
     def _pause_s(self) -> float:
         if self._failing_since is not None:

@@ -4,10 +4,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from uuid import uuid4
 
 from serve_app.settings.usage import QuotasSettings
+from serve_app.system.waiting import wait_for_event
 from serve_app.usage.messages import Answer, LimitState, Report
 from serve_app.usage.quota_book import QuotaBook
 from serve_app.usage.state import State, TakenOverError
@@ -154,9 +154,7 @@ class QuotaService:
 
     async def _save_on(self) -> None:
         while not self._closing:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SAVE_S):
-                    await self._wake.wait()
+            await wait_for_event(self._wake, SAVE_S)
             self._wake.clear()
             await self.save()
 
