@@ -325,7 +325,7 @@ class QuotaBook:
         accounts = []
         for text, value in state.items():
             if text == "clock":
-                self.last_seen = json.loads(value)
+                self.last_seen = float(json.loads(value))
                 continue
             kind, *parts = json.loads(text)
             if kind == "account":
@@ -337,7 +337,9 @@ class QuotaBook:
         for (subject, thing, period, name), (*values, windows) in accounts:
             lease = LeaseID(subject, thing)
             found = [self._totals.since(lease, span, starts_at) for span, starts_at in windows]
-            entry = BookEntry(lease, period, name, tuple(total for total in found if total), *values)
+            *numbers, closed = values
+            amounts = map(int, numbers)
+            entry = BookEntry(lease, period, name, tuple(filter(None, found)), *amounts, closed=closed)
             self._holders.setdefault(name, _Holder(at)).entries[lease, period] = entry
             # Its use is in the stored totals already.
             for total in entry.totals:

@@ -10,7 +10,7 @@ from serve_app.settings.usage import QuotasSettings
 from serve_app.system.waiting import wait_for_event
 from serve_app.usage.messages import Answer, LimitState, Report
 from serve_app.usage.quota_book import QuotaBook
-from serve_app.usage.state import State, TakenOverError
+from serve_app.usage.state import State, StateError, TakenOverError
 from serve_app.usage.tenant_quotas import TenantQuotas
 from serve_app.usage.windows import WindowClock
 
@@ -40,7 +40,7 @@ class QuotaService:
         beside: Runs a function that blocks, with its arguments, beside the event loop.
 
     Raises:
-        StateError: The database fails.
+        StateError: The database fails, or keeps something else than quotas.
         SettingsError: The file of quotas is wrong, and no earlier process has read it.
     """
 
@@ -58,7 +58,13 @@ class QuotaService:
         self._monotonic = monotonic
         stored = state.load()
         self._tenants = TenantQuotas(settings, stored.pop(_HELD, None))
-        self._book = QuotaBook(stored, monotonic(), uuid4().hex)
+        try:
+            self._book = QuotaBook(stored, monotonic(), uuid4().hex)
+        except (ValueError, TypeError) as error:
+            raise StateError(
+                f"{state.place}: this is not the state of quotas ({error}). Restore it, or remove it: "
+                "all windows then begin anew."
+            ) from error
         self._clock = WindowClock(wall, monotonic, self._book.last_seen)
         self._pending: dict[str, str | None] = {}
         self._set_tenants()

@@ -68,7 +68,7 @@ class SQLiteState:
         try:
             with _transaction(self._db):
                 state = dict(self._db.execute("SELECT key, value FROM quotas").fetchall())
-                self._epoch = int(state.pop(EPOCH, 0)) + 1
+                self._epoch = _epoch(self.place, state.pop(EPOCH, 0)) + 1
                 self._db.execute("INSERT OR REPLACE INTO quotas VALUES (?, ?)", (EPOCH, str(self._epoch)))
         except sqlite3.Error as error:
             raise StateError(f"{self.place}: {error}") from error
@@ -141,7 +141,7 @@ class PostgresState:
                 # One after the other, from the first process on.
                 db.execute("LOCK TABLE saturate_quotas IN EXCLUSIVE MODE")
                 state = dict(db.execute("SELECT key, value FROM saturate_quotas").fetchall())
-                self._epoch = int(state.pop(EPOCH, 0)) + 1
+                self._epoch = _epoch(self.place, state.pop(EPOCH, 0)) + 1
                 self._put(db, [(EPOCH, str(self._epoch))])
         except self._psycopg.Error as error:
             raise StateError(f"{self.place}: {error}") from error
@@ -250,6 +250,13 @@ class RedisState:
     def close(self) -> None:
         """Close the connections."""
         self._redis.close()
+
+
+def _epoch(place: str, text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise StateError(f"{place}: this is not the state of quotas: its {EPOCH} is {text!r}") from None
 
 
 def open_state(folder: Path | None, url: str | None) -> State:

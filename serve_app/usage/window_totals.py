@@ -79,7 +79,7 @@ class WindowTotals:
     def restore(self, lease: LeaseID, span: Span | None, text: str) -> None:
         """Take over a total as `take_changes` has returned it."""
         starts_at, charged = json.loads(text)
-        self._totals[lease, span] = Total(_window(span, starts_at), charged)
+        self._totals[lease, span] = Total(_window(span, starts_at), int(charged))
 
     def take_changes(self) -> dict[str, str | None]:
         """Return what has changed since the last call, by key; None: the key is deleted."""

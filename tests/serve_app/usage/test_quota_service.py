@@ -1,6 +1,8 @@
 """The service of the quotas: a grant is saved before it leaves, and the next process goes on from there."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,35 @@ async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
     again = service_of(open_state(tmp_path, None))
     assert (await _unsaved(again, ask(2, 0))).grants[0].granted == 300
     await again.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("clock", '"noon"'),
+        ("clock", "["),
+        ('["sum", "tenant t", "tokens", "day"]', '["x", 1]'),
+        ('["sum", "tenant t", "tokens", "day"]', '[0, "many"]'),
+        ('["sum", "tenant t", "tokens", "day"]', "7"),
+        ('["account", "tenant t", "tokens", "", "h"]', '["a", 0, 0, 0, false, []]'),
+        ('["account", "tenant t"]', "[]"),
+        ("7", "7"),
+    ],
+)
+def test_a_state_of_something_else_is_named(key: str, value: str) -> None:
+    state = MemoryState()
+    state.texts[key] = value
+    with pytest.raises(StateError, match="memory: this is not the state of quotas"):
+        service_of(state)
+
+
+def test_an_epoch_that_is_no_number_is_named_with_its_file(tmp_path: Path) -> None:
+    state = open_state(tmp_path, None)
+    state.load()
+    state.close()
+    with closing(sqlite3.connect(tmp_path / "quotas.db")) as db, db:
+        db.execute("UPDATE quotas SET value = 'x' WHERE key = 'epoch'")
+    again = open_state(tmp_path, None)
+    with pytest.raises(StateError, match=r"quotas\.db: this is not the state of quotas"):
+        again.load()
+    again.close()
