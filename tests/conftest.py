@@ -1,19 +1,19 @@
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+
+from tests.progress import run
 
 if TYPE_CHECKING:
-    from tests.e2e.service import Service
+    from tests.e2e.services import Starting
 
-# The time that an example takes says something about the machine only.
-settings.register_profile("untimed", deadline=None)
+# The time that an example takes, or its generation, says something about the machine only.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
 # Under nohup it is ignored, and all processes that the tests start would ignore it too.
@@ -70,7 +70,7 @@ def _needs_service(item: pytest.Item) -> bool:
 def vllm_app() -> dict[str, Any]:
     """The routes and the OpenAPI schema of vLLM's own application."""
     command = [sys.executable, "-m", "tests.e2e.vllm_app"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    done = run(command, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -78,15 +78,23 @@ def vllm_app() -> dict[str, Any]:
 @pytest.fixture(scope="session", autouse=True)
 def starting_service(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator["Future[Service] | None"]:
+) -> Iterator["Starting | None"]:
     """The service that tests share; it starts while the tests run that need none."""
     if not any(map(_needs_service, request.session.items)):
         yield None
         return
-    from tests.e2e.services import start_shared
+    from tests.e2e.services import Starting, start_shared
 
-    with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(start_shared, tmp_path_factory.mktemp("service"))
-        yield starting
-        if not starting.exception():
-            starting.result().stop()
+    starting = Starting(start_shared, tmp_path_factory.mktemp("service"))
+    yield starting
+    starting.stop()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Report the services that needed a second start."""
+    # Runs without a service don't import it.
+    module = sys.modules.get("tests.e2e.service")
+    if module and module.Service.failed_starts:
+        terminalreporter.section("services that were started a second time", yellow=True)
+        for message in module.Service.failed_starts:
+            terminalreporter.write_line(message)

@@ -10,7 +10,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from tests.e2e.service import free_port
+from tests.ports import free_port
 
 NODE = "SATURATE_TEST_NODE"
 

@@ -3,30 +3,32 @@
 import itertools
 import json
 import os
+import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import psutil
 import yaml
 
 from serve_app.cli.dashboard import TOKEN_FILE, Dashboard
+from tests.ports import free_port as free_port
+from tests.progress import ANSWER_S, STILL_S, Work, run, wait_until
 
 ROOT = Path(__file__).parents[2]
 MARK = "SATURATE_TEST_RUN"
 
-PORTS = itertools.count(20_000, 100)
-"""The first port of each service for its Ingress replicas."""
+PORTS = itertools.count(20_000 + 100 * random.randrange(20), 100)
+"""The first port of each service for its Ingress replicas; other tests may run on this machine."""
 
 
 def give_ports(config: dict[str, Any]) -> dict[str, str]:
@@ -48,6 +50,10 @@ def give_ports(config: dict[str, Any]) -> dict[str, str]:
     return own
 
 
+class StartError(RuntimeError):
+    """A service did not become ready."""
+
+
 class Service:
     """A started service.
 
@@ -57,7 +63,12 @@ class Service:
         env: The environment in which a program finds the same Ray.
         output: The output of the launcher.
         config: The config that it was started with.
+        launcher: The command that serves a config.
+        failed_starts: Messages of starts that failed at the first try; the report of the run shows them.
     """
+
+    launcher: Sequence[str] = (sys.executable, "-m", "serve_app.cli", "serve")
+    failed_starts: ClassVar[list[str]] = []
 
     def __init__(
         self,
@@ -76,6 +87,16 @@ class Service:
             ray: The address of the Ray to run on; None: one of its own.
             metrics_ms: How often its processes report metrics; Ray's own pace is 10 s.
         """
+        self.config = config
+        self.folder = folder
+        try:
+            self._start(port, ray, metrics_ms)
+        except StartError as error:
+            self.failed_starts.append(f"The first start of the service in {folder} failed: {error}")
+            self._start(port, ray, metrics_ms)
+
+    def _start(self, port: int | None, ray: str | None, metrics_ms: int) -> None:
+        config, folder = self.config, self.folder
         port = port or free_port()
         config["http_options"]["port"] = port
         own = give_ports(config)
@@ -85,8 +106,6 @@ class Service:
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         self.url = f"http://127.0.0.1:{port}"
-        self.config = config
-        self.folder = folder
         self._dashboard = Dashboard(port)
         self.env = (
             os.environ
@@ -99,7 +118,7 @@ class Service:
         )
         self._mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "serve_app.cli", "serve", str(path)],
+            [*self.launcher, str(path)],
             cwd=folder,
             env=self.env | {MARK: self._mark},
             stdin=subprocess.DEVNULL,
@@ -112,9 +131,15 @@ class Service:
         self._ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._ready.wait(timeout=180) or self.process.poll() is not None:
-            self.stop()
-            raise RuntimeError(f"the service did not become ready:\n{self.output}")
+        try:
+            wait_until(self._ready.is_set, news=self.news(), tell=lambda: "it is not ready")
+            assert self.process.poll() is None, "it ended"
+        except AssertionError as error:
+            with suppress(AssertionError):
+                self.stop()
+            while self.kill():
+                pass
+            raise StartError(f"{error}:\n{self.output}") from None
 
     def _read(self) -> None:
         assert self.process.stdout
@@ -128,16 +153,27 @@ class Service:
         """Stop the service as an operator would, and return the launcher's exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(timeout=120)
-        self._reader.join(timeout=10)
+        try:
+            wait_until(lambda: self.process.poll() is not None, news=self.news(), tell=lambda: self.output)
+        except AssertionError:
+            while self.kill():
+                pass
+            raise
+        self._reader.join(STILL_S)
+        code: int = self.process.returncode
         return code
+
+    def news(self) -> Callable[[], object]:
+        """Return the progress of this service as a function: its output, and the work of its processes."""
+        work = Work(self.pids)
+        return lambda: (self.output, work())
 
     def deploy(self, config: dict[str, Any]) -> None:
         """Deploy another config, as `serve deploy` does; return when the change has begun."""
         self.status()
         token = os.environ.get("RAY_AUTH_TOKEN") or TOKEN_FILE.read_text().strip()
         headers = {"authorization": f"Bearer {token}"}
-        httpx.put(self._dashboard.url, json=config, headers=headers, timeout=60).raise_for_status()
+        httpx.put(self._dashboard.url, json=config, headers=headers, timeout=ANSWER_S).raise_for_status()
 
     def status(self, name: str = "llm") -> dict[str, Any]:
         """Return the state of an application in Ray Serve."""
@@ -154,15 +190,7 @@ class Service:
         # Another service may run on this machine too.
         lines = " ".join(self.processes())
         (address,) = set(re.findall(r"--gcs-address=([\w.]+:\d+)", lines))
-        done = subprocess.run(
-            command,
-            input=text,
-            env=self.env | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run(command, input=text, env=self.env | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"})
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -213,11 +241,3 @@ class Service:
             except OSError:
                 continue
         return found
-
-
-def free_port() -> int:
-    """Return a port of the loopback interface that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

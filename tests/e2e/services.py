@@ -1,8 +1,10 @@
 """The services that tests share, each a variation of configs/local.yaml."""
 
 import copy
-import time
+import functools
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import yaml
 
 from serve_app.api.protocol import JSON
 from tests.e2e.service import ROOT, Service
+from tests.progress import ANSWER_S, STILL_S
+from tests.progress import wait_until as wait_until
 
-LIMIT_S = 180.0
-"""Seconds for a change of a service, at most."""
+LIMIT_S = STILL_S
+"""Seconds without anything new after which a wait for a service gives up."""
 
 MINILM: JSON = {
     "id": "minilm",
@@ -88,6 +92,48 @@ def start_pair(folder: Path) -> Service:
     return service
 
 
+class Starting:
+    """A service that starts beside the tests; on one core it starts when a test asks for it.
+
+    Args:
+        start: Starts the service in a folder.
+        folder: The folder.
+        beside: Whether it starts at once, in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[Path], Service],
+        folder: Path,
+        *,
+        beside: bool = len(os.sched_getaffinity(0)) > 1,
+    ) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._start = functools.cache(lambda: self._pool.submit(start, folder))
+        if beside:
+            self._start()
+
+    def service(self) -> Service:
+        """Return the service once it is ready.
+
+        Raises:
+            StartError: It failed, and failed again.
+        """
+        return self._start().result()
+
+    def wait(self) -> None:
+        """Wait until the start has ended, well or not."""
+        self._start().exception()
+
+    def stop(self) -> Service | None:
+        """Stop the service and return it; None: it was never asked for, or could not start."""
+        if not self._start.cache_info().currsize or self._start().exception():
+            return None
+        service = self._start().result()
+        service.stop()
+        return service
+
+
 def use_exact_arithmetic(config: JSON) -> None:
     """Have the demo model compute in 32 bits: its greedy text is then the same in batches of any size."""
     config["applications"][0]["args"]["models"][0]["engine"]["dtype"] = "float32"
@@ -110,12 +156,12 @@ class Restartable:
         """End every process of it at once, and start it anew on the same port."""
         while self.service.kill():
             pass
-        self.service.process.wait(timeout=30)
+        self.service.process.wait(LIMIT_S)
         self.service = Service(self._config(), self._folder, int(self.url.rpartition(":")[2]))
 
     def kill(self, word: str) -> None:
         """Kill what has a word in its command line, once it runs: it may come back from the last kill."""
-        wait_until(lambda: self.service.kill(word) > 0)
+        wait_until(lambda: self.service.kill(word) > 0, news=self.service.news())
 
     @staticmethod
     def _config() -> JSON:
@@ -136,7 +182,7 @@ def wait_for_replicas(service: Service, count: int) -> None:
         replicas: int = health["models"]["demo"]["replicas"]
         return replicas == count
 
-    wait_until(counted)
+    wait_until(counted, news=service.news())
 
 
 def redeploy(service: Service, count: int, **changes: Any) -> None:
@@ -151,12 +197,14 @@ def redeploy(service: Service, count: int, **changes: Any) -> None:
     engine(config).update(changes, num_replicas=count)
     service.deploy(config)
     limit = changes["user_config"]["batcher"]["max_running"]
-    wait_until(lambda: running_limits(service) == [limit] * count and is_settled(service))
+    wait_until(
+        lambda: running_limits(service) == [limit] * count and is_settled(service), news=service.news()
+    )
 
 
 def running_limits(service: Service) -> list[int]:
     """Return the `max_running` of each Engine replica."""
-    replicas = httpx.get(f"{service.url}/stats", timeout=30).json()["models"]["demo"]["replicas"]
+    replicas = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["models"]["demo"]["replicas"]
     return [one["batcher"]["max_running"] for one in replicas]
 
 
@@ -173,11 +221,3 @@ def is_healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=30).is_success
     except httpx.TransportError:
         return False
-
-
-def wait_until(true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + limit_s
-    while not true():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
-        time.sleep(0.2)

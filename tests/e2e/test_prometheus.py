@@ -15,9 +15,10 @@ import httpx
 import pytest
 import yaml
 
-from tests.e2e.service import Service, free_port
+from tests.e2e.service import Service
 from tests.e2e.services import NODES
 from tests.k8s.prometheus import PROMETHEUS, needs_prometheus, queries, rules, write_rules
+from tests.ports import free_port
 
 # The pair of replicas, which later tests use, starts beside these: they leave the machine time.
 pytestmark = pytest.mark.usefixtures("starting_pair")

@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from serve_app.api.protocol import JSON
-from tests.e2e.service import MARK, free_port, give_ports
+from tests.e2e.service import MARK, give_ports
 from tests.e2e.services import LIMIT_S, is_healthy, local
+from tests.ports import free_port
 
 pytestmark = pytest.mark.long
 

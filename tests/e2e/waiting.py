@@ -4,6 +4,8 @@ import time
 
 import httpx
 
+from tests.progress import STILL_S, wait_until
+
 
 def batcher(http: httpx.Client) -> dict[str, float]:
     """Return the batcher's statistics of the one replica."""
@@ -12,9 +14,13 @@ def batcher(http: httpx.Client) -> dict[str, float]:
     return stats
 
 
-def wait_until_idle(http: httpx.Client, limit_s: float) -> float:
-    """Return the seconds until nothing runs or waits in the batcher."""
+def wait_until_idle(http: httpx.Client, still_s: float = STILL_S) -> float:
+    """Return the seconds until nothing runs or waits in the batcher; it fails if all stands still so long."""
+
+    def is_idle() -> bool:
+        stats = batcher(http)
+        return not (stats["running"] or stats["queue_depth"])
+
     start = time.monotonic()
-    while (stats := batcher(http))["running"] or stats["queue_depth"]:
-        assert time.monotonic() - start < limit_s, f"still busy after {limit_s} s: {stats}"
+    wait_until(is_idle, still_s, tell=lambda: batcher(http), every_s=0.0)
     return time.monotonic() - start

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_port
 from tests.serve_app.cli.launching import Service
-from tests.serve_app.cli.services import free_port
 
 
 @pytest.fixture

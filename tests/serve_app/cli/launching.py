@@ -16,7 +16,8 @@ from pathlib import Path
 import serve_app.cli.dashboard
 import serve_app.cli.launch
 import serve_app.cli.main
-from tests.serve_app.cli.services import config, free_port, write
+from tests.ports import free_port
+from tests.serve_app.cli.services import config, write
 
 LIMIT_S = 20.0
 

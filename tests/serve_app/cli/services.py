@@ -1,10 +1,11 @@
 """Configs of services, for tests of the command line."""
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.ports import free_port as free_port
 
 
 def config(port: int = 8000, **args: Any) -> dict[str, Any]:
@@ -17,9 +18,3 @@ def write(folder: Path, content: object) -> Path:
     path = folder / "config.yaml"
     path.write_text(content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False))
     return path
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port

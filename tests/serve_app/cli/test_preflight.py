@@ -9,7 +9,7 @@ import pytest
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.preflight import OPEN_FILES, allow_open_files, check_port, forget_dead_cluster, starts_ray
 from serve_app.cli.runs import Run
-from tests.serve_app.cli.services import free_port
+from tests.ports import free_port
 
 
 def test_a_port_of_another_program_is_an_error(taken: int) -> None:

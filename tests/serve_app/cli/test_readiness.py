@@ -11,7 +11,7 @@ from serve_app.cli.errors import LaunchError
 from serve_app.cli.progress import Progress
 from serve_app.cli.readiness import wait_ready
 from serve_app.cli.stop_signals import StopSignals
-from tests.serve_app.cli.services import free_port
+from tests.ports import free_port
 
 
 def test_a_deployment_that_fails_is_reported_by_its_error_without_the_stack_trace(

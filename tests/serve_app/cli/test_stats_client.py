@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from serve_app.cli.stats_client import StatsClient, StatsError
+from tests.ports import free_port
 from tests.serve_app.cli.fake_service import FakeService
-from tests.serve_app.cli.services import free_port
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from click.testing import CliRunner, Result
 
 from serve_app.cli.runs import find_runs
 from serve_app.cli.stop import stop
+from tests.ports import free_port
 from tests.serve_app.cli.launching import Service
-from tests.serve_app.cli.services import free_port
 
 Start = Callable[..., Service]
 

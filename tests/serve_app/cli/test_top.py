@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from serve_app.cli.main import saturate
+from tests.ports import free_port
 from tests.serve_app.cli.fake_service import FakeService, llm
-from tests.serve_app.cli.services import free_port
 
 LIMIT_S = 120.0
 

@@ -14,7 +14,8 @@ from starlette.routing import Route
 
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
-from tests.e2e.service import free_port
+from tests.ports import free_port
+from tests.progress import STILL_S, wait_until
 
 Trouble = Callable[[JSON], Response | None]
 """Looks at a call's body and returns a failure, or None to have it served."""
@@ -128,17 +129,12 @@ def running(app: Starlette) -> Iterator[int]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="critical"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    for _ in range(1000):
-        if server.started:
-            break
-        thread.join(0.01)
-    else:
-        raise RuntimeError("the application did not start")
+    wait_until(lambda: server.started, every_s=0.01)
     try:
         yield port
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(STILL_S)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ import pytest
 from serve_app.cli.checks import cluster as checks
 from serve_app.cli.checks.cluster import check_cluster
 from serve_app.cli.checks.finding import Finding
+from tests.ports import free_port
 from tests.serve_app.cli.checks.machines import FakeMachine, case
 from tests.serve_app.cli.fake_service import FakeService
-from tests.serve_app.cli.services import free_port
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from serve_app.cli.checks.ports import check_leftovers, check_ports, ports
 from serve_app.cli.runs import MARK, Run
 from serve_app.system.machine import Process
 from serve_app.system.processes import start_time
+from tests.ports import free_port
 from tests.serve_app.cli.checks.machines import FakeMachine, case
-from tests.serve_app.cli.services import free_port
 
 DEAD = Run(8000, 4_000_000, 1, 0)
 

@@ -1,0 +1,28 @@
+"""Free ports of the loopback interface."""
+
+import random
+import socket
+
+FIRST, LAST = 24_000, 31_999
+"""Ports for the tests: below those that Linux gives to connections, beside those of Ray and of `PORTS`."""
+
+_given: set[int] = set()
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on, and that nothing but another run of tests takes meanwhile."""
+    while True:
+        port = random.randint(FIRST, LAST)
+        if port not in _given and _is_free(port):
+            _given.add(port)
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            # On all interfaces: a server that listens on one of them has the port.
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
