@@ -26,7 +26,7 @@ REMEMBERED = 1_000
 """Grammars whose result is kept."""
 
 WAIT_S = 30.0
-"""Longest wait for the process, which may start first or not get a core."""
+"""Longest wait for the process by default."""
 
 RETRY_S = 5.0
 """Seconds after which a request may be tried again when the process doesn't start, or gives no verdict."""
@@ -43,14 +43,18 @@ class GrammarCheck:
         parse_s: Seconds of CPU that a grammar may take to parse.
         compile_s: Seconds of CPU that it may take to compile.
         vocabulary: The model's, as xgrammar's `TokenizerInfo` writes it; empty: grammars are parsed only.
+        wait_s: Longest wait for the process, which may start first or not get a core.
     """
 
-    def __init__(self, parse_s: float, compile_s: float, vocabulary: str = "") -> None:
+    def __init__(
+        self, parse_s: float, compile_s: float, vocabulary: str = "", wait_s: float = WAIT_S
+    ) -> None:
         self._limits = {
             PARSING: (parse_s, "parse", "grammar_cpu_s"),
             COMPILING: (compile_s, "compile", "grammar_compile_cpu_s"),
         }
         self._vocabulary = vocabulary
+        self._wait_s = wait_s
         self._process: asyncio.subprocess.Process | None = None
         self._known: OrderedDict[bytes, str] = OrderedDict()
         self._lock = asyncio.Lock()
@@ -107,7 +111,7 @@ class GrammarCheck:
         verdict = ""
         try:
             with suppress(OSError, TimeoutError):
-                async with asyncio.timeout(WAIT_S):
+                async with asyncio.timeout(self._wait_s):
                     process.stdin.write(line.encode())
                     await process.stdin.drain()
                     verdict = (await process.stdout.readline()).decode().strip()
@@ -118,7 +122,7 @@ class GrammarCheck:
         if not verdict:
             # Its own limits are of CPU time: it got no core, or was killed.
             logger.error("a grammar of %d characters got no verdict", len(grammar.text))
-            raise _unavailable(f"ended, or has not answered for {WAIT_S:g} s")
+            raise _unavailable(f"ended, or has not answered for {self._wait_s:g} s")
         if verdict != PASSES:
             size = len(grammar.text)
             logger.warning("refused a grammar of %d characters: %s takes too long", size, verdict)
@@ -139,7 +143,7 @@ class GrammarCheck:
             assert process.stdout
             ready = False
             try:
-                async with asyncio.timeout(WAIT_S):
+                async with asyncio.timeout(self._wait_s):
                     process.stdin.write(f"{self._vocabulary}\n".encode())
                     await process.stdin.drain()
                     while (line := await process.stdout.readline()) != f"{READY}\n".encode():
