@@ -8,22 +8,19 @@ import pytest
 
 from tests.e2e.service import Service
 from tests.e2e.waiting import batcher, wait_until_idle
+from tests.progress import ANSWER_S, wait_until
 
 ENDLESS = {"prompts": ["once upon"] * 6000, "max_tokens": 1900, "ignore_eos": True}
 
 
 async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
-    wait_until_idle(http, 30)
-    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+    wait_until_idle(http)
+    async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
         flood = asyncio.ensure_future(client.post("/generate", json=ENDLESS))
-        for _ in range(200):
-            stats = await asyncio.to_thread(batcher, http)
-            if stats["outside"]:
-                # Tenants that were active a moment ago have a share of the queue too.
-                assert 4000 <= stats["queue_depth"] <= 5000
-                break
-        else:
-            pytest.fail("the queue did not fill")
+        await asyncio.to_thread(wait_until, lambda: batcher(http)["outside"] or flood.done(), every_s=0.0)
+        assert not flood.done()
+        # Tenants that were active a moment ago have a share of the queue too.
+        assert 4000 <= (await asyncio.to_thread(batcher, http))["queue_depth"] <= 5000
 
         one = {"model": "demo", "prompt": "What is 1+1?"}
         chat = {"model": "demo", "messages": [{"role": "user", "content": "What is 1+1?"}]}
@@ -53,6 +50,6 @@ async def test_a_full_queue(service: Service, http: httpx.Client) -> None:
 
         flood.cancel()
         await asyncio.wait([flood])
-        await asyncio.to_thread(wait_until_idle, http, 2.0)
+        await asyncio.to_thread(wait_until_idle, http)
         answer = await client.post("/generate", json={"prompts": ["What is 1+1?"]})
         assert answer.json()["results"] == ["2"]

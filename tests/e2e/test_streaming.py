@@ -7,10 +7,13 @@ import openai
 
 from serve_app.demo.tokenizer import build_tokenizer
 from tests.e2e.service import Service
+from tests.progress import ANSWER_S
 
 TOKENS = 200
 STREAMS = 40
-TRIES = 3
+MOST_TRIES = 50
+"""Streams of which one begins with a single token, however busy the machine is."""
+
 TOKENIZER = build_tokenizer(2048)
 
 
@@ -33,13 +36,21 @@ async def stream(client: openai.AsyncOpenAI, **extra: Any) -> tuple[list[str], l
     return pieces, tokens
 
 
+async def streams(client: openai.AsyncOpenAI, **extra: Any) -> list[tuple[list[str], list[int]]]:
+    """Read streams one after the other, until the first piece of one is a single token."""
+    found = [await stream(client, **extra)]
+    while len(found[-1][0][0]) > 1 and len(found) < MOST_TRIES:
+        found.append(await stream(client, **extra))
+    return found
+
+
 async def test_streams_that_travel_together_lose_no_token(service: Service) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=60) as client:
-        singles = [await stream(client) for _ in range(TRIES)]
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=ANSWER_S) as client:
+        singles = await streams(client)
         # The number of streams that travel together changes while the first ones run.
         first = await asyncio.gather(*(stream(client) for _ in range(STREAMS)))
         many = await asyncio.gather(*(stream(client) for _ in range(STREAMS)))
-        spaced = [await stream(client, stream_interval=10) for _ in range(TRIES)]
+        spaced = await streams(client, stream_interval=10)
     for pieces, tokens in [*singles, *first, *many, *spaced]:
         assert len(tokens) == TOKENS
         # Rounding differs with the size of a batch, so only the sum is the same text in all of them.
@@ -48,5 +59,5 @@ async def test_streams_that_travel_together_lose_no_token(service: Service) -> N
     # The interval that the client asks for holds; the first token waits for no other. On a busy machine vLLM
     # joins tokens that were made before the first was read, but not in each try.
     assert all(len(pieces) <= TOKENS / 10 + 2 for pieces, _ in spaced)
-    for streams in (singles, spaced):
-        assert min(len(pieces[0]) for pieces, _ in streams) == 1
+    for tried in (singles, spaced):
+        assert len(tried[-1][0][0]) == 1

@@ -13,9 +13,10 @@ from serve_app.ingress.engine_call import EngineCall, EngineGoneError, EngineSil
 from serve_app.ingress.retry import is_lost, ran_there
 from serve_app.relay.frame import KEEP_ALIVE, LOST, Piece, pack
 from tests.batcher.virtual import blocked, virtual
+from tests.progress import STILL_S
 
 T = TypeVar("T")
-LIMIT_S = 5.0
+LIMIT_S = STILL_S
 SILENCE_S = 0.04
 A, B = pack(body=b"a"), pack(body=b"b")
 
@@ -81,6 +82,7 @@ async def gather(messages: EngineCall) -> list[Piece]:
 
 
 @pytest.mark.parametrize("begun", [False, True])
+@virtual
 async def test_an_engine_that_sends_nothing_is_given_up(begun: bool) -> None:
     answer = Answer()
     asked = EngineCall(answer, Replicas(True))
@@ -94,6 +96,7 @@ async def test_an_engine_that_sends_nothing_is_given_up(begun: bool) -> None:
     assert answer.cancelled.is_set()
 
 
+@virtual
 async def test_a_request_that_a_silent_engine_has_not_taken_did_not_run_there() -> None:
     answer = Answer()
     # So Ray Serve says that no replica has accepted the request.
@@ -104,6 +107,7 @@ async def test_a_request_that_a_silent_engine_has_not_taken_did_not_run_there() 
     assert not ran_there(caught.value)
 
 
+@virtual
 async def test_an_engine_that_sends_keep_alives_is_waited_for() -> None:
     answer, replicas = Answer(), Replicas(True)
     waits = asyncio.ensure_future(anext(EngineCall(answer, replicas)))
@@ -115,6 +119,7 @@ async def test_an_engine_that_sends_keep_alives_is_waited_for() -> None:
     assert await soon(waits) == Piece(body=b"a")
 
 
+@virtual
 async def test_a_request_that_no_engine_can_have_yet_is_waited_for() -> None:
     answer, replicas = Answer(), Replicas(False, False, False, True)
     with pytest.raises(EngineSilentError):
@@ -122,6 +127,7 @@ async def test_a_request_that_no_engine_can_have_yet_is_waited_for() -> None:
     assert replicas.asked == 4
 
 
+@virtual
 async def test_an_engine_is_waited_for_while_its_state_is_unknown() -> None:
     answer = Answer()
     asked = 0
@@ -165,6 +171,7 @@ async def test_an_engine_that_is_heard_while_ray_serve_is_asked_is_not_given_up(
     call.cancel()
 
 
+@virtual
 async def test_a_slow_client_does_not_make_an_engine_silent() -> None:
     answer = Answer()
     asked = EngineCall(answer, Replicas(True))

@@ -1,11 +1,11 @@
 """The scheduling policy of a process, in a process of its own."""
 
-import subprocess
 import sys
 
 import pytest
 
 from serve_app.system.cpu_scheduling import BACKGROUND_NICE, RELAY_NICE, USUAL_NICE
+from tests.progress import run
 
 SCRIPT = """
 import os, queue, subprocess, sys, threading
@@ -29,7 +29,7 @@ def raises(priority):
 usual = found(0)
 nice = int(sys.argv[1])
 use_batch_scheduling(nice)
-expected = os.SCHED_BATCH, nice if nice > usual[1] or raises(nice) else usual[1]
+expected = os.SCHED_BATCH, nice if nice and (nice > usual[1] or raises(nice)) else usual[1]
 policies = queue.SimpleQueue()
 # The thread lives on: one that has ended is among the tasks for another moment, and can't be asked there.
 threading.Thread(target=lambda: (policies.put(found(0)), end.wait()), daemon=True).start()
@@ -48,7 +48,5 @@ end.set()
 
 @pytest.mark.parametrize("nice", [USUAL_NICE, BACKGROUND_NICE, RELAY_NICE])
 def test_all_threads_of_this_process_and_no_other_have_the_policy(nice: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(nice)], capture_output=True, text=True, timeout=60
-    )
+    done = run([sys.executable, "-c", SCRIPT, str(nice)])
     assert (done.stdout.split(), done.returncode) == (["True"] * 4, 0), done.stderr
