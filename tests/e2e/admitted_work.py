@@ -15,10 +15,11 @@ from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
+from tests.progress import STILL_S
 
 CONTEXT = 1024
 KV_BYTES = 256 << 20
-LIMIT_S = 60.0
+LIMIT_S = STILL_S
 """Seconds for one request."""
 
 ENVIRONMENT = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import httpx
 
 from serve_app.api.protocol import JSON
+from tests.progress import ANSWER_S, MOST_S, STILL_S
 
 PROMPTS = [f"What is {number}+{number + 7}?" for number in range(10, 90, 10)]
 TOKENS = 300
@@ -64,7 +65,7 @@ class Load:
         if self.url in _answers:
             self.expected = _answers[self.url]
             return
-        async with httpx.AsyncClient(base_url=self.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=ANSWER_S) as client:
             for prompt in PROMPTS:
                 answer = await client.post("/v1/completions", json=BODY | {"prompt": prompt})
                 self.expected[prompt] = answer.json()["choices"][0]["text"]
@@ -82,13 +83,14 @@ class Load:
             stop.set()
             await asyncio.gather(*tasks)
 
-    async def wait_for(self, count: int, limit_s: float = 120) -> None:
-        """Wait until so many more requests have ended well."""
-        async with asyncio.timeout(limit_s):
-            wanted = self.good + count
+    async def wait_for(self, count: int, still_s: float = STILL_S) -> None:
+        """Wait until so many more requests have ended well, at most `still_s` for the end of each."""
+        wanted = self.good + count
+        async with asyncio.timeout(MOST_S):
             while self.good < wanted:
                 self._ended.clear()
-                await self._ended.wait()
+                async with asyncio.timeout(still_s):
+                    await self._ended.wait()
 
     @property
     def good(self) -> int:
@@ -114,7 +116,7 @@ class Load:
         stop: asyncio.Event,
     ) -> None:
         # A connection each: the break of one leaves the others.
-        async with httpx.AsyncClient(base_url=self.url, timeout=120) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=ANSWER_S) as client:
             while not stop.is_set():
                 outcome = Outcome(ask.__name__.strip("_"), time.monotonic())
                 try:

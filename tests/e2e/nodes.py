@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.ports import free_port
+from tests.progress import run
 
 NODE = "SATURATE_TEST_NODE"
 
@@ -74,5 +74,5 @@ class Nodes:
             "--disable-usage-stats",
         ]
         env = self._env | {NODE: f"{self._mark}-{name}"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+        done = run(command, env=env)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ import pytest
 
 from serve_app.demo.questions import QUESTIONS_FILE, all_questions
 from tests.e2e.service import Service
+from tests.progress import ANSWER_S
 
 
 class Question(NamedTuple):
@@ -39,7 +40,7 @@ async def share_right(ask: Ask, questions: list[Question], chunk: int, in_flight
 
 
 async def test_generate_answers_sums_and_differences(service: Service) -> None:
-    async with httpx.AsyncClient(base_url=service.url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
 
         async def ask(part: list[Question]) -> list[str]:
             body = {"prompts": [question.prompt for question in part], "temperature": 0}
@@ -52,7 +53,7 @@ async def test_generate_answers_sums_and_differences(service: Service) -> None:
 
 async def test_the_500_questions_in_chunks_of_50_with_10_in_flight(service: Service) -> None:
     assert len(SHIPPED) == 500
-    async with httpx.AsyncClient(base_url=service.url, timeout=300) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
 
         async def ask(part: list[Question]) -> list[str]:
             body = {"prompts": [question.prompt for question in part], "task_id": part[0].prompt}
@@ -66,7 +67,7 @@ async def test_the_500_questions_in_chunks_of_50_with_10_in_flight(service: Serv
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_chat_answers_the_500_questions(service: Service, stream: bool) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=300) as client:
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=ANSWER_S) as client:
 
         async def ask(part: list[Question]) -> list[str]:
             if stream:
@@ -86,7 +87,7 @@ async def test_chat_answers_the_500_questions(service: Service, stream: bool) ->
 
 
 async def test_completions_answer_the_500_questions(service: Service) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=300) as client:
+    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=ANSWER_S) as client:
 
         async def ask(part: list[Question]) -> list[str]:
             prompts = [question.prompt for question in part]

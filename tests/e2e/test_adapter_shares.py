@@ -12,8 +12,9 @@ from serve_app.api.protocol import JSON
 from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import LIMIT_S
+from tests.progress import ANSWER_S
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.long
 
 FLOOD, RUNNING = 40, 4
 
@@ -48,7 +49,7 @@ async def wait_for_queue(http: httpx.AsyncClient, reached: Callable[[int], bool]
 async def ended_before(service: Service, headers: dict[str, str]) -> int:
     """Return how many requests of a flood have ended when one for another adapter is answered."""
     async with (
-        httpx.AsyncClient(base_url=service.url, timeout=LIMIT_S) as http,
+        httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as http,
         openai.AsyncOpenAI(
             base_url=f"{service.url}/v1", api_key="none", default_headers=headers, max_retries=0
         ) as client,

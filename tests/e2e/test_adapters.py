@@ -1,7 +1,6 @@
 """LoRA adapters of a live service with two replicas, through the `openai` client."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import pytest
 
 from serve_app.demo.train_adapters import ADAPTERS_FOLDER
 from tests.e2e.service import Service
-from tests.e2e.services import LIMIT_S, engine, local, wait_for_replicas
+from tests.e2e.services import engine, local, wait_for_replicas, wait_until
+from tests.progress import ANSWER_S
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 QUESTION: Any = [{"role": "user", "content": "What is 47+28?"}]
 
@@ -49,19 +49,19 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def ask(service: Service, model: str) -> str:
     """Return an answer in chat form."""
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=ANSWER_S) as client:
         done = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=32)
         return str(done.choices[0].message.content)
 
 
 def served(service: Service) -> list[set[str]]:
     """Return the ids of the adapters of each replica."""
-    replicas = httpx.get(f"{service.url}/stats", timeout=LIMIT_S).json()["models"]["demo"]["replicas"]
+    replicas = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["models"]["demo"]["replicas"]
     return [{adapter["id"] for adapter in replica["adapters"]} for replica in replicas]
 
 
 def call(service: Service, name: str, **body: object) -> httpx.Response:
-    return httpx.post(f"{service.url}/v1/{name}_lora_adapter", json=body, timeout=LIMIT_S)
+    return httpx.post(f"{service.url}/v1/{name}_lora_adapter", json=body, timeout=ANSWER_S)
 
 
 def test_adapters_are_served_loaded_unloaded_and_kept(service: Service, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_adapters_are_served_loaded_unloaded_and_kept(service: Service, tmp_path
     assert (done.status_code, done.json()["replicas"]) == (200, 2)
     assert served(service) == [{"demo:capitals", "symbols", "demo:letters"}] * 2
 
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=ANSWER_S) as client:
         parents = {model.id: model.model_extra["parent"] for model in client.models.list()}  # type: ignore[index]
     assert parents == {"demo": None, "demo:capitals": "demo", "symbols": "demo", "demo:letters": "demo"}
 
@@ -94,10 +94,11 @@ def test_adapters_are_served_loaded_unloaded_and_kept(service: Service, tmp_path
     # A new replica has what was loaded before it started.
     before = service.pids("ServeReplica:llm:Engine:demo")
     assert service.kill("ServeReplica:llm:Engine:demo") >= 1
-    until = time.monotonic() + LIMIT_S
-    while len(served(service)) < 2 or set(service.pids("ServeReplica:llm:Engine:demo")) & set(before):
-        assert time.monotonic() < until, "no new replicas"
-        time.sleep(0.5)
+    wait_until(
+        lambda: (
+            len(served(service)) == 2 and not set(service.pids("ServeReplica:llm:Engine:demo")) & set(before)
+        )
+    )
     assert served(service) == [{"demo:capitals", "symbols", "demo:letters"}] * 2
     assert {model: ask(service, model) for model in ANSWERS} == ANSWERS
 

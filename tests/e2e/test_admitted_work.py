@@ -1,13 +1,13 @@
 """Sequences and tokens of KV cache that are admitted for a request are those that vLLM runs for it."""
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from tests.e2e.admitted_work import CASES, CONTEXT
+from tests.progress import run
 
 pytestmark = pytest.mark.long
 
@@ -41,7 +41,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def results() -> Any:
     command = [sys.executable, "-m", "tests.e2e.admitted_work"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run(command)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

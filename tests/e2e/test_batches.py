@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from openai.types import Batch, FileObject
 from serve_app.api.protocol import JSON
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import wait_until
+from tests.progress import ANSWER_S, run
 
 LIMIT_S = 90.0
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
@@ -51,7 +51,7 @@ def ended(client: openai.OpenAI, id: str) -> Batch:
         batch = client.batches.retrieve(id)
         return batch.status in ENDED
 
-    wait_until(over, LIMIT_S)
+    wait_until(over)
     return batch
 
 
@@ -155,7 +155,7 @@ def test_a_large_file_goes_through_in_pieces(client: openai.OpenAI) -> None:
 
 def test_statistics_and_metrics_have_the_batches(client: openai.OpenAI, service: Service) -> None:
     ended(client, create(client, upload(client, row("a"))).id)
-    stats = httpx.get(f"{service.url}/stats", timeout=30).json()["batches"]
+    stats = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["batches"]
     assert stats["rows"]["completed"] > 0
     assert stats["batches"].keys() == {"validating", "in_progress", "finalizing", "cancelling"}
 
@@ -164,7 +164,7 @@ def test_the_command_runs_a_file(service: Service, tmp_path: Path) -> None:
     requests = tmp_path / "requests.jsonl"
     requests.write_text("".join(json.dumps(row(str(number))) + "\n" for number in range(20)))
     command = [sys.executable, "-m", "serve_app.cli", "batch", "--api", str(requests), "--url", service.url]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    printed = run(command, cwd=ROOT)
     assert printed.returncode == 0, printed.stderr
     assert "completed: 20 of 20 rows" in printed.stdout
     assert (tmp_path / "requests.output.jsonl").read_text().count('"content":"75"') == 20
@@ -179,14 +179,7 @@ def test_the_client_for_node_does_the_same(service: Service, tmp_path: Path) -> 
     (tmp_path / "node_modules").symlink_to(NODE)
     script = tmp_path / "batches.mjs"
     script.write_text((Path(__file__).parent / "batches.mjs").read_text())
-    done = subprocess.run(
-        ["node", str(script), f"{service.url}/v1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = run(["node", str(script), f"{service.url}/v1"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "all is as it should be"
 

@@ -9,23 +9,22 @@ import pytest
 from serve_app.api.protocol import JSON
 from tests.e2e.load import Load
 from tests.e2e.service import Service
-from tests.e2e.services import engine, redeploy
-
-pytestmark = pytest.mark.timeout(400)
-
-LIMIT_S = 180
+from tests.e2e.services import engine, is_settled, redeploy, wait_until
+from tests.progress import ANSWER_S
 
 
 async def replicas(service: Service, count: int) -> dict[str, JSON]:
     """Return the report of each Engine replica, once the change is complete and so many run."""
-    async with asyncio.timeout(LIMIT_S), httpx.AsyncClient(base_url=service.url, timeout=30) as client:
-        while True:
-            status = await asyncio.to_thread(service.status)
-            states = {one["status"] for one in status["deployments"].values()}
-            found: list[JSON] = (await client.get("/stats")).json()["models"]["demo"]["replicas"]
-            if status["status"] == "RUNNING" and states == {"HEALTHY"} and len(found) == count:
-                return {one["replica"]: one for one in found}
-            await asyncio.sleep(0.2)
+
+    def reports() -> list[JSON]:
+        if not is_settled(service):
+            return []
+        stats = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()
+        found: list[JSON] = stats["models"]["demo"]["replicas"]
+        return found if len(found) == count else []
+
+    found = await asyncio.to_thread(wait_until, reports, news=service.news())
+    return {one["replica"]: one for one in found}
 
 
 async def change(service: Service, config: JSON, count: int) -> tuple[Load, dict[str, JSON]]:

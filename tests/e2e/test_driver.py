@@ -1,7 +1,6 @@
 """The driver against the live service: over HTTP and over the handle, chats, Ray Data, an evaluation."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from serve_app.api.protocol import JSON
 from serve_app.demo.questions import QUESTIONS_FILE
 from serve_app.driver import HTTPClient, Prompter, run
+from tests import progress
 from tests.e2e.service import Service
 
 QUESTIONS = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
@@ -66,7 +66,7 @@ def test_as_a_ray_job(service: Service, tmp_path: Path) -> None:
 
 
 def test_the_error_of_a_missing_handle_names_those_that_exist(service: Service, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = progress.run(
         [
             sys.executable,
             "-m",
@@ -79,9 +79,6 @@ def test_the_error_of_a_missing_handle_names_those_that_exist(service: Service, 
             "other",
         ],
         env=service.env | {"RAY_ADDRESS": "auto"},
-        capture_output=True,
-        text=True,
-        timeout=120,
     )
     assert done.returncode == 2
     assert "this cluster has: --app llm --model demo" in done.stderr
@@ -100,7 +97,7 @@ def test_rows_that_fail_are_data(service: Service, tmp_path: Path) -> None:
     prompts = ["What is 1+1?", "1" * 5000, "", "What is 2+2?"]
     lines = [json.dumps({"prompt": prompt}) for prompt in prompts]
     questions.write_text("\n".join([*lines, "{", json.dumps({"question": "What is 3+3?"})]))
-    done = subprocess.run(
+    done = progress.run(
         [
             sys.executable,
             "-m",
@@ -111,10 +108,7 @@ def test_rows_that_fail_are_data(service: Service, tmp_path: Path) -> None:
             service.url,
             "--model",
             "demo",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        ]
     )
     assert done.returncode == 3, done.stderr
     assert "6: 2 with a result, 4 failed" in done.stdout

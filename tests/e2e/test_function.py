@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.e2e.service import Service
+from tests.progress import ANSWER_S
 
 CAT, KITTEN, RATES = "A cat sleeps on the sofa.", "A kitten naps on the couch.", "Interest rates rose again."
 
@@ -66,11 +67,10 @@ def test_results_are_vectors_in_the_order_of_the_records(http: httpx.Client) -> 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
 def test_as_many_vectors_as_a_list_may_have_come_back_as_numbers(service: Service) -> None:
     # About 80 MB, above the 64 MiB that a message over gRPC may have.
     body = {"model": "minilm", "input": [f"{n}" for n in range(10_000)]}
-    answer = httpx.post(f"{service.url}/v1/embeddings", json=body, timeout=500)
+    answer = httpx.post(f"{service.url}/v1/embeddings", json=body, timeout=ANSWER_S)
     assert answer.status_code == 200
     assert len(answer.content) > 64 << 20
     assert [len(item["embedding"]) for item in answer.json()["data"]] == [384] * 10_000
@@ -140,7 +140,7 @@ async def test_a_record_that_can_not_start_in_time_is_not_run(service: Service, 
     """Long texts keep the one processor busy; what comes behind them can't start within a millisecond."""
     before = await asyncio.to_thread(batcher, http)
     long = ["word " * 250] * 2000
-    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
         flood = asyncio.ensure_future(client.post("/process", json={"model": "minilm", "records": long}))
         while (await asyncio.to_thread(batcher, http))["queue_depth"] < 500:
             assert not flood.done()
@@ -168,7 +168,7 @@ async def test_a_record_that_can_not_start_in_time_is_not_run(service: Service, 
 
 async def test_records_of_many_callers_share_batches(service: Service, http: httpx.Client) -> None:
     before = await asyncio.to_thread(batcher, http)
-    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
 
         async def ask(n: int) -> None:
             response = await client.post("/process", json={"records": [f"text number {n}"]})

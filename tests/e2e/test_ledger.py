@@ -22,11 +22,12 @@ from serve_app.cli.main import saturate
 from serve_app.usage.disk import LocalDisk
 from serve_app.usage.reading import read
 from serve_app.usage.report import Line, Report
-from tests.e2e.fault_injection import CORE, LIMIT_S, inject, wait_until_whole
+from tests.e2e.fault_injection import CORE, inject, wait_until_whole
 from tests.e2e.load import BODY, PROMPTS
 from tests.e2e.service import Service
 from tests.e2e.services import wait_until
 from tests.e2e.test_faults import ENGINE, INGRESS
+from tests.progress import ANSWER_S
 
 LOST_S = 1.0
 """Seconds of which a crash may lose the tokens."""
@@ -57,7 +58,7 @@ class Counters:
     def look(self) -> set[str]:
         """Look at all replicas; return those that answer."""
         at = time.monotonic()
-        found = httpx.get(f"{self.url}/stats", timeout=30).json()["models"]["demo"]["replicas"]
+        found = httpx.get(f"{self.url}/stats", timeout=ANSWER_S).json()["models"]["demo"]["replicas"]
         for replica in found:
             engine = replica["usage"]["engine"]
             seen = self.seen.setdefault(replica["replica"], [])
@@ -108,7 +109,7 @@ def tokens(service: Service, replica: str) -> tuple[int, int]:
 
 async def leave_streams(url: str, stop: asyncio.Event) -> None:
     """Open streams, and leave each in its middle."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S) as client:
         for number in itertools.count():
             if stop.is_set():
                 return
@@ -125,7 +126,9 @@ async def leave_streams(url: str, stop: asyncio.Event) -> None:
 
 def run_batch(service: Service) -> None:
     """Run a batch to its end."""
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=3, timeout=60) as client:
+    with openai.OpenAI(
+        base_url=f"{service.url}/v1", api_key="none", max_retries=3, timeout=ANSWER_S
+    ) as client:
         rows = [
             {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
             | {"body": {"model": "demo", "prompt": prompt, "max_tokens": 20, "temperature": 0}}
@@ -136,7 +139,7 @@ def run_batch(service: Service) -> None:
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
         )
-        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", LIMIT_S)
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed")
 
 
 def replicas_agree(service: Service, counters: Counters) -> bool:
@@ -171,7 +174,7 @@ async def compare(service: Service, faults: list[tuple[str, signal.Signals]], se
         stop.set()
         await leaving
     # All calls have ended; the last round is half a second away.
-    await asyncio.to_thread(wait_until, lambda: replicas_agree(service, counters), 60.0)
+    await asyncio.to_thread(wait_until, lambda: replicas_agree(service, counters))
     living = counters.look()
     dead = counters.seen.keys() - living
     assert living
@@ -190,7 +193,7 @@ async def compare(service: Service, faults: list[tuple[str, signal.Signals]], se
         return {values[0]: line.total.calls for values, line in lines(service, "outcome").items()}
 
     # A call whose client has left ends with its work, and its row comes in the round after.
-    await asyncio.to_thread(wait_until, lambda: "running" not in outcomes_of_calls(), 10.0)
+    await asyncio.to_thread(wait_until, lambda: "running" not in outcomes_of_calls())
     outcomes = outcomes_of_calls()
     print(outcomes, flush=True)
     assert outcomes["ok"]
@@ -202,13 +205,12 @@ async def compare(service: Service, faults: list[tuple[str, signal.Signals]], se
 
 
 @pytest.mark.long
-@pytest.mark.timeout(6 * LIMIT_S)
 async def test_the_ledger_is_what_vllm_counts_through_the_death_of_a_replica(pair: Service) -> None:
     await compare(pair, [(ENGINE, signal.SIGKILL)], 0.0)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(6 * LIMIT_S + 2 * FAULTS_S)
+@pytest.mark.timeout(6 * FAULTS_S)
 async def test_the_ledger_is_what_vllm_counts_through_minutes_of_faults(pair: Service) -> None:
     faults = [
         (ENGINE, signal.SIGKILL),
@@ -222,9 +224,9 @@ async def test_the_ledger_is_what_vllm_counts_through_minutes_of_faults(pair: Se
 def test_the_command_sums_up_the_tenants_of_a_service(pair: Service) -> None:
     headers = {"x-tenant": "table", "x-request-id": "ledger-1"}
     body = {"model": "demo", "prompt": "What is 47+28?", "max_tokens": 4, "ignore_eos": True}
-    usage: JSON = httpx.post(f"{pair.url}/v1/completions", json=body, headers=headers, timeout=60).json()[
-        "usage"
-    ]
+    usage: JSON = httpx.post(
+        f"{pair.url}/v1/completions", json=body, headers=headers, timeout=ANSWER_S
+    ).json()["usage"]
 
     def found() -> list[Any]:
         arguments = ["usage", str(folder(pair)), "--format", "json"]
@@ -232,7 +234,7 @@ def test_the_command_sums_up_the_tenants_of_a_service(pair: Service) -> None:
         return [row for row in rows if row["tenant"] == "table"]
 
     # A look at the ledger while the call runs finds its tokens so far.
-    wait_until(lambda: ("table", "ok") in lines(pair, "tenant", "outcome"), 10.0)
+    wait_until(lambda: ("table", "ok") in lines(pair, "tenant", "outcome"))
     (row,) = found()
     assert (row["calls"], row["prompt_tokens"], row["output_tokens"]) == (
         1,

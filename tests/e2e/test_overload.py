@@ -22,6 +22,7 @@ from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import QUEUE
 from tests.e2e.waiting import batcher, wait_until_idle
+from tests.progress import ANSWER_S, wait_until
 
 
 def memory_mib(service: Service) -> float:
@@ -53,7 +54,6 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     assert service.processes() == [], "processes are left behind"
 
 
-@pytest.mark.timeout(120)
 def test_ten_times_the_load_for_seconds(small: Service) -> None:
     found = flood(small, seconds=2.0, follow=0.5, patience_s=8.0)
     check_answers(found)
@@ -61,7 +61,6 @@ def test_ten_times_the_load_for_seconds(small: Service) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(400)
 def test_ten_times_the_load_for_a_minute(device: Service) -> None:
     found = flood(device, seconds=60.0, follow=0.02, patience_s=75.0)
     check_answers(found)
@@ -85,11 +84,13 @@ def flood(service: Service, seconds: float, follow: float, patience_s: float) ->
     before = peak = memory_mib(service)
     command = [sys.executable, "-m", "tests.e2e.flood", *map(str, (port, seconds, follow, patience_s))]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        limit = time.monotonic() + 60 + 2 * seconds + patience_s
-        while process.poll() is None:
-            assert time.monotonic() < limit
+
+        def has_ended() -> bool:
+            nonlocal peak
             peak = max(peak, memory_mib(service))
-            time.sleep(2.0)
+            return process.poll() is not None
+
+        wait_until(has_ended, every_s=2.0)
         assert process.stdout
         output = process.stdout.read()
     assert process.returncode == 0
@@ -113,8 +114,8 @@ def check_answers(found: JSON) -> None:
 
 def check_batcher(service: Service) -> None:
     """Check that the books of the batcher balance when all has ended."""
-    with httpx.Client(base_url=service.url, timeout=60) as http:
-        wait_until_idle(http, 30)
+    with httpx.Client(base_url=service.url, timeout=ANSWER_S) as http:
+        wait_until_idle(http)
         stats = batcher(http)
     ended = ("completed", "failed", "cancelled", "expired")
     assert stats["total_submitted"] == sum(stats[f"total_{end}"] for end in ended)
@@ -138,7 +139,7 @@ async def light(client: httpx.AsyncClient, count: int) -> list[float]:
 @pytest.mark.long
 async def test_one_tenant_does_not_raise_the_other_s_latency(small: Service) -> None:
     heavy: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "tenant": "heavy"}
-    async with httpx.AsyncClient(base_url=small.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=small.url, timeout=ANSWER_S) as client:
 
         async def forever(prompts: int) -> None:
             while True:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.service import Service
+from tests.progress import MOST_S
 
 MILLION = 1_000_000
 MOST_MIB = 400
@@ -84,7 +85,7 @@ def test_a_body_of_a_megabyte_is_served(service: Service, http: httpx.Client) ->
 def test_ten_thousand_prompts_come_back_in_order(service: Service, http: httpx.Client) -> None:
     prompts = [f"What is {number // 100}+{number % 100}?" for number in range(10_000)]
     with bounded_memory(service):
-        response = http.post("/generate", json={"prompts": prompts, "max_tokens": 2}, timeout=180)
+        response = http.post("/generate", json={"prompts": prompts, "max_tokens": 2}, timeout=MOST_S)
     results = response.json()["results"]
     assert len(results) == 10_000
     # The first two digits of each sum; no two neighbours have the same unless in order.
@@ -106,7 +107,7 @@ def test_ten_thousand_prompts_of_openai_s_list_come_back_in_order(
             vocabulary[letter] = answer.json()["tokens"][-1]
         prompts = [[vocabulary[letter] for letter in prompt] for prompt in prompts]
     body = {"model": "demo", "prompt": prompts, "max_tokens": 2, "temperature": 0}
-    response = http.post("/v1/completions", json=body, timeout=280)
+    response = http.post("/v1/completions", json=body, timeout=MOST_S)
     assert response.status_code == 200, response.text
     choices = response.json()["choices"]
     assert [choice["index"] for choice in choices] == list(range(10_000))

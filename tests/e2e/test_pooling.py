@@ -23,10 +23,11 @@ from serve_app.api.protocol import JSON
 from serve_app.cli.main import saturate
 from serve_app.settings.sources import DEMO_FOLDER
 from tests.e2e.service import Service
-from tests.e2e.services import LIMIT_S, engine, local, wait_until
+from tests.e2e.services import engine, local, wait_until
+from tests.progress import ANSWER_S
 from tests.serve_app.engine.pooling_models import make_classifier
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.long
 
 DEMO = DEMO_FOLDER / "model"
 TEXTS = ["What is 47+28?", "What is 48+27?", "The capital of France"]
@@ -69,7 +70,7 @@ def pooling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def http(pooling: Service) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=pooling.url, timeout=LIMIT_S) as client:
+    with httpx.Client(base_url=pooling.url, timeout=ANSWER_S) as client:
         yield client
 
 
@@ -231,7 +232,7 @@ def test_the_ledger_and_the_quotas_count_prompts_without_output(pooling: Service
         found = json.loads(CliRunner().invoke(saturate, arguments).stdout)["rows"]
         return [row for row in found if row["tenant"] == "table"]
 
-    wait_until(lambda: sum(row["calls"] for row in rows()) == 2, 20.0)
+    wait_until(lambda: sum(row["calls"] for row in rows()) == 2)
     assert sum(row["prompt_tokens"] for row in rows()) == used
     assert sum(row["output_tokens"] for row in rows()) == 0
 
@@ -259,10 +260,10 @@ def test_an_encoder_without_kv_cache_runs_many_texts_at_once(tmp_path: Path) -> 
     options = {"max_model_len": 256, "max_num_batched_tokens": 1_024}
     service = start(tmp_path, encoder={"source": str(path), "engine": options})
     try:
-        with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=LIMIT_S) as client:
+        with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=ANSWER_S) as client:
             texts = [f"{text} {number}" for number in range(50) for text in TEXTS]
             answer = client.embeddings.create(model="encoder", input=texts)
-        stats = httpx.get(f"{service.url}/stats", timeout=LIMIT_S).json()["models"]["encoder"]["replicas"]
+        stats = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["models"]["encoder"]["replicas"]
         assert stats[0]["batcher"]["capacity"] == 2 * options["max_num_batched_tokens"]
         model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
         with torch.inference_mode():

@@ -12,8 +12,9 @@ import pytest
 
 from tests.e2e.service import Service
 from tests.e2e.waiting import batcher, wait_until_idle
+from tests.progress import ANSWER_S, STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 PATIENCE_S = 3.0
 """Seconds after which half a request is not answered yet."""
 
@@ -239,7 +240,7 @@ def test_a_connection_may_break_at_every_stage(service: Service, http: httpx.Cli
                 got += len(connection.recv(wanted))
             close(connection)
     # The engine works for none of them any more.
-    wait_until_idle(http, LIMIT_S)
+    wait_until_idle(http)
 
 
 def test_unread_streams_end_when_their_clients_leave(service: Service, http: httpx.Client) -> None:
@@ -249,16 +250,16 @@ def test_unread_streams_end_when_their_clients_leave(service: Service, http: htt
         connection.sendall(head + b"content-length: %d\r\n\r\n" % len(STREAM) + STREAM)
         connection.recv(1)
     assert batcher(http)["running"] > 0
-    assert http.post("/generate", content=BODY, timeout=LIMIT_S).json()["results"] == ["2"]
+    assert http.post("/generate", content=BODY, timeout=ANSWER_S).json()["results"] == ["2"]
     for connection in connections:
         reset(connection)
-    wait_until_idle(http, LIMIT_S)
+    wait_until_idle(http)
 
 
 def test_hundreds_of_idle_connections_hold_up_no_request(service: Service, http: httpx.Client) -> None:
     connections = [connect(service) for _ in range(500)]
     for connection in connections[:250]:
         connection.sendall(HEAD)
-    assert http.post("/generate", content=BODY, timeout=LIMIT_S).json()["results"] == ["2"]
+    assert http.post("/generate", content=BODY, timeout=ANSWER_S).json()["results"] == ["2"]
     for connection in connections:
         connection.close()

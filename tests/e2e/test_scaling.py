@@ -3,7 +3,6 @@
 import asyncio
 import csv
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -14,15 +13,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import progress
 from tests.e2e.service import Service
-from tests.e2e.services import local
+from tests.e2e.services import local, wait_until
+from tests.progress import ANSWER_S
 
 pytestmark = pytest.mark.long
 
 REQUESTS = 300
-
-LIMIT_S = 120.0
-"""Seconds for a replica to come or go, at most, on a machine that is busy."""
 
 SCALING = {
     "initial_replicas": 1,
@@ -67,29 +65,25 @@ class Watch:
         self._url = f"{service.url}/health"
         self.most = 0
         self.now = 0
-        self._changed = threading.Condition()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def _watch(self) -> None:
-        with httpx.Client(timeout=30) as client:
+        with httpx.Client(timeout=ANSWER_S) as client:
             while not self._ended.wait(0.2):
                 count = client.get(self._url).json()["models"]["demo"]["replicas"]
-                with self._changed:
-                    self.now, self.most = count, max(self.most, count)
-                    self._changed.notify_all()
+                self.now, self.most = count, max(self.most, count)
 
     def wait_for(self, count: int) -> float:
         """Return the seconds until so many run."""
         start = time.monotonic()
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.now == count, LIMIT_S), f"{self.now}, not {count}"
+        wait_until(lambda: self.now == count, tell=lambda: f"{self.now}, not {count}")
         return time.monotonic() - start
 
     def stop(self) -> None:
         self._ended.set()
-        self._thread.join(LIMIT_S)
+        self._thread.join(progress.STILL_S)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +95,7 @@ def watch(scaled: Service) -> Iterator[Watch]:
 
 async def test_one_call_of_many_prompts_brings_a_second_replica(scaled: Service, watch: Watch) -> None:
     await asyncio.to_thread(watch.wait_for, 1)
-    async with httpx.AsyncClient(base_url=scaled.url, timeout=2 * LIMIT_S) as client:
+    async with httpx.AsyncClient(base_url=scaled.url, timeout=ANSWER_S) as client:
         call = asyncio.create_task(client.post("/generate", json=CALL))
         took = await asyncio.to_thread(watch.wait_for, 2)
         assert not call.done()
@@ -112,18 +106,15 @@ async def test_one_call_of_many_prompts_brings_a_second_replica(scaled: Service,
 
 def both(read: Callable[[], dict[str, int]]) -> dict[str, int]:
     """Return what is read of both replicas; an Ingress takes a moment to learn of an Engine."""
-    deadline = time.monotonic() + 60
-    while len(found := read()) < 2:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
-    return found
+    wait_until(lambda: len(read()) >= 2, tell=read)
+    return read()
 
 
 def by_engine(service: Service) -> dict[str, int]:
     """Return how many prompts each of the two Engine replicas has completed."""
 
     def read() -> dict[str, int]:
-        replicas = httpx.get(f"{service.url}/stats", timeout=30).json()["models"]["demo"]["replicas"]
+        replicas = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["models"]["demo"]["replicas"]
         return {replica["replica"]: replica["batcher"]["total_completed"] for replica in replicas}
 
     return both(read)
@@ -134,7 +125,7 @@ def by_ingress(service: Service) -> dict[str, int]:
     port = service.env["RAY_SERVE_HAPROXY_STATS_PORT"]
 
     def read() -> dict[str, int]:
-        text = httpx.get(f"http://127.0.0.1:{port}/stats;csv", timeout=30).text
+        text = httpx.get(f"http://127.0.0.1:{port}/stats;csv", timeout=ANSWER_S).text
         rows = csv.DictReader(text.removeprefix("# ").splitlines())
         return {row["svname"]: int(row["stot"]) for row in rows if "Ingress" in row["svname"]}
 
@@ -144,7 +135,7 @@ def by_ingress(service: Service) -> dict[str, int]:
 async def ask(service: Service) -> list[Any]:
     """Ask sums, 32 at once, and return the answers."""
     limit = asyncio.Semaphore(32)
-    async with httpx.AsyncClient(base_url=service.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S) as client:
 
         async def one(number: int) -> Any:
             async with limit:
@@ -175,9 +166,7 @@ def test_idle_replicas_stop_and_the_driver_wakes_one(scaled: Service, watch: Wat
     answers = tmp_path / "answers.jsonl"
     command = [sys.executable, "-m", "serve_app.driver", "-", str(answers), "--url", scaled.url]
     start = time.monotonic()
-    done = subprocess.run(
-        command, input=SUM * ROWS, capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
+    done = progress.run(command, input=SUM * ROWS, check=True)
     print(f"2 -> 0 replicas in {took:.1f} s, the run that woke one took {time.monotonic() - start:.1f} s")
     assert "the model is asleep; the first call wakes it" in done.stderr
     rows = [json.loads(line) for line in answers.read_text().splitlines()]

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.fault_injection import CORE, LIMIT_S
 from tests.e2e.service import Service
 from tests.e2e.services import is_settled, wait_for_replicas, wait_until
+from tests.progress import ANSWER_S
 
 ENGINE = "ServeReplica:llm:Engine:demo"
 NUMBERS = itertools.count(10)
@@ -37,11 +38,11 @@ def conversation() -> Any:
 
 
 def openai_client(service: Service) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=60)
+    return openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", timeout=ANSWER_S)
 
 
 def anthropic_client(service: Service) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=service.url, api_key="none", timeout=60)
+    return anthropic.AsyncAnthropic(base_url=service.url, api_key="none", timeout=ANSWER_S)
 
 
 async def chat(service: Service, **options: Any) -> Texts:
@@ -98,10 +99,9 @@ STREAMS: dict[str, tuple[Callable[[Service], Texts], type[Exception]]] = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("victim", [CORE, ENGINE])
 async def test_a_stream_whose_engine_is_killed_raises(victim: str, pair: Service) -> None:
-    await asyncio.to_thread(wait_until, lambda: is_settled(pair), LIMIT_S)
+    await asyncio.to_thread(wait_until, lambda: is_settled(pair))
     count = len(pair.pids(ENGINE))
     begun = {name: asyncio.Event() for name in STREAMS}
 
@@ -131,7 +131,7 @@ async def test_a_stream_whose_engine_is_killed_raises(victim: str, pair: Service
     said = ("engine that had this request failed", "engines failed one after the other")
     assert [text for text in ended.values() if not any(words in text for words in said)] == []
     # Other tests find the pair as it was.
-    await asyncio.to_thread(wait_until, lambda: len(pair.pids(CORE)) == count and is_settled(pair), LIMIT_S)
+    await asyncio.to_thread(wait_until, lambda: len(pair.pids(CORE)) == count and is_settled(pair))
     await asyncio.to_thread(wait_for_replicas, pair, count)
 
 

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,9 @@ import yaml
 
 from serve_app.api.protocol import JSON
 from tests.e2e.service import MARK, give_ports
-from tests.e2e.services import LIMIT_S, is_healthy, local
+from tests.e2e.services import is_healthy, local, wait_until
 from tests.ports import free_port
+from tests.progress import ANSWER_S, STILL_S
 
 pytestmark = pytest.mark.long
 
@@ -55,11 +55,12 @@ class PlainRun:
 
     def wait_until(self, true: Callable[[], bool]) -> None:
         """Wait until a condition holds, as long as the process lives."""
-        deadline = time.monotonic() + LIMIT_S
-        while not true():
+
+        def holds() -> bool:
             assert self._process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.5)
+            return true()
+
+        wait_until(holds, tell=lambda: self.log, every_s=0.5)
 
     @property
     def log(self) -> str:
@@ -72,7 +73,7 @@ class PlainRun:
     def stop(self) -> None:
         self._process.send_signal(signal.SIGINT)
         try:
-            self._process.wait(timeout=60)
+            self._process.wait(STILL_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
         for process in self._processes():
@@ -112,7 +113,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def answer(run: PlainRun) -> Any:
     run.wait_until(lambda: is_healthy(run.url))
-    return httpx.post(f"{run.url}/generate", json=BODY, timeout=60).raise_for_status().json()["results"]
+    return httpx.post(f"{run.url}/generate", json=BODY, timeout=ANSWER_S).raise_for_status().json()["results"]
 
 
 def test_a_complete_config_runs_as_with_saturate(start: Start) -> None:

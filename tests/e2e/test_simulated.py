@@ -14,6 +14,7 @@ from serve_app.api.protocol import JSON
 from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import NODES, wait_until
+from tests.progress import ANSWER_S
 
 pytestmark = pytest.mark.long
 
@@ -57,7 +58,7 @@ def simulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 async def http(simulated: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=simulated.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=simulated.url, timeout=ANSWER_S) as client:
         yield client
 
 
@@ -128,7 +129,7 @@ async def test_requests_are_preempted_where_the_cache_is_small(
     prompts = [f"{number} {TEXT}"[:60] for number in range(8)]
     together = await asyncio.gather(*(text(http, prompt, 240) for prompt in prompts))
     (node,) = simulated.run_python(NODES)
-    wait_until(lambda: preempted(httpx.get(f"http://{node}/metrics", timeout=10).text) > 0, 30)
+    wait_until(lambda: preempted(httpx.get(f"http://{node}/metrics", timeout=ANSWER_S).text) > 0)
     assert await text(http, prompts[-1], 240) == together[-1]
 
 

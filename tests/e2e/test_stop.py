@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from tests.e2e.service import ROOT, Service
+from tests.e2e.waiting import batcher
+from tests.progress import ANSWER_S, STILL_S, wait_until
 
 GONE_S = 15.0
 IDLE_S = 8.0
@@ -27,21 +29,16 @@ def test_sigterm_finishes_requests_in_flight_and_leaves_no_process(
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        body = {"prompts": ["once upon"] * 20, "max_tokens": 1000, "ignore_eos": True, "model": "demo"}
-        answers.append(httpx.post(f"{service.url}/generate", json=body, timeout=120))
+        body = {"prompts": ["once upon"] * 20, "max_tokens": 1900, "ignore_eos": True, "model": "demo"}
+        answers.append(httpx.post(f"{service.url}/generate", json=body, timeout=ANSWER_S))
 
     asking = threading.Thread(target=ask)
     asking.start()
-    for _ in range(500):
-        (replica,) = http.get("/stats").json()["models"]["demo"]["replicas"]
-        if replica["batcher"]["running"] == 20:
-            break
-    else:
-        pytest.fail("the request did not start")
+    wait_until(lambda: batcher(http)["running"] == 20, every_s=0.0)
 
     assert service.stop() == 0
 
-    asking.join(timeout=10)
+    asking.join(STILL_S)
     assert [answer.status_code for answer in answers] == [200]
     assert service.processes() == []
 
@@ -59,10 +56,7 @@ def kill_supervisor(service: Service) -> None:
 
 def interrupt_twice(service: Service) -> None:
     service.process.send_signal(signal.SIGINT)
-    deadline = time.monotonic() + GONE_S
-    while "Stopping" not in service.output:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: "Stopping" in service.output, news=service.news(), every_s=0.01)
     service.process.send_signal(signal.SIGINT)
 
 

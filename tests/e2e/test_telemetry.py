@@ -1,7 +1,6 @@
 """Spans and request lines of the live service, and its page of live numbers."""
 
 import json
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +11,20 @@ import pytest
 
 from serve_app.cli.log_tail import LOGS
 from tests.e2e.service import Service
-
-LIMIT_S = 30.0
-"""Seconds until spans and lines are written, at most."""
+from tests.progress import wait_until
 
 SECRET = "xyzzy"
 
 
 def wait_for(find: Callable[[], list[Any]], count: int) -> list[Any]:
     """Return what is found once there is enough of it."""
-    deadline = time.monotonic() + LIMIT_S
-    while len(found := find()) < count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
+    found: list[Any] = []
+
+    def enough() -> bool:
+        found[:] = find()
+        return len(found) >= count
+
+    wait_until(enough, tell=lambda: found)
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.service import Service
 from tests.e2e.waiting import batcher, wait_until_idle
+from tests.progress import ANSWER_S
 
 QUESTION = "What is 1+1?"
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": QUESTION}]}
@@ -25,9 +26,9 @@ async def full_window(
     service: Service, http: httpx.Client
 ) -> AsyncIterator[tuple[httpx.AsyncClient, Answer]]:
     """Keep the engine's window full for more than ten seconds, or until the task is cancelled."""
-    await asyncio.to_thread(wait_until_idle, http, 30)
+    await asyncio.to_thread(wait_until_idle, http)
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=service.url, timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=service.url, timeout=ANSWER_S, limits=limits) as client:
         body = {"prompts": ["once upon"] * 200, "tenant": "flood", "ignore_eos": True} | LARGE
         flood = asyncio.ensure_future(client.post("/generate", json=body))
         await reached(http, "queue_depth", 1, flood)
@@ -148,7 +149,7 @@ async def test_a_request_that_can_not_start_in_time_is_answered_408_and_never_ru
 
 
 def test_a_request_that_can_start_in_time_does(http: httpx.Client) -> None:
-    wait_until_idle(http, 30)
+    wait_until_idle(http)
     headers = {"x-queue-timeout-seconds": "30", "x-tenant": "Jo Smith"}
     assert http.post("/generate", json={"prompts": [QUESTION]}, headers=headers).json()["results"] == ["2"]
 

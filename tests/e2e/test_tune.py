@@ -1,7 +1,6 @@
 """`saturate tune` against replicas on simulated devices, whose limits are known."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import yaml
 
 from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
+from tests.progress import ANSWER_S, run
 
 pytestmark = pytest.mark.long
 
@@ -58,7 +58,7 @@ def tune(service: Service, folder: Path, *arguments: object, expected: int = 0) 
     path = folder / "tuned.json"
     command = [sys.executable, "-m", "serve_app.cli", "tune", service.url, "--json", str(path)]
     command += ["--goal", GOAL, "--input", "64:32", "--output", "32:8", *map(str, arguments)]
-    done = subprocess.run(command, env=service.env, capture_output=True, text=True, timeout=1500, check=False)
+    done = run(command, env=service.env)
     assert done.returncode == expected, done.stdout + done.stderr
     print(done.stdout, done.stderr)
     return json.loads(path.read_text()) if path.exists() else None
@@ -66,12 +66,11 @@ def tune(service: Service, folder: Path, *arguments: object, expected: int = 0) 
 
 def batcher(service: Service) -> Any:
     """Return the batcher's statistics of the only replica."""
-    stats = httpx.get(f"{service.url}/stats", headers={"accept": "application/json"}, timeout=30).json()
+    stats = httpx.get(f"{service.url}/stats", headers={"accept": "application/json"}, timeout=ANSWER_S).json()
     (replica,) = stats["models"]["simulated"]["replicas"]
     return replica["batcher"]
 
 
-@pytest.mark.timeout(1800)
 def test_the_highest_load_is_found_and_its_settings_hold(simulated: Service, tmp_path: Path) -> None:
     before = simulated.pids("VLLM::EngineCore")
     found = tune(simulated, tmp_path, "--seconds", 20, "--apply")
@@ -92,14 +91,12 @@ def test_the_highest_load_is_found_and_its_settings_hold(simulated: Service, tmp
     assert not [each for each in found["warnings"] if "of others" in each]
 
 
-@pytest.mark.timeout(600)
 def test_batch_work_beside_live_traffic(simulated: Service, tmp_path: Path) -> None:
     found = tune(simulated, tmp_path, "--seconds", 20, "--rate", 2, "--beside-batch")
     assert found["beside_batch"]["live"]["holds"]
     assert found["beside_batch"]["batch_tokens_per_s"] > 20
 
 
-@pytest.mark.timeout(120)
 def test_a_goal_below_a_lone_request_is_told(simulated: Service, tmp_path: Path) -> None:
     found = tune(simulated, tmp_path, "--goal", "ttft_p90<0.01", "--seconds", 5, expected=3)
     assert found["highest_rate"] is None

@@ -13,6 +13,7 @@ from serve_app.api.protocol import JSON
 from serve_app.settings.completion import complete_config
 from tests.e2e.service import ROOT, Service
 from tests.e2e.services import wait_until
+from tests.progress import ANSWER_S
 
 pytestmark = pytest.mark.long
 
@@ -61,7 +62,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture
 async def http(shared: Service) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=shared.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=shared.url, timeout=ANSWER_S) as client:
         yield client
 
 
@@ -77,7 +78,7 @@ async def complete(http: httpx.AsyncClient, model: str, number: int, max_tokens:
 
 def turns(service: Service) -> dict[str, Any]:
     """Return the turn of each model that has a replica."""
-    models = httpx.get(f"{service.url}/stats", timeout=30).json()["models"]
+    models = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["models"]
     return {name: one["turn"] for name in models for one in models[name]["replicas"]}
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.fault_injection import LIMIT_S, inject, wait_until_whole
+from tests.e2e.fault_injection import inject, wait_until_whole
 from tests.e2e.service import Service
 from tests.e2e.services import local, use_exact_arithmetic
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(2 * LIMIT_S)]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two ranks"])

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from tests import progress
 from tests.k8s.rendering import REPOSITORY
 
 IMAGE = os.environ.get("SATURATE_IMAGE", "")
@@ -141,19 +142,13 @@ class Running:
         )
         return 200 <= status < 400
 
-    def run(self, command: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    def run(self, command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         """Run a program in the pod."""
         enter = ["nsenter", "--target", str(self.pid), "--net", "--pid", "--mount", "--uts"]
         enter += ["--root", "--wd"] if IMAGE else []
         enter += [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
         enter += ["--setuid", "1000", "--setgid", "1000"] if IMAGE else []
-        return subprocess.run(
-            [*enter, "env", "-i", *self.env, *command],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        return progress.run([*enter, "env", "-i", *self.env, *command])
 
     def end(self, grace_s: float) -> float:
         """End the pod as the kubelet does; return the seconds that it took."""
@@ -170,7 +165,7 @@ class Running:
         """End all processes of the pod at once."""
         with suppress(ProcessLookupError):
             os.kill(self.pid, 9)
-        self.process.wait(30)
+        self.process.wait(progress.STILL_S)
 
 
 class Machine:
@@ -193,7 +188,8 @@ class Machine:
         self._holder = subprocess.Popen(
             ["unshare", *_rights(), "--net", "--mount", "sleep", "infinity"], stdin=subprocess.DEVNULL
         )
-        _until(lambda: Path(f"/proc/{self._holder.pid}/comm").read_text().strip() == "sleep", 10)
+        comm = Path(f"/proc/{self._holder.pid}/comm")
+        progress.wait_until(lambda: comm.read_text().strip() == "sleep", every_s=0.02)
         self._ip("link", "set", "lo", "up")
         self._ip("link", "add", "pods", "type", "bridge")
         self._ip("address", "add", f"{NET}.1/24", "dev", "pods")
@@ -235,7 +231,7 @@ class Machine:
                 text=True,
             )
         shell = psutil.Process(process.pid)
-        _until(lambda: [child.name() for child in shell.children()] == ["bash"], 10)
+        progress.wait_until(lambda: [each.name() for each in shell.children()] == ["bash"], every_s=0.02)
         pid = shell.children()[0].pid
         link = f"pod{self._count}"
         self._ip("link", "add", link, "master", "pods", "type", "veth", "peer", "eth0", "netns", str(pid))
@@ -262,12 +258,9 @@ class Machine:
     ) -> tuple[int, str]:
         """Call a pod from outside of it; return the status and the answer, or 0 and why there is none."""
         method = method or ("GET" if body is None else "POST")
-        done = subprocess.run(
+        done = progress.run(
             [*self._inside(), sys.executable, "-I", "-S", "-c", ASK],
             input=json.dumps([url, method, body, timeout_s, dict(headers or {})]),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s + 30,
             check=True,
         )
         status, text = json.loads(done.stdout)
@@ -292,7 +285,7 @@ class Machine:
                 rule = ["to", target.address, "ipproto", "tcp", "dport", f"{first}-{start - 1}", "prohibit"]
                 user = [] if os.geteuid() == 0 else ["--user", "--preserve-credentials"]
                 enter = ["nsenter", "--target", str(pod.pid), *user, "--net", "--"]
-                subprocess.run([*enter, "ip", "rule", "add", *rule], check=True, timeout=10)
+                subprocess.run([*enter, "ip", "rule", "add", *rule], check=True, timeout=progress.STILL_S)
             first = end + 1
 
     def program(self, module: str, *arguments: str) -> "subprocess.Popen[str]":
@@ -322,7 +315,7 @@ class Machine:
         return ["nsenter", "--target", str(self._holder.pid), *user, "--net", "--"]
 
     def _ip(self, *arguments: str) -> None:
-        subprocess.run([*self._inside(), "ip", *arguments], check=True, timeout=10)
+        subprocess.run([*self._inside(), "ip", *arguments], check=True, timeout=progress.STILL_S)
 
     def _env(
         self, container: Mapping[str, Any], head: str, secrets: Mapping[str, str], token: str
@@ -363,11 +356,3 @@ def _shm(group: Mapping[str, Any]) -> str:
             size: str = volume["emptyDir"]["sizeLimit"]
             return size.removesuffix("i")
     return "64M"
-
-
-def _until(true: Callable[[], bool], limit_s: float) -> None:
-    end = time.monotonic() + limit_s
-    while not true():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {limit_s} s")
-        time.sleep(0.02)

@@ -1,7 +1,6 @@
 """A Ray cluster of pods, brought up and talked to as KubeRay does it."""
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from secrets import token_hex
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 from tests.k8s.machine import Machine, Running
 from tests.k8s.pods import cluster_spec, groups
 from tests.k8s.rendering import Document
+from tests.progress import wait_until
 
-READY_S = 240.0
-"""Seconds that anything may take here."""
+END_S = 240.0
+"""Seconds that a pod has to end."""
 
 APPLICATIONS = "/api/serve/applications/"
 
@@ -58,7 +58,7 @@ class RayCluster:
     def remove(self, pod: Running) -> float:
         """End a worker; return the seconds that it took."""
         self.workers.remove(pod)
-        return pod.end(READY_S)
+        return pod.end(END_S)
 
     def wait_for(self, pod: Running, probe: str = "readinessProbe") -> None:
         """Wait until a probe of a pod succeeds."""
@@ -111,9 +111,9 @@ class RayCluster:
         return f"http://{self.head.address}:8265{path}"
 
     def _wait(self, true: Callable[[], bool]) -> None:
-        end = time.monotonic() + READY_S
-        while not true():
+        def is_so() -> bool:
             for pod in (self.head, *self.workers):
                 assert pod.process.poll() is None, f"{pod.name} has ended:\n{pod.log.read_text()}"
-            assert time.monotonic() < end, self.head.log.read_text()
-            time.sleep(0.5)
+            return true()
+
+        wait_until(is_so, tell=self.head.log.read_text, every_s=0.5)

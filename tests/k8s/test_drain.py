@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.k8s.rendering import K8S
+from tests.progress import STILL_S, wait_until
 
 NODE = "0123456789abcdef"
 
@@ -57,20 +57,19 @@ def test_it_drains_the_node_and_waits_for_its_replicas(machine: Machine, flag: s
     machine.process(7, "raylet", f"{flag}={NODE}", "--other=1")
     replica = machine.process(8, "ray::ServeReplica:llm:Ingress")
     script = machine.drain()
-    while not (machine.calls.exists() and machine.calls.read_text().endswith("930\n")):
-        time.sleep(0.01)
+    wait_until(lambda: machine.calls.exists() and machine.calls.read_text().endswith("930\n"), every_s=0.01)
     calls = machine.calls.read_text().splitlines()
     assert calls[:3] == ["drain-node", "--node-id", NODE]
     assert calls[-2:] == ["--deadline-remaining-seconds", "930"]
     with pytest.raises(subprocess.TimeoutExpired):
         script.wait(0.5)
     replica.unlink()
-    assert script.wait(10) == 0
+    assert script.wait(STILL_S) == 0
 
 
 def test_it_ends_at_once_where_ray_does_not_run(machine: Machine) -> None:
     machine.process(8, "ray::ServeReplica:llm:Ingress")
-    assert machine.drain().wait(10) == 0
+    assert machine.drain().wait(STILL_S) == 0
     assert not machine.calls.exists()
 
 
@@ -78,10 +77,10 @@ def test_it_ends_at_once_when_ray_refuses(machine: Machine) -> None:
     machine.process(7, "raylet", f"--node_id={NODE}")
     machine.process(8, "ray::ServeReplica:llm:Ingress")
     machine.ray(1)
-    assert machine.drain().wait(10) == 0
+    assert machine.drain().wait(STILL_S) == 0
 
 
 def test_it_ends_at_once_on_a_node_without_replicas(machine: Machine) -> None:
     machine.process(7, "raylet", f"--node_id={NODE}")
-    assert machine.drain().wait(10) == 0
+    assert machine.drain().wait(STILL_S) == 0
     assert machine.calls.exists()

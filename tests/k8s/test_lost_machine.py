@@ -12,13 +12,13 @@ import yaml
 from tests.e2e.services import use_exact_arithmetic
 from tests.k8s import machine
 from tests.k8s.machine import Machine
-from tests.k8s.operator import READY_S, RayCluster
+from tests.k8s.operator import RayCluster
 from tests.k8s.pods import of_kind
 from tests.k8s.rendering import K8S, render
+from tests.progress import finish, wait_until
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(bool(machine.missing()), reason=f"pods need namespaces: {machine.missing()}"),
 ]
 
@@ -50,9 +50,7 @@ def healthy(cluster: RayCluster) -> int:
 def wait_for_engines(cluster: RayCluster, count: int) -> float:
     """Wait until the service counts so many Engines; return the seconds that it took."""
     began = time.monotonic()
-    while healthy(cluster) != count:
-        assert time.monotonic() < began + READY_S
-        time.sleep(0.5)
+    wait_until(lambda: healthy(cluster) == count, every_s=0.5)
     return time.monotonic() - began
 
 
@@ -76,6 +74,6 @@ def test_clients_get_their_answers_when_an_engine_has_vanished(pods: Machine) ->
     noticed = wait_for_engines(cluster, 1)
     clients.stdin.write("\n")
     clients.stdin.flush()
-    summary, _ = clients.communicate(timeout=READY_S)
+    summary, _ = finish(clients)
     print(f"an Engine vanished: Serve noticed in {noticed:.1f} s; {summary}", flush=True)
     assert clients.returncode == 0, summary

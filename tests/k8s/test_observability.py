@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests.k8s.prometheus import (
     write_rules,
 )
 from tests.k8s.rendering import K8S
+from tests.progress import run
 
 TESTS = Path(__file__).parent / "alerts" / "alerts_test.yaml"
 FOREIGN = {
@@ -37,9 +37,7 @@ FOREIGN = {
 
 def promtool(*arguments: str, folder: Path) -> str:
     assert PROMTOOL
-    done = subprocess.run(
-        [PROMTOOL, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = run([PROMTOOL, *arguments], cwd=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

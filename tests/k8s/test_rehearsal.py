@@ -6,7 +6,6 @@ SATURATE_IMAGE names the unpacked root of the image `cpu`: then the pods run fro
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ import yaml
 
 from tests.k8s import machine
 from tests.k8s.machine import IMAGE, Machine, Running
-from tests.k8s.operator import READY_S, RayCluster
+from tests.k8s.operator import END_S, RayCluster
 from tests.k8s.pods import of_kind
 from tests.k8s.rendering import K8S, REPOSITORY, Document, render, with_components
+from tests.progress import wait_until
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(bool(machine.missing()), reason=f"pods need namespaces: {machine.missing()}"),
 ]
 
@@ -89,8 +88,8 @@ def test_a_program_without_the_token_learns_nothing_from_ray(cluster: RayCluster
     without = [variable for variable in worker.env if not variable.startswith("RAY_AUTH_")]
     stranger = dataclasses.replace(worker, env=without)
     command = ["timeout", "60", "ray", "list", "nodes"]
-    assert cluster.head.address in worker.run(command, 90).stdout
-    done = stranger.run(command, 90)
+    assert cluster.head.address in worker.run(command).stdout
+    done = stranger.run(command)
     assert done.returncode != 0
     assert cluster.head.address not in done.stdout
 
@@ -105,11 +104,8 @@ def test_limits_change_without_a_restart(cluster: RayCluster, config: Any) -> No
     engine = only_named(changed["applications"][0]["deployments"], "Engine:demo")
     engine["user_config"] = {"batcher": {"max_running": 3}}
     cluster.put(changed)
-    end = time.monotonic() + READY_S
     # A replica that takes in the change may be missing from one answer.
-    while bounds(cluster) != [3]:
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_until(lambda: bounds(cluster) == [3])
     assert cluster.replicas() == before
     cluster.put(config)
 
@@ -138,7 +134,7 @@ def test_a_job_sends_a_dataset_over_http(cluster: RayCluster, tmp_path: Path) ->
     try:
         own.run(job)
     finally:
-        own.head.end(READY_S)
+        own.head.end(END_S)
     assert errors(data / "answers.jsonl") == [None] * 500
 
 
@@ -159,7 +155,7 @@ def test_a_job_sends_a_dataset_through_the_handle(cluster: RayCluster, tmp_path:
 
 def connects(pod: Running, target: Running, port: int) -> bool:
     """Return whether a pod can connect to a port of another."""
-    return pod.run(["bash", "-c", f"exec 3<>/dev/tcp/{target.address}/{port}"], 10).returncode == 0
+    return pod.run(["bash", "-c", f"exec 3<>/dev/tcp/{target.address}/{port}"]).returncode == 0
 
 
 def made_ready(name: str, folder: Path) -> tuple[Document, Path]:
@@ -189,18 +185,20 @@ def test_a_worker_that_goes_hands_its_replicas_over(cluster: RayCluster) -> None
     drained = threading.Event()
 
     def drain() -> None:
-        old.run(command, READY_S)
+        old.run(command)
         drained.set()
 
     threading.Thread(target=drain, daemon=True).start()
-    answers = []
-    end = time.monotonic() + READY_S
-    while not drained.is_set():
-        assert time.monotonic() < end
+    answers: list[list[str]] = []
+
+    def ask_until_drained() -> bool:
         # Kubernetes' Service sends requests to pods that are ready.
         for pod in (old, new):
             if pod.probe(cluster.machine, "readinessProbe"):
                 answers.append(ask(cluster, pod))
+        return drained.is_set()
+
+    wait_until(ask_until_drained, every_s=0.0)
     cluster.wait_for(new)
     took = cluster.remove(old)
     print(f"{len(answers)} answers meanwhile; the old pod took {took:.1f} s to end")
