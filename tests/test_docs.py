@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from serve_app.settings.completion import complete_config
 from serve_app.settings.fields import Strict
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
-from tests import commands
+from tests import commands, progress
 from tests.commands import CommandError, command
 from tests.pages import (
     ROOT,
@@ -118,14 +117,10 @@ def test_a_broken_link_is_found() -> None:
 
 @each(*(block for block in select("run", "script") if block.language == "python"))
 def test_python_examples_print_what_the_page_says(block: Block, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = progress.run(
         [sys.executable, "-c", block.text],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert done.returncode == 0, f"{block}\n{done.stderr}"
     if block.output:

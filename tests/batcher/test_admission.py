@@ -22,8 +22,9 @@ from tests.batcher.helpers import (
 )
 from tests.batcher.lines import count_lines
 from tests.batcher.virtual import Clock, VirtualLoop, blocked, now, virtual
+from tests.progress import STILL_S
 
-WAIT_S = 10.0
+WAIT_S = STILL_S
 
 # Waiting for space
 

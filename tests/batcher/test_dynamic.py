@@ -14,6 +14,7 @@ from batcher import BatchStats, Closed, DynamicBatcher, Expired, Oversize, Queue
 from tests.batcher.helpers import Machine, check_books, dynamic_batcher, one_by_one, results_of
 from tests.batcher.lines import count_lines
 from tests.batcher.virtual import Clock, blocked, now, until, virtual
+from tests.progress import STILL_S
 
 # When a batch is decided
 
@@ -709,13 +710,13 @@ async def test_stop_does_not_wait_for_a_thread_beyond_its_timeout() -> None:
     go = threading.Event()
 
     def process(batch: list[int]) -> list[int]:
-        go.wait(30)
+        go.wait(2 * STILL_S)
         return batch
 
     batcher = DynamicBatcher(process)
     await batcher.start()
     future = await batcher.submit(1)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(STILL_S):
         await batcher.stop(timeout=0.01)
     go.set()
     assert isinstance(future.exception(), Closed)

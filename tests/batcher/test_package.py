@@ -1,13 +1,13 @@
 """The package by itself: pure Python, typed, no circles."""
 
 import ast
-import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 from types import ModuleType
 
 import batcher
+from tests.progress import run
 
 ROOT = Path(batcher.__file__).parent
 
@@ -80,7 +80,5 @@ def untyped(kind: ast.ClassDef) -> set[str]:
 
 def test_importing_it_is_cheap() -> None:
     code = "import sys, batcher; print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run([sys.executable, "-c", code], cwd=ROOT.parent, check=True)
     assert not {"ray", "vllm", "torch", "numpy", "pydantic", "starlette"} & set(done.stdout.split())

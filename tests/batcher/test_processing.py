@@ -17,6 +17,7 @@ from batcher import Aborted, DynamicBatcher
 from batcher.processing import OUTAGE
 from tests.batcher.helpers import check_books, dynamic_batcher, refusing_bad, results_of
 from tests.batcher.virtual import now, until, virtual
+from tests.progress import STILL_S
 
 # Errors
 
@@ -281,7 +282,10 @@ async def test_a_part_of_a_batch_runs_when_the_memory_of_the_failed_call_is_free
 
     gc.disable()
     try:
-        async with DynamicBatcher(process if in_thread else process_here) as batcher, asyncio.timeout(10):
+        async with (
+            DynamicBatcher(process if in_thread else process_here) as batcher,
+            asyncio.timeout(STILL_S),
+        ):
             assert await results_of(await batcher.submit_batch("abcd")) == [*"abcd"]
     finally:
         gc.enable()
@@ -396,7 +400,7 @@ async def test_a_synchronous_function_runs_in_a_thread() -> None:
         return [2 * record for record in batch]
 
     async with DynamicBatcher(process, max_batch_size=2) as batcher:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(STILL_S):
             assert await results_of([await batcher.submit(i) for i in range(6)]) == [0, 2, 4, 6, 8, 10]
     assert loop_thread not in threads
     assert len(threads) == 1
@@ -406,14 +410,14 @@ async def test_the_event_loop_goes_on_while_a_synchronous_function_runs() -> Non
     go = threading.Event()
 
     def process(batch: list[int]) -> list[int]:
-        assert go.wait(10)
+        assert go.wait(STILL_S)
         return batch
 
     async with DynamicBatcher(process) as batcher:
         future = await batcher.submit(1)
         await until(lambda: batcher.stats.running == 1)
         go.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(STILL_S):
             assert await future == 1
 
 
@@ -424,7 +428,7 @@ async def test_an_error_in_a_thread_reaches_its_record(error: BaseException) -> 
 
     async with DynamicBatcher(process) as batcher:
         future = await batcher.submit(1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(STILL_S):
             (result,) = await results_of([future])
         assert isinstance(result, KeyError if isinstance(error, KeyError) else RuntimeError)
         assert batcher.is_running
@@ -450,7 +454,7 @@ async def test_what_a_function_is_decides_how_it_is_called() -> None:
         lambda batch: [2 * record for record in batch],
     ]
     for function in functions:
-        async with DynamicBatcher(function) as batcher, asyncio.timeout(10):
+        async with DynamicBatcher(function) as batcher, asyncio.timeout(STILL_S):
             assert await (await batcher.submit(21)) == 42
 
 
@@ -473,7 +477,7 @@ async def test_the_context_of_a_caller_does_not_leak_into_the_function() -> None
         await (await batcher.submit(1))
 
     for function in (process, process_in_thread):
-        async with DynamicBatcher[int, int](function) as batcher, asyncio.timeout(10):
+        async with DynamicBatcher[int, int](function) as batcher, asyncio.timeout(STILL_S):
             for _ in range(2):
                 await asyncio.create_task(caller(batcher))
     assert seen == ["of the start"] * 4

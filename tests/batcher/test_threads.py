@@ -11,8 +11,9 @@ import pytest
 
 from batcher import Closed, ContinuousBatcher, DynamicBatcher, ThreadClient
 from tests.batcher.virtual import until
+from tests.progress import STILL_S
 
-WAIT_S = 10.0
+WAIT_S = STILL_S
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

@@ -10,6 +10,7 @@ import pytest
 
 from batcher import BatchStats, CostEstimator, DynamicBatcher, Prompt, TokenBatcher, TokenEstimator
 from tests.batcher.virtual import now, virtual
+from tests.progress import STILL_S
 
 
 async def upper(batch: list[Any]) -> list[str]:
@@ -131,7 +132,7 @@ async def test_a_worker_that_lives_as_long_as_its_process() -> None:
         futures = [await batcher.submit(Question(task_id, i, text)) for i, text in enumerate(texts)]
         return await asyncio.gather(*futures)
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(STILL_S):
         answers = await asyncio.gather(*(task(f"t{i}", ["a", "b"]) for i in range(10)))
     assert answers[3] == ["t3/0: a", "t3/1: b"]
     await batcher.stop()
@@ -151,7 +152,7 @@ async def test_costs_and_batches_in_bulk() -> None:
         batch_timeout_s=0.05,
         max_queue_size=5_000,
     ) as batcher:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(STILL_S):
             futures = []
             for value in range(100):
                 futures.append(await batcher.submit({"value": value}, estimated_cost=10))

@@ -1,7 +1,6 @@
 """The application of a config's `args`, and imports of its processes."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.settings.usage import UsageSettings
+from tests.progress import run
 
 DEMO = {"id": "demo", "source": "saturate://demo"}
 OTHER = {"id": "org/other", "source": "org/other", "engine": {"max_num_seqs": 8}}
@@ -133,7 +133,7 @@ import serve_app.app, serve_app.ingress.deployment, serve_app.batches.deployment
 serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}], "batches": {"folder": "/x"}})
 print(sorted(name for name in sys.modules if name.startswith("serve_app.batches.") or "psycopg" in name))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == "['serve_app.batches.deployment']\n", done.stderr
 
 
@@ -152,7 +152,7 @@ app = build_app(build({"models": [{"id": "demo", "source": "saturate://demo"}]})
 print({d._deployment_config.graceful_shutdown_timeout_s for d in app.deployments})
 """
     env = os.environ | {"RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "777"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, env=env)
+    done = run([sys.executable, "-c", script], env=env)
     assert done.stdout == "{777.0}\n", done.stderr
 
 
@@ -194,7 +194,7 @@ serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}, emb
 heavy = {"torch", "vllm", "transformers", "tokenizers"}
 print(sorted({name.partition(".")[0] for name in sys.modules} & heavy))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -205,5 +205,5 @@ import batcher
 rest = {"ray", "vllm", "starlette", "pydantic", "serve_app", "torch"}
 print(sorted({name.partition(".")[0] for name in sys.modules} & rest))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == "[]\n", done.stderr

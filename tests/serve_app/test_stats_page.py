@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -16,6 +15,7 @@ from starlette.requests import Request
 
 from batcher import BatchStats, ContinuousStats
 from serve_app.ingress.pages import STATS_PAGE, wants_page
+from tests.progress import STILL_S, run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [
@@ -29,7 +29,7 @@ FLAGS = [
     "--disable-sync",
     "--hide-scrollbars",
 ]
-LIMIT_S = 120
+LIMIT_S = STILL_S
 
 LLM = ContinuousStats(
     total_submitted=5200,
@@ -149,19 +149,16 @@ def url() -> Iterator[str]:
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/stats.html"
     server.shutdown()
-    thread.join(timeout=10)
+    thread.join(STILL_S)
     server.server_close()
 
 
 def browse(url: str, folder: Path, *flags: str) -> str:
     """Return the output of headless Chromium after some seconds on the page."""
     assert CHROMIUM
-    done = subprocess.run(
+    done = run(
         # Virtual time passes as fast as the page is idle.
         [CHROMIUM, *FLAGS, f"--user-data-dir={folder}", "--virtual-time-budget=8000", *flags, url],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
         check=True,
     )
     return done.stdout

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from serve_app.auth.command import keys
 from serve_app.auth.keys import hash_key, new_key, read_keys
+from tests import progress
 
 ENTRIES = f"""\
 - name: ada            # on the third floor
@@ -51,7 +52,7 @@ def secret_of(result: Result) -> str:
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "serve_app.auth.command", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return progress.run(command)
 
 
 def test_the_command_shows_a_key_once_and_prints_only_its_hash() -> None:
@@ -99,7 +100,7 @@ def test_a_missing_option_is_an_error_of_usage() -> None:
 
 def test_the_old_path_of_the_module_is_a_command() -> None:
     command = [sys.executable, "-m", "serve_app.keys", "new", "--name", "ada", "--tenant", "research"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = progress.run(command, check=True)
     assert len(read_keys(done.stdout, "stdout")) == 1
 
 

@@ -26,8 +26,9 @@ from serve_app.auth.keys import hash_key, new_key
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
+from tests.progress import STILL_S
 
-LIMIT_S = 5.0
+LIMIT_S = STILL_S
 KEY = "sk-ada"
 
 

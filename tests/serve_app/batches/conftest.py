@@ -7,6 +7,7 @@ import pytest
 
 from serve_app.batches import failpoints
 from serve_app.batches.database import Database, SQLite
+from tests.progress import STILL_S
 from tests.serve_app.batches.server import Server, start
 from tests.serve_app.batches.site import Site
 
@@ -50,7 +51,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     yield site
     site.engine.go.set()
     site.runner.stop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(STILL_S):
         await running
     failpoints.hook = None
     site.store.close()

@@ -9,6 +9,7 @@ from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches.client import Answer
+from tests.progress import STILL_S
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 """The usage of each answer."""
@@ -89,7 +90,7 @@ class Engine:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition holds, which is looked at whenever a try begins."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(STILL_S):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_S = 60
+from tests.progress import STILL_S
+
+LIMIT_S = STILL_S
 USER = "postgres"
 
 

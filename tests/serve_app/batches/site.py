@@ -15,6 +15,7 @@ from serve_app.batches.api import BatchAPI
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
 from serve_app.batches.runner import Runner
+from tests.progress import STILL_S
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import CHAT, NOW, opened, text_of
 
@@ -60,7 +61,7 @@ class Site:
 
     async def ended(self, client: openai.AsyncOpenAI, id: str) -> Batch:
         """Poll a batch until it has ended."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(STILL_S):
             while True:
                 self.committed.clear()
                 batch = await client.batches.retrieve(id)

@@ -24,13 +24,14 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.system.cpu_scheduling import BACKGROUND_NICE
+from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import CHAT, commits, opened, row, text_of
 from tests.serve_app.ingress.engine_doubles import PLAIN, Engine, answer, health
 from tests.serve_app.usage.fleet import QuotasHandle
 
 __all__ = ["health"]
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 LIMIT = 10_000
 ANNA = Scheduling(1, "anna")
 USAGE = RequestUsage(prompt_tokens=30, output_tokens=12)

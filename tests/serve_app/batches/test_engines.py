@@ -29,13 +29,14 @@ from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import parse
+from tests.progress import STILL_S
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, Waking, answer, health
 from tests.serve_app.usage.fleet import QuotasHandle
 
 __all__ = ["health"]
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 BODY: JSON = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "service_tier": "flex"}
 
 

@@ -13,6 +13,7 @@ from serve_app.batches import failpoints
 from serve_app.batches.database import SQLite
 from serve_app.batches.errors import DatabaseError
 from serve_app.batches.upload import FORM_BYTES
+from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import ids_on_disk, row
 from tests.serve_app.batches.site import LIMITS, Site, create, upload
 
@@ -72,7 +73,7 @@ async def test_uploads_under_way_are_limited_together(site: Site, client: openai
         await go.wait()
         yield body[-10:]
 
-    async with site.http() as http, asyncio.timeout(20):
+    async with site.http() as http, asyncio.timeout(STILL_S):
         http.headers["authorization"] = "Bearer anna"
         kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
         first = asyncio.create_task(http.post("/v1/files", content=slowly(), headers=kind))

@@ -26,6 +26,7 @@ from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
+from tests.progress import STILL_S
 from tests.serve_app.batches.crash import FAULTS, Crash, KilledError, inline
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, content_ids, ids_on_disk, put, row, text_of
@@ -153,7 +154,7 @@ class Schedule:
                 clock=lambda: self.now,
                 tick_s=TICK_S,
             )
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(STILL_S):
                 await self._work(store, content, runner)
         finally:
             if runner is not None:

@@ -25,9 +25,10 @@ pytest.importorskip("fsspec", reason="fsspec is not installed here (pip install 
 
 from serve_app.batches import object_storage
 from serve_app.batches.object_storage import BLOCK_BYTES, ObjectContent
+from tests.progress import STILL_S
 from tests.serve_app.batches.buffered_storage import PROTOCOL, BufferedStorage
 
-LIMIT_S = 30.0
+LIMIT_S = STILL_S
 
 
 @pytest.fixture(params=["memory", PROTOCOL])

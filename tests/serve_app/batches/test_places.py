@@ -11,9 +11,10 @@ from serve_app.api.pacing import Fixed
 from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.places import FILL_ROWS, Places
 from serve_app.batches.rows import Row
+from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import batch_of
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 TEXT = b"x" * 10
 
 

@@ -11,13 +11,14 @@ from serve_app.batches.errors import DatabaseError
 from serve_app.batches.service import BatchService
 from serve_app.batches.store import Store
 from serve_app.settings.batches import BatchesSettings
+from tests.progress import STILL_S
 from tests.serve_app.batches import server
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import batch_of, commits, file_of, row, text_of
 from tests.serve_app.batches.server import Server
 from tests.serve_app.batches.test_service import get
 
-LIMIT_S = 60.0
+LIMIT_S = STILL_S
 
 
 @pytest.fixture

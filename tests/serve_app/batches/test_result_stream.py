@@ -9,9 +9,10 @@ from serve_app.batches.content import Content, Contents
 from serve_app.batches.errors import ContentLostError
 from serve_app.batches.result_stream import result_stream
 from serve_app.batches.stored import Batch
+from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import batch_of
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 class Writer:

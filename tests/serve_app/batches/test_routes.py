@@ -13,6 +13,7 @@ from serve_app.batches import failpoints
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.content import Content
 from serve_app.batches.store import Store
+from tests.progress import STILL_S
 from tests.serve_app.batches.conftest import Place
 from tests.serve_app.batches.helpers import CHAT, row
 from tests.serve_app.batches.site import Site, upload
@@ -25,7 +26,7 @@ async def test_requests_are_answered_while_the_threads_of_the_loop_are_busy(
     free = threading.Event()
     busy = [asyncio.create_task(asyncio.to_thread(free.wait)) for _ in range(40)]
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(STILL_S):
             assert (await client.files.retrieve(file.id)).id == file.id
             assert [found async for found in client.batches.list()] == []
     finally:

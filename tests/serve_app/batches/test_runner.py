@@ -26,6 +26,7 @@ from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
+from tests.progress import STILL_S
 from tests.serve_app.batches.engine import USAGE, Engine, custom_id_of
 from tests.serve_app.batches.helpers import DAY_S, NOW, batch_of, opened, put, row, text_of
 
@@ -69,7 +70,7 @@ class Bench:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition on the store holds, which is looked at after each commit."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(STILL_S):
             while not condition():
                 self.committed.clear()
                 await self.committed.wait()
@@ -98,7 +99,7 @@ async def running(folder: Path, engine: Engine, **options: Any) -> AsyncIterator
     bench = Bench(store, content, engine, **options)
     failpoints.hook = bench.reach
     try:
-        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(STILL_S), asyncio.TaskGroup() as group:
             group.create_task(bench.runner.run())
             yield bench
             bench.runner.stop()
@@ -270,7 +271,7 @@ async def test_tenants_share_by_weight(limit: int, tmp_path: Path, monkeypatch: 
         for name, weight in (("ben", None), ("anna", 3.0)):
             bench.add(name, *(row(f"{name}{number}") for number in range(120)), tenant=name, weight=weight)
         # Ben is alone until anna's rows are read.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(STILL_S):
             await read.wait()
         engine.go.set()
         await bench.ended("anna")
@@ -557,14 +558,14 @@ async def test_a_cancelled_runner_ends_after_the_thread_that_writes(tmp_path: Pa
     def wait(point: str) -> None:
         if point == "content.append":
             loop.call_soon_threadsafe(reached.set)
-            assert go.wait(20)
+            assert go.wait(STILL_S)
 
     put(store, content, "in", text_of(row("x")))
     store.add_batch(batch_of("b", "in"), 1)
     runner = Runner(store, content, engine, KeyRules({"demo"}), clock=lambda: NOW)
     failpoints.hook = wait
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(STILL_S):
             run = asyncio.create_task(runner.run())
             await reached.wait()
             run.cancel()

@@ -19,6 +19,7 @@ from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
 from serve_app.ingress.large_bodies import LARGE_BYTES
+from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import batch_of, row, text_of
 
 BATCH = batch_of("b", "in")
@@ -144,7 +145,7 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
             # The thread that has read it holds it until it gets a core.
             watched = weakref.ref(body, lambda _: loop.call_soon_threadsafe(gone.set))
             del body
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(STILL_S):
                 await gone.wait()
             forgotten.append(watched() is None)
             return Answer(200, {})

@@ -18,10 +18,11 @@ from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings
+from tests.progress import STILL_S
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import CHAT, batch_of, commits, opened, put, row, text_of
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 @asynccontextmanager

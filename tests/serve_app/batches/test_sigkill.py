@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic_core import from_json
 
+from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import batch_of, content_ids, ids_on_disk, opened, put, row, text_of
 
 LIMIT = 16
@@ -21,7 +22,7 @@ async def run(folder: Path, calls: Path, kill_at: int) -> int:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", module, str(folder), str(calls), str(LIMIT), str(kill_at)
     )
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(STILL_S):
         return await process.wait()
 
 

@@ -17,9 +17,10 @@ import serve_app.cli.dashboard
 import serve_app.cli.launch
 import serve_app.cli.main
 from tests.ports import free_port
+from tests.progress import STILL_S, wait_until
 from tests.serve_app.cli.services import config, write
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([__name__])
@@ -224,10 +225,7 @@ class Service(Command):
 
     def wait_gone(self) -> None:
         """Wait until none of its processes lives and its port is free."""
-        deadline = time.monotonic() + 15.0
-        while left := self.processes():
-            assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
-            time.sleep(0.01)
+        wait_until(lambda: not self.processes(), tell=lambda: f"left: {self.processes()}", every_s=0.01)
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", self.port))

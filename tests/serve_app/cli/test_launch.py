@@ -6,7 +6,6 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from serve_app.cli.launch import launch
 from serve_app.cli.progress import Progress
 from serve_app.cli.runs import find_runs
 from serve_app.settings.completion import complete_config
-from tests.serve_app.cli.launching import LIMIT_S, Command, Service
+from tests.progress import wait_until
+from tests.serve_app.cli.launching import Command, Service
 from tests.serve_app.cli.services import config, write
 
 Start = Callable[..., Service]
@@ -146,9 +146,7 @@ def test_the_leftovers_of_a_killed_launcher_and_supervisor_can_be_found(start: S
     (run,) = (run for run in find_runs() if run.port == service.port)
     assert not run.alive
     # One that is about to die is found by its environment, and has no folder any more.
-    deadline = time.monotonic() + LIMIT_S
-    while others := set(run.processes()) - set(service.processes()):
-        assert time.monotonic() < deadline, others
+    wait_until(lambda: set(run.processes()) <= set(service.processes()), every_s=0.0)
     assert service.processes("sleep")
     run.end()
     service.wait_gone()

@@ -1,6 +1,5 @@
 """The command `saturate` and its subcommands."""
 
-import subprocess
 import sys
 
 import click
@@ -9,6 +8,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from serve_app.cli.main import COMMANDS, saturate
+from tests.progress import run
 
 SCRIPT = """
 import sys
@@ -38,9 +38,7 @@ print([name for name in ("ray", "vllm", "torch") if name in sys.modules])
     ids=" ".join,
 )
 def test_ray_is_not_loaded_for(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments], capture_output=True, text=True, timeout=60
-    )
+    done = run([sys.executable, "-c", SCRIPT, *arguments])
     # A new key is shown there.
     assert "Traceback" not in done.stderr
     assert done.returncode == 0

@@ -1,6 +1,5 @@
 """The command `saturate serve`."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import serve_app.cli.launch
 from serve_app.cli.serve import serve
 from serve_app.cli.serve_config import read_config
 from serve_app.settings.completion import complete_config
+from tests import progress
 from tests.serve_app.cli.services import config, write
 from tests.serve_app.models.doubles import L4, QWEN_7B, QWEN_7B_BYTES, FakeHub, machine, write_model
 
@@ -21,12 +21,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_the_module_is_a_command(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
-    done = subprocess.run(
-        [sys.executable, "-m", "serve_app.cli", "serve", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = progress.run([sys.executable, "-m", "serve_app.cli", "serve", str(path)])
     assert (done.returncode, done.stdout, done.stderr) == (
         1,
         "",

@@ -16,9 +16,10 @@ from click.testing import CliRunner, Result
 
 from serve_app.cli.main import saturate
 from tests.ports import free_port
+from tests.progress import STILL_S, run
 from tests.serve_app.cli.fake_service import FakeService, llm
 
-LIMIT_S = 120.0
+LIMIT_S = STILL_S
 
 
 @pytest.fixture
@@ -120,9 +121,7 @@ def test_a_mistake_is_told(arguments: list[str], message: str) -> None:
 def test_the_help_has_no_need_of_ray() -> None:
     modules = "serve_app.cli.top, serve_app.cli.live, serve_app.cli.doctor"
     script = f"import sys, {modules}; print('ray' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S, check=True
-    )
+    done = run([sys.executable, "-c", script], check=True)
     assert done.stdout == "False\n"
 
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from serve_app.cli import tune_config
 from serve_app.cli.tune import tune
 from serve_app.usage.rows import Row, encode
+from tests.progress import STILL_S
 from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server
 
 SHORT = ("--input", "5", "--output", "4", "--seconds", "1")
@@ -34,7 +35,7 @@ def served(**fields: Any) -> Iterator[StreamingServer]:
     finally:
         asyncio.run_coroutine_threadsafe(server.__aexit__(None, None, None), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(STILL_S)
         loop.close()
 
 

@@ -19,6 +19,7 @@ from serve_app.tuning.service import Facts, ServiceError
 from serve_app.tuning.tuner import LoneMissError
 from serve_app.usage.call_lengths import CallLengths
 from serve_app.usage.rows import Row
+from tests.progress import STILL_S
 from tests.serve_app.cli.instant_load import QUESTION, Bench
 
 
@@ -138,7 +139,7 @@ async def test_a_run_that_is_cancelled_ends_the_load_and_keeps_what_was_found() 
     run = bench.run()
     task = asyncio.create_task(run.run())
     assert bench.stuck
-    await asyncio.wait_for(bench.stuck.wait(), 10)
+    await asyncio.wait_for(bench.stuck.wait(), STILL_S)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -12,10 +12,11 @@ from starlette.applications import Starlette
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.runner import Runner
+from tests.progress import STILL_S
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.helpers import opened
 
-LIMIT_S = 30.0
+LIMIT_S = STILL_S
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.driver.clients import HandleClient, HTTPClient
 from serve_app.driver.errors import DriverError
+from tests.progress import STILL_S
 from tests.serve_app.driver.fake import FakeService, failure, listening
 from tests.serve_app.driver.handle import Handle
 
-LIMIT_S = 5.0
+LIMIT_S = STILL_S
 BODY = {"prompts": ["a"]}
 
 

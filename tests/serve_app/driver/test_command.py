@@ -7,11 +7,9 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -19,10 +17,11 @@ import pytest
 from serve_app.api.pacing import Backoff
 from serve_app.api.protocol import JSON
 from serve_app.driver.command import main
+from tests.progress import STILL_S, run, wait_until
 from tests.serve_app.driver.disk import failing_sync, full
 from tests.serve_app.driver.fake import FakeService, failure, listening
 
-LIMIT_S = 90.0
+LIMIT_S = STILL_S
 
 
 @pytest.fixture
@@ -67,13 +66,6 @@ def rows(path: Path) -> list[JSON]:
         found: list[JSON] = pq.read_table(path).to_pylist()
         return found
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
@@ -134,12 +126,9 @@ def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, se
 
 
 def test_standard_input(tmp_path: Path, url: str) -> None:
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-m", "serve_app.driver", "-", tmp_path / "out.jsonl", "--url", url],
         input='{"prompt": "a"}\n{"prompt": "b"}\n',
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     assert [row["result"] for row in rows(tmp_path / "out.jsonl")] == ["A", "B"]
@@ -584,12 +573,7 @@ def test_a_real_disk_that_is_full(
         name=name,
         copy=tmp_path / name,
     )
-    ran = subprocess.run(
-        ["unshare", "--map-root-user", "--mount", "sh", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=2.5 * LIMIT_S,
-    )
+    ran = run(["unshare", "--map-root-user", "--mount", "sh", "-c", script])
     if ran.returncode in (1, 77):
         pytest.skip(f"no disk can be mounted here: {ran.stderr}")
     assert "first: 4" in ran.stdout, ran.stdout + ran.stderr

@@ -13,7 +13,9 @@ from serve_app.driver.errors import DiskError, OutputError
 from serve_app.driver.journal import Journal, write_whole
 from tests.serve_app.driver.disk import failing_sync, full
 
-SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+SHARED = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 
 
 def row(number: int) -> dict[str, Any]:

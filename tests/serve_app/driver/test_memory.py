@@ -1,11 +1,12 @@
 """The memory of a run doesn't grow with the input."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import progress
 
 MOST_MIB = 12.0
 """MiB by which a run may grow from a thousand rows to all: buffers of the allocator, latencies."""
@@ -56,9 +57,7 @@ def peak_mib(folder: Path, count: int, kind: str) -> float:
         for number in range(count):
             file.write(json.dumps({"id": f"r{number}", "prompt": f"{number} " + "x" * 200}) + "\n")
     out = folder / f"{count}.out.{kind}"
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, source, out], capture_output=True, text=True, check=True, timeout=280
-    )
+    done = progress.run([sys.executable, "-c", SCRIPT, source, out], check=True)
     rows, mib = json.loads(done.stdout)
     assert rows == count
     return float(mib)

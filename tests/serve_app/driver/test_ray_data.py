@@ -7,9 +7,10 @@ import pytest
 
 from serve_app.driver.errors import DriverError
 from serve_app.driver.ray_data import Generate
+from tests.progress import STILL_S
 from tests.serve_app.driver.handle import Handle
 
-LIMIT_S = 5.0
+LIMIT_S = STILL_S
 
 
 async def test_a_batch_is_one_call_and_comes_back_with_result_columns(handle: Handle) -> None:

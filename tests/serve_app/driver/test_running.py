@@ -16,6 +16,7 @@ from serve_app.driver import DriverError, HTTPClient, Prompter
 from serve_app.driver.chunks import chunked
 from serve_app.driver.rows import numbered
 from serve_app.driver.running import Run, call_body, run
+from tests.progress import STILL_S
 from tests.serve_app.driver.fake import FakeService, failure, no_route, texts
 
 NOW = Backoff(0.0001, 0.001)
@@ -51,7 +52,7 @@ async def send(
 
 async def until(condition: Callable[[], bool]) -> None:
     """Run the event loop until a condition holds."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(STILL_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -233,7 +234,7 @@ async def test_calls_in_flight_are_finished_after_stop() -> None:
     await until(lambda: service.most_at_once == 2)
     dataset_run.stop()
     service.release.set()
-    await asyncio.wait_for(collecting, 10)
+    await asyncio.wait_for(collecting, STILL_S)
     assert len(rows) == 10
     assert len(service.calls) == 2
 
@@ -265,7 +266,11 @@ def is_no_outage(fates: list[str]) -> bool:
     return all(part.count("x") <= 2 for part in "".join(fates).replace("k", "o").split("o"))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    deadline=None,
+    max_examples=40,
+)
 @given(
     st.integers(0, 12),
     st.integers(1, 5),

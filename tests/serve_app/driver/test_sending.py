@@ -13,6 +13,7 @@ from serve_app.driver.clients import HTTPClient
 from serve_app.driver.errors import DriverError, RowError
 from serve_app.driver.run_stats import RunStats
 from serve_app.driver.sending import GaveUpError, Sender, StoppedError
+from tests.progress import STILL_S
 from tests.serve_app.driver.fake import FakeService, failure, texts
 
 CHUNK: Chunk = [Item(number, number, f"p{number}") for number in range(5)]
@@ -110,7 +111,7 @@ async def test_stopping_ends_the_wait_for_the_next_try() -> None:
     service.trouble = lambda body: failure(503)
     one, stats = sender(service, wait_s=600.0)
     sending = asyncio.ensure_future(one.send(CHUNK))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(STILL_S):
         while not stats.trouble:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         one._stopping.set()

@@ -16,11 +16,12 @@ from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_options import vllm_args
 from serve_app.engine.vllm_tokenizing import bound_tokenizing
 from serve_app.settings.models import LLMSettings
+from tests.progress import STILL_S
 
 CONTEXT = 128
 
 
-LIMIT_S = 60.0
+LIMIT_S = STILL_S
 
 
 class Texts(TokenizingQueue):

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.engine.adapter_slots import AdapterSlots
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 class Request:

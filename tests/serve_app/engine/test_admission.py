@@ -14,6 +14,7 @@ from serve_app.engine.admission import (
     refusal_of,
     set_current,
 )
+from tests.progress import STILL_S
 
 
 def test_a_full_queue_says_when_to_come_back() -> None:
@@ -60,7 +61,7 @@ async def test_each_task_carries_its_own_admission() -> None:
 
     async def request(name: str) -> None:
         set_current(AdmissionRequest(), results[name])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(STILL_S):
             await both_set.wait()
         # Code further down, in a task of its own, finds its request's admission and no other.
         assert (await asyncio.create_task(find())).result is results[name]

@@ -7,8 +7,9 @@ import pytest
 
 from serve_app.engine import arrivals as module
 from serve_app.engine.arrivals import Arrival, Arrivals
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 FLEX, DEFAULT, PRIORITY = 1, 0, -1
 
 

@@ -12,8 +12,9 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import PromptError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
 from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall, record_error, run_records
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 class Model:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from serve_app.engine.engine_watch import EngineWatch
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 @dataclass

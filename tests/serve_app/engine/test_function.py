@@ -22,6 +22,7 @@ from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.usage.rows import Row
+from tests.progress import STILL_S
 
 
 class Upper:
@@ -328,7 +329,7 @@ async def test_the_log_names_the_request_that_holds_the_loop(caplog: pytest.LogC
 
     class Stuck(list[str]):
         def __iter__(self) -> Any:
-            assert held.wait(10)
+            assert held.wait(STILL_S)
             return super().__iter__()
 
     async def hold(relayed: RelayRequest, *_: object) -> bytes:

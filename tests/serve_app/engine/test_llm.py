@@ -21,6 +21,7 @@ from serve_app.settings.telemetry import SILENT
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.usage.calls import CallBook
 from serve_app.usage.rows import Row, Tokens
+from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
 from tests.serve_app.usage.crashing import FakeSequence
 
@@ -101,7 +102,7 @@ async def test_a_stream_of_an_engine_that_dies_is_lost_on_every_route(path: str)
     engine = made(app)
     engine._routes |= {path}
     pieces = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(STILL_S):
         async for message in engine.relay(replace(REQUEST, path=path)):
             pieces.append(unpack(message))
             begun.set()

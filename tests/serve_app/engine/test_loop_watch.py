@@ -11,8 +11,9 @@ import pytest
 
 from serve_app.engine.loop_watch import LoopWatch
 from serve_app.relay.request import RelayRequest
+from tests.progress import STILL_S
 
-LIMIT_S = 10.0
+LIMIT_S = STILL_S
 BOUND_S = 0.05
 HEADERS = [(b"x-request-id", b"abc-1")]
 SECRET = "a prompt"

@@ -19,9 +19,10 @@ from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.usage.calls import CallBook
+from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 def made(app: Any, ready_at: float = 0.0) -> OpenAIAnswers:

@@ -12,8 +12,9 @@ from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.tokenizing import LONG_AT_ONCE, LONG_BYTES, OTHERS_AT_ONCE, SHORT_BYTES, TokenizingQueue
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 LONG = LONG_BYTES + 1
 
 

@@ -12,9 +12,10 @@ from serve_app.engine.adapter_copies import AdapterFiles
 from serve_app.engine.adapter_files import Adapter, AdapterError
 from serve_app.engine.vllm_adapter_loader import AdapterLoader
 from serve_app.settings.adapters import AdapterSettings
+from tests.progress import STILL_S
 from tests.serve_app.engine.lora_doubles import FakeLLM, has_files, source
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 def made() -> tuple[AdapterLoader, FakeLLM]:

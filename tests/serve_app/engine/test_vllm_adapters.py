@@ -14,6 +14,7 @@ from serve_app.engine.vllm_adapters import Adapters
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
+from tests.progress import STILL_S
 from tests.serve_app.engine.adapters import write_adapter
 from tests.serve_app.engine.lora_doubles import FakeLLM, has_files, source
 
@@ -65,7 +66,7 @@ async def test_a_prepared_adapter_is_served_once_it_is_kept(tmp_path: Path) -> N
 
 
 async def settled(llm: FakeLLM, names: list[str]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(STILL_S):
         await llm.removed.wait()
     assert llm.names == names
 

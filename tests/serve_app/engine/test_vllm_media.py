@@ -29,8 +29,9 @@ from serve_app.engine.vllm_media import (
     refuse_media,
     use_allowed_hosts,
 )
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 HOST = "images.example.com"
 PUBLIC = "93.184.215.14"
 

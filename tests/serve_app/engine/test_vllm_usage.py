@@ -20,6 +20,7 @@ from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_cu
 from serve_app.engine.vllm_usage import EngineCounters
 from serve_app.usage.calls import Call, CallBook, Origin
 from serve_app.usage.rows import Row
+from tests.progress import STILL_S
 from tests.serve_app.engine.vllm_doubles import SteppedEngine, stepped
 
 TEN = tokens_input(list(range(10)))
@@ -220,7 +221,7 @@ async def test_a_beam_search_has_all_that_it_asks_of_the_engine(
             await turns()
             engine.step(finish=True)
             for task in tasks:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(STILL_S):
                     last = await task
             asked += len(tasks)
         yield last

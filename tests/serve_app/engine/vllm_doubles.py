@@ -20,10 +20,11 @@ from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_usage import EngineCounters, count_sequences
 from serve_app.usage.calls import CallBook
+from tests.progress import STILL_S
 
 BLOCK = 16
 CONTEXT = 128
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 TEN = tokens_input(list(range(10)))
 """A prompt of ten tokens."""
 

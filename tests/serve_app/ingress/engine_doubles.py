@@ -19,9 +19,10 @@ from serve_app.ingress.health import Health, ModelHealth, Report
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse
+from tests.progress import STILL_S
 from tests.serve_app.answers import complete
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 PLAIN = Head(200, [(b"content-type", b"application/json"), (b"x-mine", b"1")])
 STREAM = Head(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
 CHAT = "/v1/chat/completions"

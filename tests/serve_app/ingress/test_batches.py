@@ -22,6 +22,7 @@ from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import ModelHealth
 from serve_app.settings.schema import Settings, parse
+from tests.progress import STILL_S
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.handle import Handle
 from tests.serve_app.batches.helpers import commits, row, text_of
@@ -29,7 +30,7 @@ from tests.serve_app.ingress.engine_doubles import Client, check_error, health
 
 __all__ = ["health"]
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 ENDED = {"completed", "failed", "expired", "cancelled"}
 KEYS = {
@@ -214,7 +215,7 @@ async def test_an_upload_without_end_is_refused_before_all_of_it_has_come(site: 
             sent += 1
             yield b"x" * PIECE_BYTES
 
-    async with site.http() as http, asyncio.timeout(60):
+    async with site.http() as http, asyncio.timeout(STILL_S):
         kind = {"content-type": "multipart/form-data; boundary=b"}
         answer = await http.post("/v1/files", content=pieces(), headers=kind)
     check_error(answer, 413, "request_too_large")

@@ -21,8 +21,9 @@ from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import AuthMiddleware, KeyStore
 from serve_app.ingress.header_filter import middlewares
 from serve_app.settings.ingress import AccessSettings
+from tests.progress import STILL_S
 
-LIMIT_S = 30.0
+LIMIT_S = STILL_S
 CONFIG = Path(__file__).parents[3] / "configs" / "local.yaml"
 KEYS = {"near": "127.0.0.2/32", "far": "10.0.0.0/8"}
 """The range of each key; the client of the tests is 127.0.0.2, and HAProxy 127.0.0.1."""

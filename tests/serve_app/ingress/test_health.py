@@ -15,6 +15,7 @@ from ray.serve.schema import (
 )
 
 from serve_app.ingress.health import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
+from tests.progress import STILL_S
 
 
 def deployment(
@@ -49,7 +50,7 @@ class Controller:
     def status(self) -> ServeStatus:
         self.calls += 1
         self.asked.set()
-        assert self.may_answer.wait(5)
+        assert self.may_answer.wait(STILL_S)
         if self.error:
             raise self.error
         app = ApplicationStatusOverview(ApplicationStatus.RUNNING, "", 0.0, self.deployments)
@@ -189,7 +190,7 @@ async def test_readers_at_one_time_share_an_answer_and_leave_the_loop_free(contr
     await asyncio.sleep(0)
     assert not any(reader.done() for reader in readers)
     controller.may_answer.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(STILL_S):
         reports = await asyncio.gather(*readers)
     assert controller.calls == 1
     assert all(report is reports[0] for report in reports)
@@ -210,11 +211,11 @@ async def test_readers_that_leave_end_no_reading_and_begin_no_other(controller: 
     controller.may_answer.clear()
     for _ in range(3):
         reader = asyncio.ensure_future(health.read())
-        assert await asyncio.to_thread(controller.asked.wait, 5)
+        assert await asyncio.to_thread(controller.asked.wait, STILL_S)
         reader.cancel()
         await asyncio.wait({reader})
     controller.may_answer.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(STILL_S):
         await health.read()
     assert controller.calls == 1
 
@@ -224,12 +225,12 @@ async def test_a_controller_that_does_not_answer_is_an_error_and_is_asked_once(
 ) -> None:
     health = Health("llm", ["demo"])
     controller.may_answer.clear()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(STILL_S):
         for _ in range(3):
             monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", 0.01)
             with pytest.raises(TimeoutError):
                 await health.read()
         controller.may_answer.set()
-        monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", 5.0)
+        monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", STILL_S)
         await health.read()
     assert controller.calls == 1

@@ -8,8 +8,9 @@ import weakref
 import pytest
 
 from serve_app.ingress.large_bodies import LARGE_BYTES, look, weight
+from tests.progress import STILL_S
 
-LIMIT_S = 10.0
+LIMIT_S = STILL_S
 
 
 async def test_a_small_body_is_looked_into_at_once() -> None:

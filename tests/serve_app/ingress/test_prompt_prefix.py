@@ -1,6 +1,5 @@
 """Hashes of the beginnings of prompts."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.ingress.prompt_prefix import CHUNK_BYTES, ENDS, LEAST_MATCH, LEVELS, MAX_BYTES, prefix_hashes
+from tests.progress import run
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -58,5 +58,5 @@ def test_a_quarter_of_a_prompt_is_the_least_match() -> None:
 def test_other_processes_compute_the_same_hashes() -> None:
     """Several Ingresses that know nothing of each other draw the same replicas for a prompt."""
     script = "from serve_app.ingress.prompt_prefix import prefix_hashes; print(prefix_hashes(b'abc' * 1000))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == f"{prefix_hashes(b'abc' * 1000)}\n", done.stderr

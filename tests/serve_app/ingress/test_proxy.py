@@ -25,8 +25,9 @@ from serve_app.relay.frame import LOST, Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import ResumeMode, to_ids
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
+from tests.progress import STILL_S
 
-LIMIT_S = 5.0
+LIMIT_S = STILL_S
 PLAIN = [(b"content-type", b"application/json")]
 STREAM = [(b"content-type", b"text/event-stream")]
 USAGE = RequestUsage(3, 4)

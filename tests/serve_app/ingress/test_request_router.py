@@ -20,8 +20,9 @@ from serve_app.ingress.prompt_prefix import prefix_hashes
 from serve_app.ingress.replica_choice import SLACK_TOKENS
 from serve_app.ingress.request_router import EngineRouter
 from serve_app.relay.request import RelayRequest
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 DEPLOYMENT = DeploymentID("Engine:demo", "llm")
 PREFIX = tuple(range(1, 8))
 CALLS = count()

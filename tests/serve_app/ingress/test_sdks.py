@@ -14,11 +14,12 @@ from ray.exceptions import ActorDiedError
 
 from serve_app.api.errors import RequestError
 from serve_app.relay.frame import LOST, pack, pack_error
+from tests.progress import STILL_S
 from tests.serve_app.ingress.engine_doubles import STREAM, Engine, answer, application, health
 
 __all__ = ["health"]
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 CHAT: Any = [{"role": "user", "content": "x"}]
 
 Clients = tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from tests.progress import STILL_S
 from tests.serve_app.models.doubles import GB, QWEN_7B
 
 COMMIT = "0" * 40
@@ -98,7 +99,7 @@ def running_hub(folder: Path = Path("/nowhere")) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(10)
+        thread.join(STILL_S)
 
 
 def without_account(monkeypatch: pytest.MonkeyPatch, folder: Path, url: str | None = None) -> None:

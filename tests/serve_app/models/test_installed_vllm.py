@@ -1,11 +1,11 @@
 """What is read from the files of the installed vLLM."""
 
-import subprocess
 import sys
 
 import pytest
 
 from serve_app.models import installed_vllm
+from tests.progress import run
 
 
 def test_options_are_known_with_their_flags() -> None:
@@ -37,7 +37,7 @@ def test_vllm_is_not_imported() -> None:
         "vllm.options(), vllm.architectures(), vllm.parsers('reasoning'), vllm.build();"
         "print('vllm' in sys.modules, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == "False False\n", done.stderr
 
 

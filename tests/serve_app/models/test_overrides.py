@@ -1,6 +1,5 @@
 """Values by `--set` and by vLLM's own options."""
 
-import subprocess
 import sys
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from serve_app.models import installed_vllm
 from serve_app.models.errors import OptionError
 from serve_app.models.overrides import Override, check, engine_options, read_options, read_setting, value_at
+from tests.progress import run
 
 OWN = ["--set", "--print-config", "--verbose"]
 
@@ -134,7 +134,7 @@ def test_no_option_imports_vllm() -> None:
         "read_options(['--max-logprobs', '5'], []);"
         "print('vllm' in sys.modules, 'torch' in sys.modules, 'ray' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == "False False False\n", done.stderr
 
 

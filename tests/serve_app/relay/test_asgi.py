@@ -19,6 +19,7 @@ from serve_app.relay.events import DONE
 from serve_app.relay.frame import Head, Piece, pack_error, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
+from tests.progress import STILL_S
 
 T = TypeVar("T")
 USAGE = RequestUsage(3, 4)
@@ -28,7 +29,7 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 START: Message = {"type": "http.response.start", "status": 200, "headers": HEADERS}
 END: Message = {"type": "http.response.body", "body": b"", "more_body": False}
 FULL = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 """No wait in these tests comes near it."""
 
 

@@ -14,8 +14,9 @@ from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
+from tests.progress import STILL_S
 
-LIMIT_S = 5.0
+LIMIT_S = STILL_S
 REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
 EVENTS = [(b"content-type", b"text/event-stream")]
 

@@ -4,8 +4,9 @@ import pytest
 
 from serve_app.relay import upload
 from serve_app.relay.upload import MAX_WAITING, Uploads
+from tests.progress import STILL_S
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 async def settle() -> None:

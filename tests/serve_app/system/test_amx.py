@@ -1,7 +1,6 @@
 """A process of vLLM may use AMX, and one without AMX goes on."""
 
 import platform
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve_app.system.amx import allow_amx
+from tests.progress import run
 
 # arch_prctl(ARCH_GET_XCOMP_PERM): bit 18 is the permission for the tiles.
 SCRIPT = """
@@ -33,7 +33,7 @@ def has_amx() -> bool:
 
 @pytest.mark.skipif(not has_amx(), reason="the CPU has no AMX")
 def test_a_process_may_use_amx() -> None:
-    out = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
+    out = run([sys.executable, "-c", SCRIPT])
     assert out.stdout.split() == ["False", "True"], out.stderr
 
 

@@ -3,8 +3,9 @@
 import asyncio
 
 from serve_app.system import cancellation
+from tests.progress import STILL_S
 
-LIMIT_S = 5.0
+LIMIT_S = STILL_S
 
 
 async def is_own_by(future: "asyncio.Future[None]") -> bool:

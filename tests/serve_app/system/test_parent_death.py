@@ -12,10 +12,11 @@ from importlib.metadata import entry_points
 import pytest
 
 from serve_app.system.parent_death import TIED, tie_to_parent
+from tests.progress import STILL_S, run
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the tie is Linux'")
 
-LIMIT_S = 10.0
+LIMIT_S = STILL_S
 
 # The parent starts a child as vLLM starts its EngineCore. The child prints its id after the plugin, then
 # answers each line on its input, which ends when this test closes it.
@@ -110,7 +111,7 @@ process.start()
 process.join({LIMIT_S})
 print(process.exitcode)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == "1\n", done.stderr
 
 
@@ -129,7 +130,7 @@ number = ctypes.c_int(-1)
 ctypes.CDLL(None).prctl(2, ctypes.byref(number))
 print(number.value)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    done = run([sys.executable, "-c", script])
     assert done.stdout == "0\n", done.stderr
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.progress import STILL_S
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 # A signal that comes right before a sleep is handled after it, so sleeps are short.
 SLEEP = "[time.sleep(0.1) for _ in range(600)]"

@@ -10,6 +10,7 @@ from serve_app.relay.usage import PromptUsage, RequestUsage
 from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
+from tests.progress import STILL_S
 
 USAGE = RequestUsage()
 USAGE.add(PromptUsage(submitted_at=1.0, started_at=1.5, ended_at=2.0, prompt_tokens=12, output_tokens=5))
@@ -54,7 +55,7 @@ async def test_further_jobs_are_called_until_the_end() -> None:
 
     async with ContinuousBatcher(capacity=10) as batcher:
         telemetry = EngineTelemetry(TelemetrySettings(), "m", batcher, job)
-        await asyncio.wait_for(called.wait(), 10)
+        await asyncio.wait_for(called.wait(), STILL_S)
         before = calls
         telemetry.stop()
         assert calls == before + 1

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from serve_app.telemetry.reporter import Reporter
+from tests.progress import STILL_S
 
 
 def test_a_job_that_fails_is_logged_once_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +35,7 @@ async def test_it_reports_until_it_is_stopped_and_once_more() -> None:
             thrice.set()
 
     reporter = Reporter(count, interval_s=0.001).start()
-    await asyncio.wait_for(thrice.wait(), 10)
+    await asyncio.wait_for(thrice.wait(), STILL_S)
     reporter.stop()
     after = rounds
     reporter.stop()

@@ -7,6 +7,7 @@ import pytest
 from starlette.types import Message
 
 from serve_app.telemetry.request_tracker import MAX_PENDING
+from tests.progress import STILL_S
 from tests.serve_app.telemetry.front import Front
 
 
@@ -68,7 +69,7 @@ async def test_the_status_of_an_answer_that_began_before_it_was_known(front: Fro
 
 async def test_a_client_that_leaves_cancels(front: Front) -> None:
     task = asyncio.ensure_future(front.ask("GET", "/hang"))
-    await asyncio.wait_for(front.begun.wait(), 10)
+    await asyncio.wait_for(front.begun.wait(), STILL_S)
     assert front.tracker.under_way == 1
     task.cancel()
     await asyncio.wait([task])

@@ -3,6 +3,7 @@
 import asyncio
 
 from serve_app.telemetry import catalogue
+from tests.progress import STILL_S
 from tests.serve_app.telemetry.front import Front
 
 
@@ -50,7 +51,7 @@ async def test_a_probe_is_not_counted(front: Front) -> None:
 
 async def test_a_cancelled_request_is_counted(front: Front) -> None:
     task = asyncio.ensure_future(front.ask("GET", "/hang"))
-    await asyncio.wait_for(front.begun.wait(), 10)
+    await asyncio.wait_for(front.begun.wait(), STILL_S)
     task.cancel()
     await asyncio.wait([task])
     front.tracker()

@@ -9,13 +9,14 @@ from serve_app.usage.messages import Answer, Report
 from serve_app.usage.quota_client import QuotaClient
 from serve_app.usage.quota_service import QuotaService
 from serve_app.usage.state import StateError
+from tests.progress import STILL_S
 
 START = 1_790_000_040.0
 """The beginning of a minute, in the middle of a day."""
 
 TENANT = "research"
 
-LIMIT_S = 30.0
+LIMIT_S = STILL_S
 
 
 class MemoryState:

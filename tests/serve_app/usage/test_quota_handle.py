@@ -10,9 +10,10 @@ from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.usage.messages import Answer, Report
 from serve_app.usage.quota_client import QuotaClient
 from serve_app.usage.quota_handle import Handle, quota_client
+from tests.progress import STILL_S
 from tests.serve_app.usage.fleet import TENANT, QuotasHandle
 
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 SETTINGS = QuotasSettings(tenants={TENANT: Quota(tokens_per_minute=100)}, folder="/nowhere")
 
 

@@ -12,11 +12,12 @@ from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.usage.messages import Account, LeaseID, Report
 from serve_app.usage.quota_service import QuotaService
 from serve_app.usage.state import StateError, TakenOverError, open_state
+from tests.progress import STILL_S
 from tests.serve_app.usage.fleet import START, MemoryState, inline
 
 SETTINGS = QuotasSettings(tenants={"t": Quota(tokens_per_day=1000)}, folder="/nowhere")
 TOKENS = LeaseID("tenant t", "tokens")
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) -> QuotaService:
@@ -47,7 +48,7 @@ async def test_a_grant_is_saved_before_it_leaves() -> None:
 
 async def _unsaved(service: QuotaService, report: Report) -> Any:
     """Return the answer of a service that nothing has to be saved for."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(STILL_S):
         return await service.exchange(report)
 
 

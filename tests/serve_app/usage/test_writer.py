@@ -17,10 +17,11 @@ from serve_app.usage.remote import Remote
 from serve_app.usage.report import Report
 from serve_app.usage.rows import Tokens
 from serve_app.usage.writer import Writer, new_book, start_writer
+from tests.progress import STILL_S
 from tests.serve_app.usage.crashing import FakeSequence, call_of, ran
 
 FAST = {"interval_s": 0.01, "closing_s": 0.01}
-LIMIT_S = 20.0
+LIMIT_S = STILL_S
 
 
 def settings(folder: str | Path, **fields: Any) -> UsageSettings:
