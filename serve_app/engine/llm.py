@@ -124,8 +124,11 @@ class Engine:
                     exact=usage.ledger is not None,
                 )
                 app, self._routes = await self._engine.start()
+                if share is not None and self._turns is not None:
+                    sleeper = await self._engine.sleeper(share)
+                    await self._turns.rehearse(sleeper)
             if share is not None and self._turns is not None:
-                self._turns.run(await self._engine.sleeper(share), self._engine.batcher)
+                self._turns.run(sleeper, self._engine.batcher)
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
         self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
         self._starting = asyncio.create_task(self._grammars.start())

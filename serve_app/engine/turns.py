@@ -30,7 +30,8 @@ ASK_S = 5.0
 """Seconds that an answer to a report may take."""
 
 SWITCH_S = 600.0
-"""Seconds that vLLM may take to sleep or to wake up: with level 2 it loads the weights again."""
+"""Seconds that vLLM may take to sleep or to wake up: with level 2 it loads the weights again, and the first
+sleep with level 1 pins the memory of the host, some 0.7 GB per second."""
 
 FAILED_S = 60.0
 """Seconds for which the replica of an engine that failed to wake up tells why, before it is replaced."""
@@ -115,7 +116,10 @@ class EngineTurns:
         self._batcher: ContinuousBatcher
 
     async def first(self) -> None:
-        """Wait until the device is free for the weights; load them within `loading`, then call `run`."""
+        """Wait until the device is free for the weights.
+
+        Load them and call `rehearse` within `loading`, then call `run`.
+        """
         while True:
             order = await self._ask()
             if order is not None and order.yours:
@@ -143,6 +147,23 @@ class EngineTurns:
         finally:
             loaded.set()
             thread.join()
+
+    async def rehearse(self, engine: Sleeper) -> None:
+        """Let the engine fall asleep and wake up once, so that its first switch is as fast as the others.
+
+        vLLM pins the memory of the host for the weights at the first sleep, which takes tens of seconds, and
+        keeps it. The engine has the device meanwhile, and no requests yet.
+
+        Raises:
+            RuntimeError: It can't fall asleep, or wake up.
+        """
+        try:
+            async with asyncio.timeout(SWITCH_S):
+                await engine.sleep()
+                await engine.wake_up()
+        except Exception as error:
+            cause = str(error) or type(error).__name__
+            raise RuntimeError(f"{self._place.model} failed to fall asleep and wake up: {cause}") from error
 
     def run(self, engine: Sleeper, batcher: ContinuousBatcher) -> None:
         """Take turns from now on; the engine is awake.

@@ -51,6 +51,7 @@ class Device:
         self._clock = clock
         self._sleep = sleep
         self._free_at = clock()
+        self._pinned = False
 
     def submit(self, step: Step) -> float:
         """Add a step, which starts when those before it have ended; return when it ends, on the clock."""
@@ -68,7 +69,8 @@ class Device:
 
     def fall_asleep(self) -> None:
         """Take the time to move the weights to the host."""
-        self._sleep(self.profile.sleep_s)
+        self._sleep(self.profile.sleep_s if self._pinned else self.profile.pin_s + self.profile.sleep_s)
+        self._pinned = True
 
     def wake_up(self) -> None:
         """Take the time to move the weights back."""

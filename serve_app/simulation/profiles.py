@@ -62,6 +62,7 @@ class Profile(BaseModel):
         load_s: Seconds to load the weights.
         sleep_s: Seconds to fall asleep, with the weights moved to the host.
         wake_s: Seconds to wake up.
+        pin_s: Seconds more that the first sleep takes, to pin the memory of the host.
         kv_tokens: Tokens that fit into the KV cache.
         max_model_len: Context of the model in tokens.
         max_num_seqs: Most sequences in a step.
@@ -83,6 +84,7 @@ class Profile(BaseModel):
     load_s: NotNegative
     sleep_s: NotNegative
     wake_s: NotNegative
+    pin_s: NotNegative = 0.0
     kv_tokens: Count
     max_model_len: Count
     max_num_seqs: Count = 256

@@ -51,7 +51,7 @@ def file_of(profile: Profile, fit: Fit, source: str, at: datetime) -> str:
         source: URL of the service.
         at: When it was measured.
     """
-    fields = profile.model_dump(exclude={"device_gb", "awake_gb"})
+    fields = profile.model_dump(exclude={"device_gb", "awake_gb", "pin_s"})
     return (
         f"# Measured at {source}, {at:%Y-%m-%d %H:%M} UTC: R² {fit.r2:.4f}, largest error "
         f"{fit.largest_error:.1%}.\n"

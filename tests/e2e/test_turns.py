@@ -19,6 +19,9 @@ pytestmark = pytest.mark.long
 
 MODELS = ("one", "two", "three")
 
+PIN_S = 5.0
+"""Seconds more that the first sleep of a model takes."""
+
 PROFILE = {
     "name": "small",
     "base_ms": 10.0,
@@ -28,6 +31,7 @@ PROFILE = {
     "load_s": 0.2,
     "sleep_s": 0.1,
     "wake_s": 0.1,
+    "pin_s": PIN_S,
     "kv_tokens": 16_384,
     "max_model_len": 2_048,
     "max_num_seqs": 64,
@@ -80,6 +84,12 @@ def turns(service: Service) -> dict[str, Any]:
     """Return the turn of each model that has a replica."""
     models = httpx.get(f"{service.url}/stats", timeout=ANSWER_S).json()["models"]
     return {name: one["turn"] for name in models for one in models[name]["replicas"]}
+
+
+async def test_the_first_switch_is_as_fast_as_the_others(http: httpx.AsyncClient) -> None:
+    rounds = [[await complete(http, model, number, 1) for model in MODELS] for number in range(3)]
+    print(f"\nseconds of the first token of each model, by round: {rounds}")
+    assert max(map(max, rounds)) < PIN_S
 
 
 async def test_all_requests_of_three_models_are_answered(http: httpx.AsyncClient, shared: Service) -> None:

@@ -58,3 +58,13 @@ def test_weights_take_their_time(device: Device, time: VirtualTime) -> None:
     assert time.now == 10.0
     device.wake_up()
     assert time.now == 14.0
+
+
+def test_the_first_sleep_takes_longer() -> None:
+    time = VirtualTime()
+    device = time.device(profile(pin_s=20.0))
+    device.fall_asleep()
+    assert time.now == 23.0
+    device.wake_up()
+    device.fall_asleep()
+    assert time.now == 30.0
