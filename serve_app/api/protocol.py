@@ -1,5 +1,7 @@
 """Requests and responses of `/generate` and `/process`, over HTTP and over the handle."""
 
+from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -13,6 +15,12 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 
 MAX_NAME = 1_000
 """Most characters of the path of a field that errors quote."""
+
+MAX_TYPO = 64
+"""Most characters of an unknown field that is compared with the known ones."""
+
+SUGGESTED = 3
+"""Most fields that the error for an unknown one suggests."""
 
 Probability = Annotated[float, Field(strict=True, gt=0, le=1)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
@@ -188,7 +196,7 @@ def parse_body(kind: type[BodyT], body: bytes | JSON) -> BodyT:
         body: JSON text, or the object that it stands for.
 
     Raises:
-        RequestError: 400 that names the field and what is allowed.
+        RequestError: 400 that names the field and the mistake.
     """
     try:
         return kind.model_validate_json(body) if isinstance(body, bytes) else kind.model_validate(body)
@@ -213,7 +221,8 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         return RequestError(400, "invalid_request_error", "The body must be a JSON object")
     match item["type"]:
         case "extra_forbidden":
-            message = f"{param}: unknown field; allowed are {', '.join(fields)}"
+            own = fields if len(item["loc"]) == 1 else []
+            message = f"{param}: unknown field; {_suggestion(str(item['loc'][-1]), own)}"
         case "missing":
             message = f"{param}: required, but missing"
         case "value_error":
@@ -221,3 +230,12 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         case _:
             message = f"{param}: {item['msg']}"
     return RequestError(400, "invalid_request_error", message, param=param)
+
+
+def _suggestion(name: str, fields: Sequence[str]) -> str:
+    """Return the advice for an unknown field: the closest fields, if any is close."""
+    close = get_close_matches(name.lower(), fields, SUGGESTED) if len(name) <= MAX_TYPO else []
+    if not close:
+        return "GET /docs lists the fields of each route"
+    *most, last = [f"`{field}`" for field in close]
+    return f"did you mean {', '.join(most)} or {last}?" if most else f"did you mean {last}?"
