@@ -1,5 +1,6 @@
 """Requests in the Ingress, from arrival to end: the source of metrics, request log and spans."""
 
+import re
 import time
 import uuid
 from collections.abc import Callable, MutableMapping, Sequence
@@ -15,6 +16,9 @@ RequestOutcome = Literal["ok", "refused", "rejected", "expired", "failed", "canc
 
 KEY = "saturate.request"
 """Key of the tracked request in the scope of a request."""
+
+CONVERTOR = re.compile(r":[a-z]+}")
+"""The type of a parameter in the path of a route."""
 
 MAX_PENDING = 2_000
 """Ended requests that are reported at once, without waiting for the next round of the reporter."""
@@ -89,9 +93,19 @@ class TrackedRequest:
 
     @property
     def route(self) -> str | None:
-        """Path, if it is a route's; any other path may hold anything, a prompt too."""
+        """Path of the request's route, with the names of its parameters in place of their values.
+
+        None: it has no route. A path, or a parameter of one, may hold anything, a prompt too.
+        """
         path: str = self.scope["path"]
-        return path if "endpoint" in self.scope and not self.scope.get("path_params") else None
+        if "endpoint" not in self.scope:
+            return None
+        if not self.scope.get("path_params"):
+            return path
+        # Older versions of Starlette don't tell the route.
+        route = self.scope.get("route")
+        prefix: str = self.scope.get("root_path", "")
+        return None if route is None else prefix + CONVERTOR.sub("}", route.path)
 
     @property
     def reportable(self) -> bool:

@@ -162,7 +162,7 @@ def test_too_many_prompts_says_how_many_are_allowed() -> None:
         ("Prompts", "did you mean `prompts`?"),
         ("temprature", "did you mean `temperature`?"),
         ("max_token", "did you mean `max_tokens` or `min_tokens`?"),
-        ("presence_penalties", "did you mean `presence_penalty`, `frequency_penalty` or `repetition_penalty`?"),
+        ("stopp", "did you mean `stop`, `top_p` or `top_k`?"),
         ("xyz", "GET /docs lists the fields of each route"),
     ],
 )

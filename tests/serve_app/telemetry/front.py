@@ -71,6 +71,8 @@ ROUTES = [
     Route("/fail", fail),
     Route("/hang", hang),
     Route("/health", plain),
+    Route("/files/{id}/content", plain),
+    Route("/models/{model:path}", plain),
 ]
 
 

@@ -5,6 +5,8 @@ import logging
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+import pytest
+
 from serve_app.telemetry.request_log import RequestLog, as_text, log_fields, serve_logs
 from tests.serve_app.telemetry.front import SECRET, Front
 
@@ -47,6 +49,21 @@ async def test_a_client_can_not_write_lines_of_its_own(front: Front) -> None:
     # A path without a route may hold anything, a prompt too.
     assert "POST (no route)" in line
     assert "fake" not in line
+
+
+@pytest.mark.parametrize(
+    ("path", "route"),
+    [
+        ("/files/file-1/content", "/files/{id}/content"),
+        ("/models/org/name", "/models/{model}"),
+        # The method is another one.
+        ("/answer", "/answer"),
+        ("/files", None),
+    ],
+)
+async def test_a_route_with_an_id_is_named_without_the_id(front: Front, path: str, route: str | None) -> None:
+    await front.ask("DELETE" if route == "/answer" else "GET", path)
+    assert log_fields(front.ended[0], 0.0)["path"] == route
 
 
 async def test_the_text_of_a_line(front: Front) -> None:
