@@ -7,12 +7,15 @@ from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
 
+BOM = b"\xef\xbb\xbf"
+"""Mark before a text in UTF-8, as editors on Windows write it; it is no part of the text."""
+
 BODY_S = 60.0
 """Seconds until such a body has to be here."""
 
 
 async def small_body(request: Request, most: int, count: Callable[[int], None] = lambda size: None) -> bytes:
-    """Return the body of a request.
+    """Return the body of a request, without a byte order mark.
 
     Args:
         request: The request.
@@ -37,4 +40,4 @@ async def small_body(request: Request, most: int, count: Callable[[int], None] =
     except ClientDisconnect:
         # The client is gone; the error ends the request.
         raise RequestError(400, "invalid_request_error", "The body ended early") from None
-    return bytes(body)
+    return bytes(body.removeprefix(BOM))

@@ -2,9 +2,9 @@
 
 from typing import IO, Literal, NamedTuple, Protocol
 
+from serve_app.api.small_body import BOM
 from serve_app.batches.errors import ContentLostError
 
-BOM = b"\xef\xbb\xbf"
 SLICE_LINES = 128
 SLICE_BYTES = 1 << 20
 

@@ -1,9 +1,11 @@
 """Upload of a file: a multipart form of which the file goes to the disk as it comes."""
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from urllib.parse import unquote_to_bytes
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -11,6 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
 from serve_app.batches.content import Contents, Draft
+
+ENCODED_NAME = re.compile(rb";\s*filename\*\s*=\s*utf-8'[^']*'([^;\s]+)", re.IGNORECASE)
 
 FORM_BYTES = 1 << 16
 """Most bytes of a form beside its file."""
@@ -99,12 +103,12 @@ class Upload:
     def _headers_end(self) -> None:
         options = parse_options_header(self._disposition)[1]
         self._name = _text(options.get(b"name", b""))
-        if b"filename" not in options:
+        if self._name != "file" and b"filename" not in options:
             self._value = bytearray()
             return
         if self._name != "file" or self.draft is not None:
             raise _bad("The form must have one file, in the field `file`", "file")
-        self.filename = _text(options[b"filename"])
+        self.filename = _text(options.get(b"filename", b"")) or _encoded_name(self._disposition) or "file"
         self.draft = self._content.draft()
         if self._discarded:
             # The thread of a call that was cancelled goes on; `discard` found no draft.
@@ -224,6 +228,12 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 def _text(data: bytes) -> str:
     # PostgreSQL stores no NUL.
     return data.decode("utf-8", "replace").replace("\0", "\ufffd")
+
+
+def _encoded_name(disposition: bytes) -> str:
+    """Return the name that a client has encoded, as some do with all but ASCII; empty: there is none."""
+    found = ENCODED_NAME.search(disposition)
+    return _text(unquote_to_bytes(found[1])) if found else ""
 
 
 def _bad(message: str, param: str | None = None) -> RequestError:

@@ -14,6 +14,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
 from serve_app.api.errors import RequestError
+from serve_app.api.small_body import BOM
 from serve_app.ingress.body_budget import held_body
 from serve_app.settings.ingress import IngressSettings
 
@@ -48,7 +49,7 @@ _MOST_VALUE = 4_096
 
 
 async def read_body(request: Request, limits: IngressSettings) -> bytes:
-    """Return the body of a request.
+    """Return the body of a request, without a byte order mark.
 
     Raises:
         RequestError: 413, it is too large; 503, the bodies of all requests together are; 408, it comes too
@@ -81,6 +82,8 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
     if size > most:
         message = f"The body is larger than the limit of {most} bytes (ingress.max_body_bytes)"
         raise RequestError(413, "request_too_large", message)
+    if body.startswith(BOM):
+        del body[: len(BOM)]
     return bytes(body)
 
 

@@ -24,6 +24,10 @@ def piece(data: bytes, more: bool = True) -> Message:
     return {"type": "http.request", "body": data, "more_body": more}
 
 
+async def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    assert await small_body(request(piece(b"\xef"), piece(b"\xbb\xbf{}", more=False)), 5) == b"{}"
+
+
 async def test_the_pieces_are_joined() -> None:
     assert await small_body(request(piece(b"ab"), piece(b"cd", more=False)), 4) == b"abcd"
 

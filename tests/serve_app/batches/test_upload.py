@@ -66,6 +66,23 @@ async def test_a_form_may_come_in_any_pieces(tmp_path: Path) -> None:
             assert (tmp_path / "files" / "kept").read_bytes() == data
 
 
+@pytest.mark.parametrize(
+    ("given", "filename"),
+    [
+        ("; filename*=UTF-8''%C3%BC.jsonl", "ü.jsonl"),
+        ("; filename=\"in.jsonl\"; filename*=utf-8''%C3%BC.jsonl", "in.jsonl"),
+        ('; filename=""', "file"),
+        ("", "file"),
+    ],
+)
+async def test_the_file_may_have_any_name_or_none(tmp_path: Path, given: str, filename: str) -> None:
+    head = HEAD.replace('; filename="ü.jsonl"'.encode(), given.encode())
+    async with site(tmp_path) as http:
+        answer = await http.post("/", content=head + b"{}" + TAIL, headers=KIND)
+    assert answer.json() == {"filename": filename, "purpose": "batch"}
+    assert (tmp_path / "files" / "kept").read_bytes() == b"{}"
+
+
 async def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     piece = b"0123456789abcdef" * 4096
 
