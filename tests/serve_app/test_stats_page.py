@@ -223,6 +223,12 @@ def test_its_script_finds_its_elements() -> None:
     assert asked <= set(re.findall(r'\bid="(\w+)"', STATS_PAGE))
 
 
+def test_it_has_one_unit_and_explains_its_words() -> None:
+    assert not re.search(r'"requests"|requests/s', STATS_PAGE)
+    (note,) = re.findall(r'<p class="note">.*?</p>', STATS_PAGE, re.DOTALL)
+    assert all(word in note for word in ("A record is", "A tenant <code>key-"))
+
+
 def test_it_needs_nothing_from_elsewhere() -> None:
     addresses = set(re.findall(r"https?://[^\s\"'`]+", STATS_PAGE))
     # A namespace, which is never requested.
