@@ -25,8 +25,9 @@ logger = logging.getLogger("ray.serve")
 POLL_S = 2.0
 """Seconds between two looks at the keys file."""
 
-OPEN = "/health"
-"""The one path that needs no key: load balancers have none."""
+OPEN = frozenset({"/health", "/ping", "/version", "/openapi.json", "/docs"})
+"""Paths that need no key: probes have none, nor has a reader of the page that says what to send. The answers
+have the state of the models, versions and routes, and nothing of keys or tenants."""
 
 
 class Caller:
@@ -220,7 +221,8 @@ class AuthMiddleware:
             # No route of the application takes websockets.
             await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["type"] != "http" or scope["path"] == scope.get("root_path", "") + OPEN:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or path in OPEN:
             await self._app(scope, receive, send)
             return
         try:
@@ -230,7 +232,6 @@ class AuthMiddleware:
             rate_limit = caller.rate_limit
             entered = rate_limit.enter()
         except RequestError as error:
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
             await error_response(error, path)(scope, receive, send)
             return
         scope["caller"] = caller

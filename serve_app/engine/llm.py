@@ -274,6 +274,10 @@ class Engine:
             **turn,
         )
 
+    async def describe(self) -> JSON:
+        """Return the version of vLLM, and the OpenAPI document of its routes that clients may call."""
+        return await asyncio.to_thread(self._engine.describe)
+
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the tokens that this replica holds; Serve calls the method by this name."""
         return autoscaling_stats(self._engine.batcher.stats)

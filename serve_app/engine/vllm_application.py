@@ -3,10 +3,13 @@
 Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
+import vllm
 from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
 from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -15,6 +18,8 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
 
+from serve_app.api.protocol import JSON
+from serve_app.api.routes import GENERATE, MOVED, OPENAI, TOKENIZING
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_pooling import bound_rendering, served_routes
@@ -50,6 +55,23 @@ async def build_application(llm: GatedLLM, args: Any, texts: TokenizingQueue) ->
     # vLLM looks up there what a request names.
     app.state.openai_serving_models.lora_requests = llm.adapters.requests
     return app, served_routes(app, tasks)
+
+
+def describe_application(app: FastAPI, served: Collection[str]) -> JSON:
+    """Return vLLM's version, and the OpenAPI document of those of its routes that clients may call.
+
+    Args:
+        app: Its application.
+        served: The routes that the model serves; see `served_routes`.
+    """
+    public = {MOVED.get(path, path) for path in (*OPENAI, *TOKENIZING)} & set(served)
+    routes = [route for route in app.router.routes if getattr(route, "path", "") in public]
+    document = get_openapi(title="vLLM", version=vllm.__version__, openapi_version="3.1.0", routes=routes)
+    for operations in document.get("paths", {}).values():
+        for operation in operations.values():
+            # vLLM answers a wrong field with a 400.
+            operation["responses"].pop("422", None)
+    return {"vllm": vllm.__version__, "generates": GENERATE in served, "openapi": document}
 
 
 def _drop_unused(app: FastAPI) -> None:

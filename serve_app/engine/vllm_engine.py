@@ -6,6 +6,8 @@ Only files named vllm_* import vllm. The imports are those of vLLM 0.32; they mo
 import asyncio
 import logging
 import os
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, cast
 
 from starlette.types import ASGIApp
@@ -21,7 +23,7 @@ from serve_app.engine.lora_options import lora_options
 from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_adapters import Adapters
-from serve_app.engine.vllm_application import build_application
+from serve_app.engine.vllm_application import build_application, describe_application
 from serve_app.engine.vllm_completions import Completions
 from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_media import refuse_media, use_allowed_hosts
@@ -61,10 +63,14 @@ class VLLMEngine:
         adapters: The LoRA adapters.
         completions: The completions of `/generate`.
         prompts: Its prompts, once the engine has started.
+        describe: Describes vLLM's application as `describe_application` does, once the engine has started;
+            the first call takes a second.
 
     Raises:
         SettingsError: vLLM has no such option.
     """
+
+    describe: Callable[[], JSON]
 
     def __init__(
         self,
@@ -201,6 +207,7 @@ class VLLMEngine:
         await self.batcher.start()
         await self._texts.start()
         app, routes = await build_application(self.llm, self._args, self._texts)
+        self.describe = cache(partial(describe_application, app, routes))
         self.prompts = Prompts(self._tokenizer, app.state.online_renderer, self._texts, self.max_model_len)
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()

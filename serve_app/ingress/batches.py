@@ -24,8 +24,17 @@ from serve_app.ingress.replica_stats import deployment_stats
 from serve_app.ingress.retry import TRIES
 from serve_app.relay.request import RelayRequest
 
-PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
-METHODS = ["GET", "POST", "DELETE"]
+ROUTES = {
+    "/v1/files": {"GET": "The files.", "POST": "Upload a file."},
+    "/v1/files/{id}": {"GET": "A file.", "DELETE": "Delete a file."},
+    "/v1/files/{id}/content": {"GET": "The content of a file."},
+    "/v1/batches": {"GET": "The batches.", "POST": "Start a batch over the rows of a file."},
+    "/v1/batches/{id}": {"GET": "A batch."},
+    "/v1/batches/{id}/output": {"GET": "The results so far, while the batch runs too."},
+    "/v1/batches/{id}/errors": {"GET": "The errors so far."},
+    "/v1/batches/{id}/cancel": {"POST": "Cancel a batch."},
+}
+"""Routes of the deployment, with a sentence about each method."""
 
 UPLOAD = "/v1/files"
 """The route whose body comes in pieces."""

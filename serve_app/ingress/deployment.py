@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.errors import ErrorType, RequestError, error_response
 from serve_app.api.headers import KEEP_ALIVE
@@ -29,6 +30,7 @@ from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.ingress import admin, batches
 from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.adapters import ServedAdapters
+from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_field, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
@@ -78,6 +80,14 @@ SECRET = {b"authorization", b"x-api-key", b"cookie"}
 """Headers that stay in the Ingress."""
 
 LEFT_BEHIND = HOP_BY_HOP | SECRET
+
+NOT_STORED = (
+    "/v1/responses/{id}",
+    "/v1/responses/{id}/{rest}",
+    "/v1/chat/completions/{id}",
+    "/v1/chat/completions/{id}/messages",
+)
+"""OpenAI's routes for answers that it has stored."""
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
@@ -130,6 +140,7 @@ class Ingress:
         self._adapter_admin = AdapterAdmin(
             settings, self._engines, self._health.running, self._routing, self._adapters
         )
+        self._document = APIDocument(settings, self._engines, self._health.running)
         self._lost = LostEngines()
         self._quotas_handle = quotas
         self._quotas = quota_client(settings.usage.quotas, quotas, context.replica_tag)
@@ -144,7 +155,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application that Serve runs in this replica."""
         ledger = self._settings.usage.ledger
-        return Starlette(
+        app = Starlette(
             # The router tries one after the other: the most frequent ones go first. Other routes of vLLM's
             # application, its administration above all, can't be reached.
             routes=[
@@ -152,20 +163,29 @@ class Ingress:
                 Route(GENERATE, self._generate, methods=["POST"]),
                 Route("/", self._index),
                 Route("/health", self._report_health),
+                Route("/ping", self._report_health, methods=["GET", "POST"]),
                 Route("/stats", self._stats),
                 Route("/stats.html", self._stats),
                 Route(PROCESS, self._process, methods=["POST"]),
                 Route("/metrics", _no_metrics),
+                Route(VERSION, self._versions),
+                Route(DOCUMENT, self._describe),
+                Route(PAGE, self._describe),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{model:path}", self._model),
                 *self._adapter_admin.routes(),
                 *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for path in TOKENIZING),
-                *(Route(path, self._forward, methods=batches.METHODS) for path in batches.PATHS),
+                *(
+                    Route(path, self._forward, methods=list(methods))
+                    for path, methods in batches.ROUTES.items()
+                ),
+                *(Route(path, _not_stored, methods=["GET", "POST", "DELETE"]) for path in NOT_STORED),
             ],
             # Requests without a valid key are counted too.
             middleware=[
+                Middleware(SlashMiddleware),
                 self._telemetry.middleware,
                 *_cors(self._settings.ingress.allow_origins),
                 *([Middleware(AuthMiddleware, self._access)] if self._access else []),
@@ -177,6 +197,9 @@ class Ingress:
             exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
             lifespan=self._lifespan,
         )
+        # It would redirect to http behind a proxy that ends TLS, and the middleware has done its work.
+        app.router.redirect_slashes = False
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, app: object) -> AsyncGenerator[None, None]:
@@ -199,6 +222,15 @@ class Ingress:
             body = {"status": "unknown", "awaits": "Ray Serve's controller"}
             return JSONResponse(body, status_code=503)
         return JSONResponse(health.body(), status_code=200 if health.ready else 503)
+
+    async def _versions(self, request: Request) -> Response:
+        return JSONResponse(await self._document.versions())
+
+    async def _describe(self, request: Request) -> Response:
+        prefix: str = request.scope.get("root_path", "")
+        if _path(request) == PAGE:
+            return HTMLResponse(await self._document.page(prefix))
+        return Response(await self._document.text(prefix), media_type="application/json")
 
     async def _stats(self, request: Request) -> Response:
         if wants_page(request):
@@ -362,6 +394,33 @@ class Ingress:
             except RequestError as error:
                 raise self._contexts.refusal(chosen, error) from None
         return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
+
+
+class SlashMiddleware:
+    """ASGI middleware that takes a path with a slash at its end for the path without it.
+
+    Args:
+        app: The application behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application."""
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            prefix = scope.get("root_path", "")
+            path = scope["path"].removeprefix(prefix).rstrip("/") or "/"
+            scope = {**scope, "path": prefix + path}
+        await self._app(scope, receive, send)
+
+
+async def _not_stored(request: Request) -> Response:
+    message = (
+        f"{_path(request)}: answers are not stored here, whatever `store` says; keep the answer, and send "
+        "the conversation so far with the next request"
+    )
+    raise RequestError(404, "not_found_error", message, param="store")
 
 
 async def _no_metrics(request: Request) -> Response:

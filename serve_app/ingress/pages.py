@@ -1,11 +1,14 @@
-"""The pages for people: at `/` the models and how to call them, at `/stats.html` live statistics."""
+"""The pages for people: `/` has the models and examples, `/docs` the API, `/stats.html` live figures."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 
+from serve_app.api.protocol import JSON
 from serve_app.api.routes import EMBEDDINGS
 from serve_app.settings.models import FunctionSettings, ModelSettings
 
@@ -34,6 +37,7 @@ td, th {{ text-align: left; padding: .2rem 1.5rem .2rem 0; }}
 <tr><td><code>POST /generate</code></td><td>a list of prompts in, a list of results out</td></tr>
 <tr><td><code>POST /process</code></td><td>a list of records in, a list of results out</td></tr>
 <tr><td><code>/v1/…</code></td><td>the OpenAI API, as vLLM has it: chats, embeddings, scores</td></tr>
+<tr><td><a href="docs"><code>GET /docs</code></a></td><td>all routes and their fields</td></tr>
 <tr><td><a href="v1/models"><code>GET /v1/models</code></a></td><td>the models</td></tr>
 <tr><td><a href="health"><code>GET /health</code></a></td><td>200 once a model can answer</td></tr>
 <tr><td><a href="stats"><code>GET /stats</code></a></td><td>each replica's batcher: JSON, or live</td></tr>
@@ -103,3 +107,103 @@ def wants_page(request: Request) -> bool:
     if request.url.path.endswith(".html"):
         return True
     return "text/html" in request.headers.get("accept", "") and request.query_params.get("format") != "json"
+
+
+_DOCS = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>saturate · API</title>
+<style>
+body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; width: 100%; }}
+td, th {{ text-align: left; vertical-align: top; padding: .2rem 1rem .2rem 0; overflow-wrap: anywhere; }}
+section {{ border-top: 1px solid #8886; margin-top: 1.5rem; }}
+p {{ white-space: pre-line; }}
+@media (prefers-color-scheme: dark) {{ body {{ background: #16181c; color: #ddd; }} a {{ color: #8ab4f8; }} }}
+</style>
+<h1>API</h1>
+<p>The routes that this service serves, from <a href="openapi.json">openapi.json</a>.</p>
+<table>
+{index}
+</table>
+{operations}
+<h2>Schemas</h2>
+{schemas}
+</html>
+"""
+
+_REFERENCE = "#/components/schemas/"
+
+
+def docs_page(document: JSON) -> str:
+    """Return the page that shows an OpenAPI document; it loads nothing.
+
+    Args:
+        document: The document.
+    """
+    index, operations = [], []
+    named = document["components"]["schemas"]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            name, text = escape(f"{method.upper()} {path}"), escape(operation.get("summary", ""))
+            id = escape(operation["operationId"])
+            index.append(f'<tr><td><a href="#{id}"><code>{name}</code></a></td><td>{text}</td></tr>')
+            operations.append(f'<section id="{id}"><h2><code>{name}</code></h2><p>{text}</p>')
+            fields = [
+                (one["name"], one["schema"], f"in the {one['in']}") for one in operation.get("parameters", ())
+            ]
+            operations.append(_fields(fields))
+            for kind, body in operation.get("requestBody", {}).get("content", {}).items():
+                operations.append(f"<p>Body, {escape(kind)}: {_type(body['schema'])}</p>")
+                name = body["schema"].get("$ref", "").removeprefix(_REFERENCE)
+                operations.append(_properties(named.get(name, body["schema"])))
+            for status, answer in operation["responses"].items():
+                kinds = ", ".join(
+                    f"{escape(kind)} {_type(content['schema']) if content.get('schema') else ''}"
+                    for kind, content in answer.get("content", {}).items()
+                )
+                operations.append(f"<p>{escape(status)}: {escape(answer['description'])} {kinds}</p>")
+            operations.append("</section>")
+    schemas = [
+        f'<section id="{escape(name)}"><h3><code>{escape(name)}</code></h3>'
+        f"<p>{escape(schema.get('description', ''))}</p>{_properties(schema) or _type(schema)}</section>"
+        for name, schema in named.items()
+    ]
+    return _DOCS.format(index="\n".join(index), operations="\n".join(operations), schemas="\n".join(schemas))
+
+
+def _properties(schema: JSON) -> str:
+    """Return the fields of an object as a table."""
+    required = schema.get("required", ())
+    return _fields(
+        (name, field, "required" if name in required else "")
+        for name, field in schema.get("properties", {}).items()
+    )
+
+
+def _fields(fields: Iterable[tuple[str, JSON, str]]) -> str:
+    rows = [
+        f"<tr><td><code>{escape(name)}</code></td><td>{_type(schema)}</td><td>{escape(note)}</td>"
+        f"<td>{escape(schema.get('description', ''))}</td></tr>"
+        for name, schema, note in fields
+    ]
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
+def _type(schema: Any) -> str:
+    """Return the type of a value in words."""
+    if not isinstance(schema, dict):
+        return "any"
+    if "$ref" in schema:
+        name = escape(schema["$ref"].removeprefix(_REFERENCE))
+        return f'<a href="#{name}">{name}</a>'
+    for kind in ("anyOf", "oneOf", "allOf"):
+        if kind in schema:
+            return " or ".join(dict.fromkeys(_type(branch) for branch in schema[kind]))
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join(f"<code>{escape(json.dumps(value))}</code>" for value in values)
+    kinds = schema.get("type", "any")
+    words = escape(kinds if isinstance(kinds, str) else " or ".join(kinds))
+    return f"list of {_type(schema['items'])}" if words == "array" and "items" in schema else words

@@ -26,7 +26,7 @@ MAX_PENDING = 2_000
 MAX_ID = 128
 """Longest request id, in bytes; the rest of a longer one is cut off."""
 
-QUIET = {"/", "/health", "/stats", "/stats.html", "/v1/models"}
+QUIET = {"/", "/health", "/ping", "/version", "/stats", "/stats.html", "/v1/models"}
 """Routes about the service itself: probes request some of them every few seconds."""
 
 

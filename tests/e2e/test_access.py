@@ -117,8 +117,9 @@ def generate(client: httpx.Client, **more: Any) -> httpx.Response:
         ("POST", "/no/such/path"),
     ],
 )
-def test_without_a_key_there_is_only_health(guarded: str, method: str, path: str) -> None:
-    assert httpx.get(f"{guarded}/health", timeout=ANSWER_S).status_code == 200
+def test_without_a_key_there_is_only_what_is_about_the_service(guarded: str, method: str, path: str) -> None:
+    for open in ("/health", "/ping", "/version", "/openapi.json", "/docs"):
+        assert httpx.get(guarded + open, timeout=ANSWER_S).status_code == 200
     for headers in ({}, {"authorization": "Bearer sk-wrong"}):
         response = httpx.request(method, guarded + path, headers=headers)
         assert response.status_code == 401

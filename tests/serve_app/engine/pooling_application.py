@@ -44,6 +44,7 @@ class Application:
     """vLLM's application of a pooling model.
 
     Attributes:
+        app: The application.
         routes: The routes that it serves.
         client: Calls it.
         batcher: Admits its prompts.
@@ -81,8 +82,8 @@ class Application:
         await self.texts.start()
         stack.push_async_callback(self.texts.stop)
         bound_tokenizing(self._llm.renderer, self.texts, CONTEXT)
-        app, self.routes = await build_application(self._llm, self._args, self.texts)
-        transport = httpx.ASGITransport(app=app)
+        self.app, self.routes = await build_application(self._llm, self._args, self.texts)
+        transport = httpx.ASGITransport(app=self.app)
         client = httpx.AsyncClient(transport=transport, base_url="http://x", timeout=LIMIT_S)
         self.client = await stack.enter_async_context(client)
         return self

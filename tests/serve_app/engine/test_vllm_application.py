@@ -4,7 +4,9 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
+import vllm
 
+from serve_app.engine.vllm_application import describe_application
 from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.pooling_application import Application
 
@@ -18,6 +20,17 @@ async def application() -> AsyncIterator[Application]:
 async def test_only_the_routes_of_the_tasks_are_served(application: Application) -> None:
     assert "/v1/embeddings" in application.routes
     assert not {"/generate", "/v1/completions"} & application.routes
+
+
+async def test_its_description_has_the_routes_that_clients_may_call(application: Application) -> None:
+    found = describe_application(application.app, application.routes)
+    assert (found["vllm"], found["generates"]) == (vllm.__version__, False)
+    scores = {"/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"}
+    document = found["openapi"]
+    assert set(document["paths"]) == {"/v1/embeddings", "/tokenize", "/detokenize", *scores}
+    assert "input" in document["components"]["schemas"]["EmbeddingCompletionRequest"]["properties"]
+    statuses = {status for path in document["paths"].values() for status in path["post"]["responses"]}
+    assert "422" not in statuses
 
 
 async def test_an_unknown_path_has_an_error_of_openai_s_shape(application: Application) -> None:

@@ -176,12 +176,16 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> tuple[httpx.AsyncClient, Engine]
     return httpx.AsyncClient(transport=transport, base_url="http://saturate", timeout=LIMIT_S), engine
 
 
-async def test_no_route_but_health_answers_without_a_key(guarded: tuple[httpx.AsyncClient, Engine]) -> None:
+async def test_no_route_but_those_about_the_service_answers_without_a_key(
+    guarded: tuple[httpx.AsyncClient, Engine],
+) -> None:
     client, engine = guarded
     app: Any = client._transport
     paths = {route.path for route in app.app.routes}
     assert {"/", "/stats", "/generate", "/process", "/v1/models", CHAT, "/tokenize"} < paths
-    for path in paths - {"/health"}:
+    open = {"/health", "/ping", "/version", "/openapi.json", "/docs"}
+    assert open < paths
+    for path in paths - open:
         for method in ("GET", "POST"):
             response = await client.request(method, path, json={})
             assert response.status_code == 401
