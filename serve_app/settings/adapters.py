@@ -13,13 +13,28 @@ from serve_app.api.protocol import Flag
 from serve_app.settings.fields import ServedId, Strict
 from serve_app.settings.sources import DEMO_FOLDER, DEMO_MODEL
 
+SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "https")
+"""Schemes of URLs that adapters are read from.
+
+fsspec knows many more: with them an administrator of the models could reach hosts inside the network, and
+archives that unpack into memory.
+"""
+
 
 def _adapter_source(source: str) -> str:
-    if "://" in source or source.startswith(("/", "~/")) or re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    scheme, url, _ = source.partition("://")
+    if url:
+        # fsspec takes `a::b` for the file b inside the file system a.
+        allowed = scheme in SCHEMES and "::" not in source
+        allowed = allowed or re.fullmatch(rf"{DEMO_MODEL}/[\w-]+", source) is not None
+    else:
+        allowed = source.startswith(("/", "~/")) or re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None
+    if allowed:
         return source
+    schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
     raise ValueError(
-        f"must be an absolute path, a Hugging Face id such as org/name, or a URL such as s3://BUCKET/PATH, "
-        f"not {source!r}"
+        f"must be an absolute path, a Hugging Face id such as org/name, or a URL that begins with one of "
+        f"{schemes}, not {source!r}"
     )
 
 

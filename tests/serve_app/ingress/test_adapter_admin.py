@@ -197,6 +197,8 @@ async def test_unloading_reaches_every_replica(client: httpx.AsyncClient, fleet:
         ({"lora_name": "words"}, "lora_path"),
         ({"lora_name": "a b", "lora_path": "/x"}, "lora_name"),
         ({"lora_name": "words", "lora_path": "words"}, "lora_path"),
+        ({"lora_name": "words", "lora_path": "http://host/words"}, "lora_path"),
+        ({"lora_name": "words", "lora_path": "zip::s3://bucket/words.zip"}, "lora_path"),
         ({"lora_name": "words", "lora_path": "/x", "load_inplace": True}, "load_inplace"),
         ({"lora_name": "words", "lora_path": "/x", "model": "other"}, "model"),
         ({"lora_name": "demo", "lora_path": "/x"}, "lora_name"),

@@ -28,6 +28,37 @@ def test_the_demo_adapters_are_in_the_package() -> None:
 
 
 @pytest.mark.parametrize(
+    "source",
+    [
+        "http://169.254.169.254/latest",
+        "file:///etc",
+        "ftp://host/words",
+        "zip://words.zip",
+        "reference://words",
+        "memory://words",
+        "s3",
+        "S3://bucket/words",
+        "zip::s3://bucket/words.zip",
+        "s3::http://host/words",
+        "https://host/words::s3://bucket/x",
+        "://words",
+        "saturate://demo/../x",
+        "saturate://other/letters",
+    ],
+)
+def test_other_schemes_are_refused_with_those_that_are_allowed(source: str) -> None:
+    with pytest.raises(SettingsError, match="s3://, s3a://, gs://, gcs://, az://, abfs://, abfss://, hf://"):
+        model({"source": source, "id": "x"})
+
+
+@pytest.mark.parametrize(
+    "source", ["gs://b/x", "az://c/x", "abfs://c@a/x", "hf://org/x", "https://h/x", "~/x"]
+)
+def test_folders_and_object_storage_are_allowed(source: str) -> None:
+    assert model({"source": source}).adapters[0].name == "x"
+
+
+@pytest.mark.parametrize(
     ("adapters", "more", "message"),
     [
         ([{"source": "words"}], {}, r"models\[0\]\.adapters\[0\]\.source: must be an absolute path"),
