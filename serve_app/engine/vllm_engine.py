@@ -25,6 +25,7 @@ from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_application import build_application, describe_application
 from serve_app.engine.vllm_completions import Completions
+from serve_app.engine.vllm_cpu_lora import zero_blocks
 from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_media import refuse_media, use_allowed_hosts
 from serve_app.engine.vllm_metrics import EngineMetrics
@@ -89,6 +90,9 @@ class VLLMEngine:
         files = AdapterFiles()
         options, fetched = lora_options(settings, files)
         self._args = vllm_args(settings, options)
+        if self._args.enable_lora or self._args.enable_prompt_embeds or self._args.enable_mm_embeds:
+            # Numbers that others have made may be NaN.
+            zero_blocks()
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
         steps = StepTimer()
