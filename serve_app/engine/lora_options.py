@@ -8,6 +8,9 @@ from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 
+WORKER = "serve_app.engine.vllm_adapter_worker.AdapterWorker"
+"""What vLLM's workers have more, to look at adapters."""
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""
 
@@ -43,4 +46,6 @@ def lora_options(settings: LLMSettings, files: AdapterFiles) -> tuple[dict[str, 
         "max_cpu_loras": settings.cpu_slots,
         "max_lora_rank": settings.engine.max_lora_rank or next((r for r in RANKS if r >= most), RANKS[-1]),
     }
+    if settings.simulate is None:
+        options["worker_extension_cls"] = WORKER
     return options, fetched

@@ -22,6 +22,7 @@ from serve_app.engine.vllm_adapter_loader import AdapterLoader, LoadedAdapter
 from serve_app.settings.adapters import AdapterSettings, adapters_by_id, check_pinned
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
+from serve_app.usage.calls import CallBook
 
 logger = logging.getLogger("ray.serve")
 
@@ -45,6 +46,7 @@ class Adapters:
         llm: vLLM's engine.
         files: The files of the adapters.
         fetched: Adapters of the config that are fetched already, by id.
+        book: Gets the work of the trials.
 
     Attributes:
         requests: What vLLM's application looks an adapter up in, by id.
@@ -57,9 +59,13 @@ class Adapters:
         llm: Any,
         files: AdapterFiles,
         fetched: Mapping[str, Adapter],
+        book: CallBook,
     ) -> None:
         self._settings = settings
-        self._loader = AdapterLoader(llm, files, fetched, simulated=settings.simulate is not None)
+        self.slots = AdapterSlots(settings.slots)
+        self._loader = AdapterLoader(
+            llm, files, fetched, self.slots, book, simulated=settings.simulate is not None
+        )
         self._declared = adapters_by_id(settings.id, settings.adapters)
         place = settings.adapters_folder
         self._folder = AdapterFolder(place, settings.id) if place else None
@@ -72,7 +78,6 @@ class Adapters:
         self._lock = asyncio.Lock()
         self._following: asyncio.Task[None] | None = None
         self.requests: dict[str, LoRARequest] = {}
-        self.slots = AdapterSlots(settings.slots)
 
     def __contains__(self, id: str) -> bool:
         return id in self._loaded
@@ -225,6 +230,11 @@ class Adapters:
             except FolderError as error:
                 if not failed:
                     logger.error("the adapters stay as they were: %s", error)
+                failed = True
+            except Exception:
+                # The next look may go well; without one this replica would never change its adapters again.
+                if not failed:
+                    logger.exception("the adapters stay as they were")
                 failed = True
             else:
                 failed = False

@@ -108,7 +108,7 @@ class VLLMEngine:
                 *([lambda *_: counters] if self.counters else []),
             ],
         )
-        self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched)
+        self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched, book)
         self._book = book
         count_sequences(self.llm, book)
         self.llm.piece_rate = PieceRate()

@@ -243,6 +243,11 @@ class LLMSettings(Strict):
         if self.adapters and self.engine.enable_lora is False:
             raise ValueError("engine.enable_lora: must be true, or left out, since there are adapters")
         check_pinned(self.slots, self.adapters)
+        if self.has_adapters and "worker_extension_cls" in self.engine.extra:
+            raise ValueError(
+                "engine.extra.worker_extension_cls: an engine with adapters has saturate's own, which checks "
+                "them; leave it out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.lora.request import LoRARequest
 
 from serve_app.settings.adapters import AdapterSettings
@@ -18,14 +19,18 @@ class FakeLLM:
         loaded: Its adapters, by their numbers.
         pinned: The numbers of those that are pinned.
         refuse: It refuses every adapter.
+        keep: It fails to remove any.
         removed: Set when an adapter is removed.
     """
 
     def __init__(self) -> None:
-        self.vllm_config = SimpleNamespace(lora_config=SimpleNamespace(max_lora_rank=8))
+        lora = SimpleNamespace(max_lora_rank=8, lora_dtype=torch.float32)
+        self.vllm_config = SimpleNamespace(lora_config=lora)
+        self.errored = False
         self.loaded: dict[int, LoRARequest] = {}
         self.pinned: list[int] = []
         self.refuse = False
+        self.keep = False
         self.removed = asyncio.Event()
 
     async def add_lora(self, request: LoRARequest) -> bool:
@@ -36,9 +41,10 @@ class FakeLLM:
         return True
 
     async def remove_lora(self, number: int) -> bool:
-        del self.loaded[number]
+        if self.keep:
+            raise RuntimeError("Call to remove_lora method failed")
         self.removed.set()
-        return True
+        return self.loaded.pop(number, None) is not None
 
     async def pin_lora(self, number: int) -> bool:
         self.pinned.append(number)

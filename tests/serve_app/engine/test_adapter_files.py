@@ -1,11 +1,18 @@
 """Adapters from each kind of source, and their fit."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from serve_app.engine import adapter_files
 from serve_app.engine.adapter_files import AdapterError, check, fetch, layer_shapes
@@ -131,6 +138,156 @@ def test_an_adapter_that_does_not_fit_is_an_error_with_the_reason(tmp_path: Path
 def test_a_layer_that_transformers_names_otherwise_is_left_to_vllm(tmp_path: Path) -> None:
     source = write_adapter(tmp_path / "source", layer="language_model.experts.0.w1")
     check(fetch(str(source), tmp_path / "copy"), 8, SHAPES)
+
+
+A, B = (f"base_model.model.{LAYER}.lora_{half}.weight" for half in "AB")
+
+
+def changed(folder: Path, **tensors: Any) -> Path:
+    """Write an adapter of ones with other matrices, `A` and `B`; None: without one of them."""
+    source = write_adapter(folder)
+    found = {"A": torch.ones(4, 8), "B": torch.ones(16, 4)} | tensors
+    names = {"A": A, "B": B}
+    save_torch_file(
+        {names.get(key, key): tensor for key, tensor in found.items() if tensor is not None},
+        source / "adapter_model.safetensors",
+    )
+    return source
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(float("nan"), r"lora_B\.weight has values that are not finite"), (float("-inf"), "are not finite")],
+)
+def test_a_number_that_is_not_finite_is_an_error(
+    tmp_path: Path, dtype: torch.dtype, value: float, reason: str
+) -> None:
+    second = torch.ones(16, 4, dtype=dtype)
+    second[7, 2] = value
+    with pytest.raises(AdapterError, match=reason):
+        check(fetch(str(changed(tmp_path / "source", B=second)), tmp_path / "copy"), 8, None)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"A": torch.full((4, 8), 1e30)}, rf"changes {LAYER} too much: .* the norms 5\.65.*e\+30"),
+        ({"B": torch.full((16, 4), 1e6)}, "too much"),
+        ({"A": torch.full((4, 8), 1e300, dtype=torch.float64)}, "or too large"),
+        ({"A": None}, rf"{B} is alone: adapter_model.safetensors has no {A}"),
+        ({"B": None}, rf"{A} is alone"),
+        ({"A": torch.ones(3, 8)}, rf"{A} has rank 3, and {B} has 4"),
+    ],
+)
+def test_matrices_that_are_too_large_or_make_no_pair_are_an_error(
+    tmp_path: Path, tensors: Any, reason: str
+) -> None:
+    with pytest.raises(AdapterError, match=reason):
+        check(fetch(str(changed(tmp_path / "source", **tensors)), tmp_path / "copy"), 8, SHAPES)
+
+
+def test_numbers_have_to_fit_the_arithmetic_of_the_engine(tmp_path: Path) -> None:
+    # A factor of 2.
+    adapter = fetch(str(changed(tmp_path / "source", B=torch.full((16, 4), 5e3))), tmp_path / "copy")
+    check(adapter, 8, SHAPES)
+    with pytest.raises(AdapterError, match=r"each number 65504 \(engine\.dtype\)"):
+        check(adapter, 8, SHAPES, torch.finfo(torch.float16).max)
+
+
+def test_a_vocabulary_of_another_size_is_an_error(tmp_path: Path) -> None:
+    shapes = SHAPES | {"model.embed_tokens": (32, 8)}
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    check(fetch(str(changed(tmp_path / "a", **{name: torch.ones(32, 8)})), tmp_path / "1"), 8, shapes)
+    with pytest.raises(AdapterError, match=r"has shape \(33, 8\), not \(32, 8\)"):
+        check(fetch(str(changed(tmp_path / "b", **{name: torch.ones(33, 8)})), tmp_path / "2"), 8, shapes)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ('"lora_alpha": NaN', "lora_alpha .* is a finite number, not nan"),
+        ('"lora_alpha": 1e999', "a finite number, not inf"),
+        ('"lora_alpha": 1' + "0" * 400, "a finite number, not 10000"),
+        ('"lora_alpha": "8"', "a finite number, not '8'"),
+        ('"lora_alpha": true', "a finite number, not True"),
+        ('"lora_alpha": 1e30', r"lora_alpha 1e\+30 with rank 4 scales .* by 2\.5e\+29, and 10000 is"),
+        ('"lora_alpha": -1e30', "scales the matrices by"),
+        ('"lora_alpha": 8, "alpha_pattern": {"q_proj": Infinity}', "a finite number, not inf"),
+        ('"lora_alpha": 80000, "rank_pattern": {"q_proj": 1}', "with rank 1 scales the matrices by 80000"),
+        ('"lora_alpha": 80000, "use_rslora": true', "scales the matrices by 40000"),
+        ('"lora_alpha": 8, "r": 0', "a rank .* is a positive integer, not 0"),
+        ('"lora_alpha": 8, "r": 2.5', "a positive integer, not 2.5"),
+        ('"lora_alpha": 8, "r": 1' + "0" * 400, "a positive integer, not 10000"),
+        ('"lora_alpha": 8, "r": 1e999', "a positive integer, not inf"),
+        ('"lora_alpha": 8, "rank_pattern": {"q_proj": "8"}', "a positive integer, not '8'"),
+        ('"r": 4', "PEFT's format"),
+    ],
+)
+def test_a_config_whose_numbers_are_not_sane_is_an_error(tmp_path: Path, fields: str, reason: str) -> None:
+    source = write_adapter(tmp_path / "source")
+    (source / "adapter_config.json").write_text(f'{{"r": 4, {fields}}}')
+    with pytest.raises(AdapterError, match=reason):
+        fetch(str(source), tmp_path / "copy")
+
+
+def test_a_config_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    source = write_adapter(tmp_path / "source")
+    (source / "adapter_config.json").write_text(" " * ((4 << 20) + 1))
+    with pytest.raises(AdapterError, match=r"adapter_config\.json has 4194305 bytes, and 4194304 are"):
+        fetch(str(source), tmp_path / "copy")
+
+
+@contextmanager
+def web_server(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[str]:
+    """Run a web server whose answers a function gives; yield its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            # It may leave in the middle of the answer.
+            with suppress(ConnectionError):
+                answer(self)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_redirection_to_a_host_without_https_is_not_followed(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def redirect(handler: BaseHTTPRequestHandler) -> None:
+        asked.append(handler.path)
+        handler.send_response(302)
+        handler.send_header("location", "/inside")
+        handler.send_header("content-length", "0")
+        handler.end_headers()
+
+    with web_server(redirect) as url, pytest.raises(AdapterError, match=r"redirected to http.*only https://"):
+        fetch(f"{url}/words", tmp_path / "copy")
+    assert asked == ["/words/adapter_config.json"]
+
+
+def test_a_web_server_that_tells_no_size_can_not_fill_the_disk(tmp_path: Path) -> None:
+    def endless(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        if handler.command == "GET":
+            while True:
+                handler.wfile.write(b" " * 1_000_000)
+
+    with web_server(endless) as url, pytest.raises(AdapterError, match=r"_config\.json has .* are the most"):
+        fetch(f"{url}/words", tmp_path / "copy")
 
 
 def test_weights_that_are_cut_off_are_an_error(tmp_path: Path) -> None:

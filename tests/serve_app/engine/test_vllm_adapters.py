@@ -14,6 +14,7 @@ from serve_app.engine.vllm_adapters import Adapters
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
+from serve_app.usage.calls import CallBook
 from tests.progress import STILL_S
 from tests.serve_app.engine.adapters import write_adapter
 from tests.serve_app.engine.lora_doubles import FakeLLM, has_files, source
@@ -33,7 +34,7 @@ def made(tmp_path: Path, *names: str, folder: bool = True, **more: Any) -> tuple
         }
     )
     llm = FakeLLM()
-    return Adapters(settings, llm, AdapterFiles(), {}), llm
+    return Adapters(settings, llm, AdapterFiles(), {}, CallBook("demo")), llm
 
 
 async def test_the_adapters_of_the_config_and_of_the_folder_are_served_from_the_start(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_completions import Completion, Completions
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
+from serve_app.usage.calls import CallBook
 from tests.serve_app.engine.vllm_doubles import CONTEXT, Script, gated, output
 
 PROMPT = list(range(100))
@@ -34,7 +35,7 @@ async def batcher() -> AsyncIterator[ContinuousBatcher]:
 @pytest.fixture
 def completions(monkeypatch: pytest.MonkeyPatch, script: Script, batcher: ContinuousBatcher) -> Completions:
     llm = gated(monkeypatch, script, batcher)
-    adapters = Adapters(LLMSettings(id="demo", source=DEMO_MODEL), llm, AdapterFiles(), {})
+    adapters = Adapters(LLMSettings(id="demo", source=DEMO_MODEL), llm, AdapterFiles(), {}, CallBook("demo"))
     return Completions(llm, adapters, {"max_tokens": 16, "temperature": 0.5}, CONTEXT)
 
 

@@ -18,6 +18,7 @@ from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.settings.user_config import BatcherUserConfig
+from serve_app.usage.calls import CallBook
 from tests.serve_app.engine.vllm_doubles import Script, gated, output
 
 
@@ -38,7 +39,9 @@ async def engine(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncIterat
     engine._texts = TokenizingQueue(1)
     await engine._texts.start()
     engine._limits = Limits(1024, None, 64, {"a": 2.0})
-    engine.adapters = Adapters(LLMSettings(id="demo", source=DEMO_MODEL), engine.llm, AdapterFiles(), {})
+    engine.adapters = Adapters(
+        LLMSettings(id="demo", source=DEMO_MODEL), engine.llm, AdapterFiles(), {}, CallBook("demo")
+    )
     yield engine
     await batcher.stop(drain=False)
     await engine._texts.stop()

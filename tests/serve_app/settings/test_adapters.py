@@ -70,6 +70,7 @@ def test_folders_and_object_storage_are_allowed(source: str) -> None:
         ([{"source": "/x"}], {"engine": {"enable_lora": False}}, "enable_lora: must be true"),
         ([{"source": "/x"}], {"engine": {"max_lora_rank": 9}}, "max_lora_rank"),
         ([], {"adapters_folder": "kept"}, "must be an absolute path"),
+        ([{"source": "/x"}], {"engine": {"extra": {"worker_extension_cls": "a.B"}}}, "_cls: an engine with"),
     ],
 )
 def test_a_mistake_is_named(adapters: Any, more: Any, message: str) -> None:
