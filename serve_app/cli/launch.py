@@ -11,13 +11,20 @@ from serve_app.cli.config_text import completed
 from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.log_tail import RequestLines
-from serve_app.cli.preflight import allow_open_files, check_port, forget_dead_cluster, starts_ray
+from serve_app.cli.preflight import (
+    check_port,
+    forget_dead_cluster,
+    keep_token_private,
+    prepare_haproxy,
+    starts_ray,
+)
 from serve_app.cli.progress import Progress
 from serve_app.cli.readiness import wait_ready
 from serve_app.cli.runs import MARK, Run, find_runs, this_run
 from serve_app.cli.serve_config import (
     answer_s,
     asks_for_keys,
+    controller_environment,
     read_config,
     with_request_log,
 )
@@ -45,8 +52,11 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
     if warning := bind_check.warning(host, keys=asks_for_keys(config)):
         print(warning, file=sys.stderr)
     check_port(host, port, _end_leftovers())
-    allow_open_files()
+    prepare_haproxy(controller_environment(config))
     forget_dead_cluster()
+    own_ray = starts_ray()
+    if own_ray:
+        keep_token_private()
     adopt_orphans()
     signals = StopSignals()
     signals.catch()
@@ -68,7 +78,7 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
         serve = ServeRun(
             path,
             None if verbose else log,
-            own_ray=starts_ray(),
+            own_ray=own_ray,
             environment={MARK: this_run(port).mark},
         )
         failed = False

@@ -3,16 +3,22 @@
 import os
 import resource
 import socket
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ray._common.utils import get_ray_address_file
+from ray._private.authentication.authentication_token_generator import generate_new_authentication_token
 from ray._private.utils import read_ray_address
 
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.runs import Run
+from serve_app.ingress import haproxy
+from serve_app.ingress.haproxy import LEAST_CONNECTIONS, open_files
+from serve_app.system.private_files import close_to_others, new_private_file, token_file
 
-OPEN_FILES = 10_300
-"""Open files that HAProxy asks for at its start, for the connections that Serve configures."""
+OPEN_FILES = open_files(LEAST_CONNECTIONS)
+"""Open files that HAProxy asks for at its start at least; with more, it has more connections."""
 
 
 def check_port(host: str, port: int, runs: list[Run]) -> None:
@@ -43,23 +49,48 @@ def check_port(host: str, port: int, runs: list[Run]) -> None:
             ) from None
 
 
-def allow_open_files() -> None:
-    """Raise the limit of open files to that of HAProxy, which ends at once with less.
+def prepare_haproxy(environment: Mapping[str, str]) -> None:
+    """Give HAProxy its open files, and a folder for its sockets.
+
+    Args:
+        environment: Environment of the controller.
+
+    Raises:
+        LaunchError: One of them can't be had.
+    """
+    allow_open_files(haproxy.connections(environment, allowed=-1))
+    try:
+        haproxy.make_folders(environment)
+    except OSError as error:
+        raise LaunchError(
+            f"no place for HAProxy's sockets: {error}; or set {' and '.join(haproxy.SOCKETS)} to files in a "
+            "folder of your own"
+        ) from None
+
+
+def allow_open_files(connections: int) -> None:
+    """Raise the limit of open files to what HAProxy takes, which ends at once with less than `OPEN_FILES`.
+
+    Args:
+        connections: Connections that HAProxy is to have.
 
     Raises:
         LaunchError: This process may not raise it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES:
+    wanted = open_files(connections)
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
         return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, OPEN_FILES))
-    except (ValueError, OSError):
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, wanted))
+        return
+    # HAProxy lowers its connections to what is allowed, down to a number.
+    if hard < (least := min(OPEN_FILES, wanted)):
         raise LaunchError(
-            f"HAProxy needs {OPEN_FILES:,} open files, and {hard:,} are allowed here; raise the limit "
+            f"HAProxy needs {least:,} open files, and {hard:,} are allowed here; raise the limit "
             "(`ulimit -Hn 65536` as root, `LimitNOFILE=` of a systemd unit, `--ulimit nofile=65536` of a "
             "container)"
-        ) from None
+        )
 
 
 def forget_dead_cluster() -> None:
@@ -80,3 +111,28 @@ def starts_ray() -> bool:
     """Return whether `serve run` will start a Ray of its own, rather than connect to one that runs."""
     address = os.environ.get("RAY_ADDRESS") or read_ray_address() or "local"
     return address == "local"
+
+
+def keep_token_private(environment: Mapping[str, str] = os.environ, home: Path | None = None) -> None:
+    """Make the file of Ray's token before Ray does, which lets every user of this machine read it.
+
+    Args:
+        environment: Environment variables.
+        home: The home directory; None: that of this user.
+
+    Raises:
+        LaunchError: That failed.
+    """
+    file = token_file(environment, home)
+    theirs = any(environment.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    try:
+        if not theirs and environment.get("RAY_AUTH_MODE", "token") == "token":
+            file.parent.mkdir(0o700, parents=True, exist_ok=True)
+            close_to_others(file.parent)
+            with suppress(FileExistsError):
+                new_private_file(file, generate_new_authentication_token())
+        close_to_others(file)
+    except OSError as error:
+        raise LaunchError(
+            f"{file}, the token of Ray, must be readable by this user alone: {error.strerror}"
+        ) from None

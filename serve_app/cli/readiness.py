@@ -42,8 +42,9 @@ def wait_ready(
         for name, app in apps.items():
             if app["status"] == "DEPLOY_FAILED":
                 raise LaunchError(f"the application {name!r} could not start: {_cause(app)}")
-        if health:
-            states = health["models"].items()
+        # Before the Ingress answers, HAProxy does, with an error.
+        if models := health.get("models"):
+            states = models.items()
             progress.show("; ".join(f"{name}: {state['state']}" for name, state in states))
         else:
             progress.show("starting Ray Serve" if apps else "starting Ray")

@@ -11,6 +11,7 @@ from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, Serv
 
 from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import LaunchError
+from serve_app.ingress import haproxy
 from serve_app.ingress.health import engine_name
 from serve_app.settings.completion import IMPORT_PATH, complete_config
 from serve_app.settings.models import LLMSettings
@@ -33,6 +34,7 @@ def read_config(path: Path) -> ServeDeploySchema:
                 f"{unknown[0]}: unknown key; allowed: {', '.join(ServeDeploySchema.model_fields)}"
             )
         config = ServeDeploySchema.model_validate(complete_config(content))
+        haproxy.read_limits(controller_environment(config))
         for app in config.applications:
             if app.import_path != IMPORT_PATH:
                 continue
@@ -86,6 +88,13 @@ def answer_s(config: ServeDeploySchema) -> float:
         _environment(app).get("RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S", default) for app in config.applications
     )
     return max(map(float, limits), default=float(default))
+
+
+def controller_environment(config: ServeDeploySchema) -> Mapping[str, str]:
+    """Return the environment of Serve's controller, which starts HAProxy."""
+    options = config.controller_options
+    own: dict[str, str] = ((options and options.runtime_env) or {}).get("env_vars", {})
+    return os.environ | own
 
 
 def asks_for_keys(config: ServeDeploySchema) -> bool:

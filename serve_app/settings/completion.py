@@ -12,6 +12,7 @@ from typing import Any
 from serve_app.api.addresses import is_loopback
 from serve_app.api.protocol import JSON
 from serve_app.settings.environment import (
+    CLIENT_HEADERS,
     LONG_ANSWERS,
     MESSAGES,
     TRANSPORT,
@@ -24,7 +25,7 @@ from serve_app.settings.sources import DEMO_MODEL
 IMPORT_PATH = "serve_app.app:build"
 """The `import_path` of this project's applications."""
 
-SHARED = (*TRANSPORT, *LONG_ANSWERS)
+SHARED = (*TRANSPORT, CLIENT_HEADERS, *LONG_ANSWERS)
 """The variables that must have the same value for the controller and the replicas."""
 
 OWN_FUNCTIONS = "serve_app."

@@ -80,6 +80,21 @@ HAPROXY = (
 )
 """For the controller, which starts HAProxy."""
 
+PREPARATION = Variable(
+    "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR",
+    "serve_app.ingress.haproxy.prepare",
+    "Adds to HAProxy's configuration the limits for each address and each port, a private folder for its "
+    "sockets, statistics on loopback (SATURATE_HAPROXY_STATISTICS_HOST), and errors in JSON.",
+)
+CONNECTIONS = Variable(
+    "RAY_SERVE_HAPROXY_MAXCONN",
+    "12000",
+    "Connections of a node's HAProxy, or as many as its open files allow (two for each). An address of "
+    "clients may have a quarter of them; name a proxy in front in SATURATE_HAPROXY_TRUSTED_PROXIES.",
+)
+LIMITS = (CONNECTIONS, PREPARATION)
+"""For the controller; the processes of the proxies inherit its environment."""
+
 LONG_ANSWERS = (
     Variable(
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
@@ -99,7 +114,8 @@ LONG_ANSWERS = (
 CLIENT_HEADERS = Variable(
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH",
     "serve_app.ingress.header_filter:middlewares",
-    "Removes headers of a client that Ray Serve would trust.",
+    "Removes headers of a client that Ray Serve would trust, and turns Ray Serve's own pages into errors in "
+    "JSON.",
 )
 DRAINING = Variable(
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S",
@@ -127,7 +143,7 @@ def controller_variables(*, long_answers: bool) -> tuple[Variable, ...]:
     Args:
         long_answers: Answers may take minutes; else two minutes, Ray Serve's default.
     """
-    return (*TRANSPORT, *HAPROXY, *(LONG_ANSWERS if long_answers else ()))
+    return (*TRANSPORT, *HAPROXY, *LIMITS, CLIENT_HEADERS, *(LONG_ANSWERS if long_answers else ()))
 
 
 def replica_variables(
@@ -143,7 +159,7 @@ def replica_variables(
         largest_body: Bytes of the largest request body; a message may have twice as many.
     """
     # The reasons of what the controller has too are there.
-    chosen: list[Variable] = [*map(_without_reason, TRANSPORT), CLIENT_HEADERS]
+    chosen: list[Variable] = [*map(_without_reason, (*TRANSPORT, CLIENT_HEADERS))]
     if long_answers:
         chosen += map(_without_reason, LONG_ANSWERS)
     if one_machine:

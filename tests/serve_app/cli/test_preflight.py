@@ -2,12 +2,20 @@
 
 import os
 import resource
+import stat
 from pathlib import Path
 
 import pytest
 
 from serve_app.cli.errors import LaunchError
-from serve_app.cli.preflight import OPEN_FILES, allow_open_files, check_port, forget_dead_cluster, starts_ray
+from serve_app.cli.preflight import (
+    OPEN_FILES,
+    allow_open_files,
+    check_port,
+    forget_dead_cluster,
+    keep_token_private,
+    starts_ray,
+)
 from serve_app.cli.runs import Run
 from tests.ports import free_port
 
@@ -37,17 +45,20 @@ def test_too_few_open_files_for_haproxy_are_an_error(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    with pytest.raises(LaunchError, match=r"HAProxy needs 10,300 open files, and 1,024 are allowed here"):
-        allow_open_files()
+    with pytest.raises(LaunchError, match=r"HAProxy needs 8,292 open files, and 1,024 are allowed here"):
+        allow_open_files(12_000)
+    # HAProxy has fewer connections then.
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, OPEN_FILES))
+    allow_open_files(12_000)
 
 
 def test_open_files_are_raised_if_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    for hard in (1024, OPEN_FILES, resource.RLIM_INFINITY):
+    for hard in (1024, 20_100, resource.RLIM_INFINITY):
         monkeypatch.setattr(resource, "getrlimit", lambda _, hard=hard: (512, hard))
-        allow_open_files()
-    assert raised == [(512, OPEN_FILES)]
+        allow_open_files(10_000)
+    assert raised == [(512, 20_100)]
 
 
 def test_the_note_of_a_dead_cluster_is_removed_and_that_of_a_live_one_kept(
@@ -84,3 +95,43 @@ def test_serve_run_starts_a_ray_unless_one_runs(
         monkeypatch.setenv("RAY_ADDRESS", address)
     monkeypatch.setattr("serve_app.cli.preflight.read_ray_address", lambda: note)
     assert starts_ray() is starts
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_ray_finds_a_token_that_only_this_user_may_read(tmp_path: Path) -> None:
+    keep_token_private({}, tmp_path)
+    token = tmp_path / ".ray" / "auth_token"
+    assert (mode(token.parent), mode(token)) == (0o700, 0o600)
+    first = token.read_text()
+    assert len(first) == 64
+    keep_token_private({}, tmp_path)
+    assert token.read_text() == first
+
+
+def test_a_token_that_others_may_read_is_closed(tmp_path: Path) -> None:
+    token = tmp_path / ".ray" / "auth_token"
+    token.parent.mkdir(0o755)
+    token.write_text("secret")
+    token.chmod(0o644)
+    keep_token_private({}, tmp_path)
+    assert (mode(token.parent), mode(token), token.read_text()) == (0o700, 0o600, "secret")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"RAY_AUTH_TOKEN": "secret"}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "/nowhere/token"}],
+)
+def test_ray_that_needs_no_new_token_gets_none(tmp_path: Path, environment: dict[str, str]) -> None:
+    keep_token_private(environment, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_without_a_place_for_the_token_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / ".ray").write_text("a file")
+    with pytest.raises(
+        LaunchError, match="auth_token, the token of Ray, must be readable by this user alone"
+    ):
+        keep_token_private({}, tmp_path)

@@ -60,5 +60,5 @@ def test_what_both_have_is_the_same(long_answers: bool) -> None:
         values(replica_variables(long_answers=long_answers, one_machine=True, cpu=True, offline=True))
     )
     both = set(controller) & set(replicas)
-    assert len(both) == (5 if long_answers else 3)
+    assert len(both) == (6 if long_answers else 4)
     assert {name: controller[name] for name in both} == {name: replicas[name] for name in both}

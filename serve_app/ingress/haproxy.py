@@ -1,0 +1,286 @@
+"""HAProxy's configuration, as Ray Serve writes it, with what Ray Serve has no setting for.
+
+- A limit of connections for each frontend and for each address of a client.
+- Statistics and metrics on loopback.
+- The admin socket, which gives the listening sockets away, in a folder that only this user may enter.
+- Pages of HAProxy's own in the shape of this service's errors.
+
+Ray Serve renders the configuration from a template, in one process per node. The controller's variable
+`__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR`, which the processes of the proxies inherit, has Ray call `prepare`
+in each of them before it loads any part of Ray Serve.
+"""
+
+import json
+import os
+import re
+import resource
+import sys
+from collections.abc import Mapping, MutableMapping
+from ipaddress import ip_network
+from pathlib import Path
+from typing import NamedTuple
+
+from serve_app.api.errors import RequestError
+from serve_app.system.private_files import close_to_others, private_folder, token_file
+
+FOLDER = Path(f"/tmp/saturate-{os.geteuid()}")
+"""Folder of HAProxy's files and sockets. A socket's path has 107 bytes at most, of which Ray takes 70."""
+
+FILES: Mapping[str, Path] = {
+    "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": FOLDER / "haproxy.cfg",
+    "RAY_SERVE_HAPROXY_SOCKET_PATH": FOLDER / "admin.sock",
+    "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": FOLDER / "metrics.sock",
+    "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": FOLDER,
+    "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": FOLDER / "server-state",
+}
+"""Ray Serve's variables for them; its own defaults are in a folder that every user may read."""
+
+SOCKETS = ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH")
+
+PER_ADDRESS = "SATURATE_HAPROXY_CONNECTIONS_PER_ADDRESS"
+TRUSTED = "SATURATE_HAPROXY_TRUSTED_PROXIES"
+STATISTICS_HOST = "SATURATE_HAPROXY_STATISTICS_HOST"
+MAXCONN = "RAY_SERVE_HAPROXY_MAXCONN"
+
+LEAST_CONNECTIONS = 4096
+"""Connections that HAProxy has wherever it runs: Ray Serve's default."""
+
+OWN_FILES = 100
+"""Open files of HAProxy beside the two of each connection, one to the client and one to a replica."""
+
+STATISTICS_CONNECTIONS = 100
+"""Connections of each of the frontends for statistics and for metrics."""
+
+RETRY_S = 5
+"""Seconds after which a replica or HAProxy that was away is likely to be back."""
+
+
+class Limits(NamedTuple):
+    """The settings of HAProxy that Ray Serve doesn't have.
+
+    Attributes:
+        connections: Connections of all frontends together.
+        per_address: Connections of a client's address, for IPv6 of its /64; 0: no limit.
+        trusted: Addresses and ranges without that limit: proxies in front, which have many clients each.
+        statistics_host: Address that statistics and metrics listen on.
+    """
+
+    connections: int
+    per_address: int
+    trusted: tuple[str, ...] = ()
+    statistics_host: str = "127.0.0.1"
+
+
+def read_limits(environment: Mapping[str, str] = os.environ, allowed: int = -1) -> Limits:
+    """Read the settings from environment variables.
+
+    Args:
+        environment: The variables.
+        allowed: Files that HAProxy may open; -1: no limit.
+
+    Raises:
+        ValueError: One of them has a wrong value.
+    """
+    number = connections(environment, allowed)
+    trusted = environment.get(TRUSTED, "").replace(",", " ").split()
+    for one in trusted:
+        try:
+            ip_network(one, strict=False)
+        except ValueError:
+            raise ValueError(f"{TRUSTED}: {one!r} is no address and no range such as 10.0.0.0/8") from None
+    host = environment.get(STATISTICS_HOST) or "127.0.0.1"
+    if not re.fullmatch(r"\*|[0-9A-Za-z.:-]+", host):
+        raise ValueError(f"{STATISTICS_HOST}: {host!r} is no address; 127.0.0.1, or * for all interfaces")
+    # One address can't take what all the others need.
+    per_address = _number(environment, PER_ADDRESS, number // 4, 0)
+    return Limits(number, per_address, tuple(trusted), host)
+
+
+def connections(environment: Mapping[str, str], allowed: int) -> int:
+    """Return the connections of HAProxy: those that are set, or as many as the open files allow.
+
+    HAProxy ends at its start if it may not open the files for all of its connections.
+
+    Args:
+        environment: Environment variables.
+        allowed: Files that HAProxy may open; -1: no limit.
+
+    Raises:
+        ValueError: The variable has a wrong value.
+    """
+    wanted = _number(environment, MAXCONN, LEAST_CONNECTIONS, 4 * STATISTICS_CONNECTIONS)
+    if allowed < 0:
+        return wanted
+    return min(wanted, max(LEAST_CONNECTIONS, (allowed - OWN_FILES) // 2))
+
+
+def open_files(connections: int) -> int:
+    """Return the open files that HAProxy asks for at its start."""
+    return 2 * connections + OWN_FILES
+
+
+def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Prepare a process of the controller or of a proxy.
+
+    Raises:
+        ValueError: A setting has a wrong value.
+        PermissionError: The folder of the sockets belongs to another user.
+        RuntimeError: Ray Serve is another version, or was loaded before.
+    """
+    close_to_others(token_file(environment))
+    for name, path in FILES.items():
+        environment.setdefault(name, str(path))
+    make_folders(environment)
+    if "ray.serve._private.constants" in sys.modules:
+        raise RuntimeError("Ray Serve was loaded before its HAProxy could be prepared")
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = read_limits(environment, allowed)
+    environment[MAXCONN] = str(limits.connections)
+    from ray.serve._private import haproxy
+
+    haproxy.HAPROXY_CONFIG_TEMPLATE = with_limits(haproxy.HAPROXY_CONFIG_TEMPLATE, limits)
+
+
+def make_folders(environment: Mapping[str, str]) -> None:
+    """Make the folders of HAProxy's sockets; one that an operator has made stays as it is.
+
+    Raises:
+        PermissionError: The folder belongs to another user.
+    """
+    for name in SOCKETS:
+        folder = Path(environment.get(name) or FILES[name]).parent
+        if folder == FOLDER or not folder.exists():
+            private_folder(folder)
+
+
+def with_limits(template: str, limits: Limits) -> str:
+    """Return Ray Serve's template of HAProxy's configuration with the limits and pages.
+
+    Raises:
+        RuntimeError: It isn't the template of Ray 2.60, for which this is made.
+    """
+    host, few = limits.statistics_host, STATISTICS_CONNECTIONS
+    guarded = "\n".join(("", *_frontend_lines(limits)))
+    for old, new in (
+        # Splicing is off, and HAProxy would keep a file for each of its pipes.
+        ("    maxconn {{ config.maxconn }}\n", "    maxconn {{ config.maxconn }}\n    maxpipes 1\n"),
+        ("{{ config.socket_path }} mode 666 level", "{{ config.socket_path }} mode 600 level"),
+        (
+            "    bind :{{ config.metrics_port }}",
+            f"    bind {host}:{{{{ config.metrics_port }}}}\n    maxconn {few}",
+        ),
+        ("  bind *:{{ config.stats_port }}", f"  bind {host}:{{{{ config.stats_port }}}}\n  maxconn {few}"),
+        ("    bind {{ config.frontend_host }}:{{ config.frontend_port }}", guarded),
+        ("    bind {{ config.grpc_frontend_host }}:{{ config.grpc_frontend_port }} proto h2", guarded),
+        ("listen stats\n", f"{_TABLE}listen stats\n"),
+        (_RAYS_PAGES, "".join(_page_line(*page) for page in PAGES.items())),
+        (_RAYS_NO_ROUTE, _NO_ROUTE),
+    ):
+        if template.count(old) != 1:
+            raise RuntimeError(
+                f"HAProxy's template of this version of Ray Serve lacks {old!r}; see {__file__}"
+            )
+        template = template.replace(old, old + new if new is guarded else new)
+    return template
+
+
+_TABLE = "backend saturate_addresses\n    stick-table type ipv6 size 100k expire 1m store conn_cur\n"
+
+
+def _frontend_lines(limits: Limits) -> list[str]:
+    lines = [f"    maxconn {limits.connections - 2 * STATISTICS_CONNECTIONS}"]
+    if limits.per_address:
+        unless = f" unless {{ src {' '.join(limits.trusted)} }}" if limits.trusted else ""
+        # A client of IPv6 has a whole /64.
+        key = "src,ipmask(32,64)"
+        lines += [
+            f"    tcp-request connection track-sc0 {key} table saturate_addresses{unless}",
+            f"    tcp-request connection reject if {{ sc0_conn_cur gt {limits.per_address} }}",
+        ]
+    # HAProxy's own 502 is a 503 here; that of a replica stays.
+    lines += [
+        f"    http-after-response set-status 503 if {{ status 502 }} {{ res.hdr({_MARK}) -m found }}",
+        f"    http-after-response del-header {_MARK}",
+    ]
+    return lines
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, least: int) -> int:
+    text = environment.get(name) or str(default)
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name}: {text!r} is no number from {least:,} on")
+    return int(text)
+
+
+# Pages
+
+_AWAY = "No replica of this service can take the request at this moment. Try again."
+
+
+PAGES: Mapping[int, RequestError] = {
+    400: RequestError(400, "invalid_request_error", "The request is no HTTP that HAProxy takes."),
+    408: RequestError(408, "timeout_error", "The request did not arrive in time."),
+    500: RequestError(500, "internal_error", "HAProxy failed."),
+    # A replica died while it had the request: another one can take it.
+    502: RequestError(
+        503,
+        "service_unavailable",
+        "The replica that had this request failed. Try again.",
+        retry_after_s=RETRY_S,
+    ),
+    503: RequestError(503, "service_unavailable", _AWAY, retry_after_s=RETRY_S),
+    504: RequestError(
+        504,
+        "timeout_error",
+        "No byte of the answer came in time (RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S). Send the header "
+        "`x-keep-alive`, or ask for less in one call.",
+    ),
+}
+"""The errors of HAProxy's own, by the status that HAProxy has for them.
+
+A head that HAProxy can't read, or that doesn't arrive, gets a page that can't be changed, in HTML.
+"""
+
+_MARK = "x-saturate-page"
+
+
+_RAYS_PAGES = """\
+    {%- if config.error_file_path %}
+    errorfile 502 {{ config.error_file_path }}
+    errorfile 503 {{ config.error_file_path }}
+    errorfile 504 {{ config.error_file_path }}
+    {%- endif %}
+"""
+"""Ray Serve answers all three with a 500 in plain text."""
+
+_RAYS_NO_ROUTE = (
+    """    http-request return status 404 content-type text/plain lf-string "Path '%[path]' not found. """
+    """Ping http://.../-/routes for available routes."\n"""
+)
+
+
+def _reply(error: RequestError) -> str:
+    """Return the part of a directive with the content of an error."""
+    # Clients of Anthropic's API know an error by the outer type; others don't look at it.
+    content = json.dumps({"type": "error"} | error.body())
+    headers = "".join(f" hdr {name} {value}" for name, value in error.headers().items())
+    return f"content-type application/json string '{content}'{headers}"
+
+
+def _page_line(status: int, error: RequestError) -> str:
+    mark = "" if status == error.status else f" hdr {_MARK} 1"
+    return f"    http-error status {status} {_reply(error)}{mark}\n"
+
+
+def _return_line(error: RequestError) -> str:
+    return f"    http-request return status {error.status} {_reply(error)}\n"
+
+
+# HAProxy knows no application after its start, until Serve's controller has told it.
+_NO_ROUTE = (
+    "    {%- if backends %}\n"
+    + _return_line(RequestError(404, "not_found_error", "No application of this service has this path."))
+    + "    {%- else %}\n"
+    + _return_line(RequestError(503, "service_unavailable", _AWAY, retry_after_s=RETRY_S))
+    + "    {%- endif %}\n"
+)
