@@ -14,6 +14,8 @@ import re
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.ingress.serve_pages import ServePages
+
 REQUEST_ID = b"x-request-id"
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
@@ -59,7 +61,7 @@ def middlewares() -> list[Middleware]:
     Serve calls this before it starts uvicorn, which reads from the environment whom it trusts: nobody.
     """
     os.environ["FORWARDED_ALLOW_IPS"] = ""
-    return [Middleware(HeaderFilter)]
+    return [Middleware(HeaderFilter), Middleware(ServePages)]
 
 
 def _harmless(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

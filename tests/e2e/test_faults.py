@@ -48,7 +48,7 @@ FAULTS = {
     "death of EngineCore": Fault(CORE),
     # A machine has one: clients are turned away until the next one runs, and for a moment it knows no
     # application.
-    "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True, answered="status 404"),
+    "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True, answered="status 503"),
 }
 CASES = [
     pytest.param(name, time, marks=[] if fault.in_short and time == 0 else pytest.mark.long)
