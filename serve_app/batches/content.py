@@ -59,7 +59,7 @@ class Drafts:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "drafts"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(0o700, parents=True, exist_ok=True)
         for path in self._folder.iterdir():
             if NAME.fullmatch(path.name):
                 path.unlink()
@@ -98,7 +98,7 @@ class Content:
 
     def __init__(self, folder: Path) -> None:
         self._files = folder / "files"
-        self._files.mkdir(parents=True, exist_ok=True)
+        self._files.mkdir(0o700, parents=True, exist_ok=True)
         self._drafts = Drafts(folder)
         _sync(folder)
 

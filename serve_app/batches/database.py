@@ -78,7 +78,8 @@ class SQLite:
     }
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        # A new folder is closed to other users: batches have the prompts and answers of all tenants.
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         self._held = (folder / "lock").open("w")
         try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -116,3 +116,9 @@ def test_a_file_that_is_no_database_is_named_and_not_held(tmp_path: Path) -> Non
     for _ in range(2):
         with pytest.raises(DatabaseError, match=r"batches\.db: file is not a database"):
             SQLite(tmp_path)
+
+
+def test_a_new_folder_of_batches_is_closed_to_other_users(tmp_path: Path) -> None:
+    folder = tmp_path / "batches"
+    SQLite(folder).close()
+    assert folder.stat().st_mode & 0o777 == 0o700
