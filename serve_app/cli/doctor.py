@@ -13,6 +13,7 @@ from serve_app.cli.checks.finding import Case, Check, Finding, Level, warning
 from serve_app.cli.checks.gpus import check_driver, check_gpus
 from serve_app.cli.checks.plan import Plan, read_plan
 from serve_app.cli.checks.ports import check_leftovers, check_ports
+from serve_app.cli.checks.private_files import check_private_files
 from serve_app.cli.checks.resources import (
     check_cores,
     check_disk,
@@ -38,6 +39,7 @@ CHECKS: Mapping[str, Check] = {
     "open files": check_open_files,
     "haproxy": check_haproxy,
     "ports": check_ports,
+    "private files": check_private_files,
     "leftovers": check_leftovers,
     "sources": check_sources,
     "cluster": check_cluster,

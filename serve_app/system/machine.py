@@ -5,6 +5,7 @@ import importlib.util
 import os
 import resource
 import shutil
+import stat
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,6 +43,18 @@ class Process(NamedTuple):
     pid: int
     parent: int
     name: str
+
+
+class Owned(NamedTuple):
+    """Owner and permissions of a file or folder.
+
+    Attributes:
+        mine: Whether it belongs to this user; a link never does.
+        mode: The permissions.
+    """
+
+    mine: bool
+    mode: int
 
 
 class CommandError(Exception):
@@ -126,6 +139,16 @@ class Machine:
         with suppress(OSError, UnicodeDecodeError):
             return path.read_text()
         return None
+
+    def owned(self, path: Path) -> Owned | None:
+        """Return the owner and the permissions of a file or folder; None: it isn't there."""
+        try:
+            found = path.lstat()
+            if link := stat.S_ISLNK(found.st_mode):
+                found = path.stat()
+        except OSError:
+            return None
+        return Owned(found.st_uid == os.geteuid() and not link, stat.S_IMODE(found.st_mode))
 
     def space(self, path: Path) -> Space:
         """Return the space of the file system of a folder, which needn't exist yet.

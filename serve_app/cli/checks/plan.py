@@ -43,6 +43,7 @@ class Plan:
         variables: Environment variables that the config sets for the controller and the replicas.
         models: Its models.
         deployments: Its deployments.
+        keys_files: Its files of API keys.
     """
 
     path: Path | None = None
@@ -52,6 +53,7 @@ class Plan:
     variables: Mapping[str, str] = field(default_factory=dict)
     models: tuple[ModelSettings, ...] = ()
     deployments: tuple[Deployment, ...] = ()
+    keys_files: tuple[Path, ...] = ()
 
     @property
     def llms(self) -> list[LLMSettings]:
@@ -78,14 +80,18 @@ def read_plan(path: Path) -> Plan:
     controller = _variables(config.get("controller_options"))
     apps = [app for app in _list(config.get("applications")) if app.get("import_path") == IMPORT_PATH]
     models: list[ModelSettings] = []
+    keys_files: list[Path] = []
     deployments: list[Deployment] = []
     variables = dict(controller)
     for app in apps:
         variables |= _variables(app)
         try:
-            own = parse(_mapping(app.get("args"))).models
+            settings = parse(_mapping(app.get("args")))
         except SettingsError:
-            own = []
+            settings = None
+        own = settings.models if settings else []
+        if settings and settings.access and settings.access.keys_file:
+            keys_files.append(Path(settings.access.keys_file))
         models += own
         deployments += _deployments(app, own)
     port = http.get("port")
@@ -97,6 +103,7 @@ def read_plan(path: Path) -> Plan:
         variables,
         tuple(models),
         tuple(deployments),
+        tuple(keys_files),
     )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
 from serve_app.cli.errors import LaunchError
 from serve_app.cli.runs import MARK, Run, find_runs
+from serve_app.ingress.haproxy import STATISTICS_HOST
 from serve_app.system.listeners import Listener, listeners
 from serve_app.system.processes import environment
 
@@ -37,13 +38,15 @@ def ports(case: Case) -> Iterator[Port]:
     plan = case.plan
     yield Port("HTTP", plan.host, plan.port, "http_options.port in the config")
     if plan.haproxy:
-        for use, name, default in (
-            ("HAProxy's statistics", "RAY_SERVE_HAPROXY_STATS_PORT", 8404),
-            ("HAProxy's metrics", "RAY_SERVE_HAPROXY_METRICS_PORT", 9101),
-            ("HTTP without replicas", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", 8500),
+        host = plan.variable(STATISTICS_HOST, case.machine.environment) or "127.0.0.1"
+        own = "0.0.0.0" if host == "*" else host
+        for use, name, default, place in (
+            ("HAProxy's statistics", "RAY_SERVE_HAPROXY_STATS_PORT", 8404, own),
+            ("HAProxy's metrics", "RAY_SERVE_HAPROXY_METRICS_PORT", 9101, own),
+            ("HTTP without replicas", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT", 8500, "0.0.0.0"),
         ):
             given = plan.variable(name, case.machine.environment)
-            yield Port(use, "0.0.0.0", int(given) if given.isdigit() else default, name)
+            yield Port(use, place, int(given) if given.isdigit() else default, name)
 
 
 def check_ports(case: Case) -> Finding | None:

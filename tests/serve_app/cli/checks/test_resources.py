@@ -22,7 +22,8 @@ MODEL = {"id": "m", "source": "o/m"}
     [
         (65_536, "ok", "65,536"),
         (-1, "ok", "no limit"),
-        (4096, "problem", "4,096 are allowed, and HAProxy needs"),
+        (20_000, "warning", "20,000 are allowed: HAProxy has 9,950 connections instead of 12,000"),
+        (4096, "problem", "4,096 are allowed, and HAProxy needs 8,292"),
     ],
 )
 def test_open_files(hard: int, level: str, text: str) -> None:
@@ -30,7 +31,7 @@ def test_open_files(hard: int, level: str, text: str) -> None:
     assert found
     assert found.level == level
     assert found.text.startswith(text)
-    assert ("nofile=65536" in found.fix) == (level == "problem")
+    assert ("nofile=65536" in found.fix) == (level != "ok")
 
 
 def test_only_haproxy_needs_so_many_files() -> None:

@@ -1,0 +1,64 @@
+"""Check of what other users of this machine, or of the network, could take over: sockets, tokens, keys."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from serve_app.api.addresses import is_loopback
+from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
+from serve_app.ingress.haproxy import FILES, FOLDER, SOCKETS, STATISTICS_HOST
+from serve_app.settings.environment import PREPARATION
+from serve_app.system.private_files import OTHERS, token_file
+
+WRITING = 0o022
+"""The permissions of a group and of others to write."""
+
+
+def check_private_files(case: Case) -> Finding:
+    """Check that no other user can reach HAProxy's sockets, Ray's token, or write to the file of API keys."""
+    found = [*_token(case), *_keys(case)]
+    if case.plan.haproxy:
+        found += [*_sockets(case), *_statistics(case)]
+    return together(found) or ok("sockets, token and keys are closed to others")
+
+
+def _sockets(case: Case) -> Iterator[Finding]:
+    for name in SOCKETS:
+        given = case.plan.variable(name, case.machine.environment)
+        folder = (Path(given) if given else FILES[name]).parent
+        owned = case.machine.owned(folder)
+        if owned is None:
+            continue
+        if not owned.mine:
+            text = f"{folder}, for HAProxy's sockets, belongs to another user"
+            yield problem(text, f"remove {folder}, or set {name} to a file in a folder of your own")
+        elif owned.mode & OTHERS and folder != FOLDER:
+            # The start closes its own folder.
+            text = f"{folder} is open to other users, who can take the service's port over by {name}"
+            yield problem(text, f"chmod 700 {folder}")
+
+
+def _statistics(case: Case) -> Iterator[Finding]:
+    host = case.plan.variable(STATISTICS_HOST, case.machine.environment) or "127.0.0.1"
+    if case.plan.path and case.plan.variables.get(PREPARATION.name) != PREPARATION.value:
+        text = "HAProxy's statistics and metrics listen on all interfaces, and its connections have no limits"
+        yield warning(text, f"{PREPARATION.name}: {PREPARATION.value} for the controller")
+    elif not is_loopback(host):
+        text = f"HAProxy's statistics and metrics listen on {host}, without a key"
+        yield warning(text, f"leave {STATISTICS_HOST} out, unless a firewall keeps others away")
+
+
+def _token(case: Case) -> Iterator[Finding]:
+    file = token_file(case.machine.environment)
+    owned = case.machine.owned(file)
+    if owned is not None and owned.mode & OTHERS:
+        text = f"{file} is open to other users, who can run code as this one on a Ray with its token"
+        yield problem(text, f"chmod 600 {file}; if others had access, remove it, and restart Ray")
+
+
+def _keys(case: Case) -> Iterator[Finding]:
+    for file in case.plan.keys_files:
+        owned = case.machine.owned(file)
+        if owned is not None and owned.mode & WRITING:
+            yield problem(
+                f"{file} may be written by other users, who can add an API key", f"chmod go-w {file}"
+            )
