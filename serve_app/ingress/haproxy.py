@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
-from serve_app.system.private_files import close_to_others, private_folder, token_file
+from serve_app.system.private_files import close_session, close_to_others, private_folder, token_file
 
 FOLDER = Path(f"/tmp/saturate-{os.geteuid()}")
 """Folder of HAProxy's files and sockets. A socket's path has 107 bytes at most, of which Ray takes 70."""
@@ -127,7 +127,11 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
         PermissionError: The folder of the sockets belongs to another user.
         RuntimeError: Ray Serve is another version, or was loaded before.
     """
+    import ray._private.worker
+
     close_to_others(token_file(environment))
+    if (node := ray._private.worker._global_node) is not None:
+        close_session(Path(node.get_session_dir_path()))
     for name, path in FILES.items():
         environment.setdefault(name, str(path))
     make_folders(environment)

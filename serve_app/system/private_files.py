@@ -31,6 +31,19 @@ def close_to_others(path: Path) -> None:
             path.chmod(stat.S_IMODE(found.st_mode) & ~OTHERS)
 
 
+def close_session(session: Path) -> None:
+    """Close the folder of a Ray session to others, and keep them from laying another one in its place.
+
+    Ray lets everybody write into the folder, which has the sockets of its processes, and into the one that it
+    is in; it does so when a node starts.
+    """
+    close_to_others(session)
+    with suppress(OSError):
+        found = session.parent.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & stat.S_IWOTH:
+            session.parent.chmod(stat.S_IMODE(found.st_mode) | stat.S_ISVTX)
+
+
 def new_private_file(file: Path, text: str) -> None:
     """Write a new file that nobody else can read at any moment.
 

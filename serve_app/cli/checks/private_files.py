@@ -15,7 +15,7 @@ WRITING = 0o022
 
 def check_private_files(case: Case) -> Finding:
     """Check that no other user can reach HAProxy's sockets, Ray's token, or write to the file of API keys."""
-    found = [*_token(case), *_keys(case)]
+    found = [*_token(case), *_sessions(case), *_keys(case)]
     if case.plan.haproxy:
         found += [*_sockets(case), *_statistics(case)]
     return together(found) or ok("sockets, token and keys are closed to others")
@@ -53,6 +53,14 @@ def _token(case: Case) -> Iterator[Finding]:
     if owned is not None and owned.mode & OTHERS:
         text = f"{file} is open to other users, who can run code as this one on a Ray with its token"
         yield problem(text, f"chmod 600 {file}; if others had access, remove it, and restart Ray")
+
+
+def _sessions(case: Case) -> Iterator[Finding]:
+    folder = Path(case.machine.environment.get("RAY_TMPDIR", "/tmp"), "ray")
+    owned = case.machine.owned(folder)
+    if owned is not None and not owned.mine:
+        text = f"{folder} belongs to another user, who can replace the folders of Ray's sessions in it"
+        yield warning(text, "set RAY_TMPDIR to a folder of your own")
 
 
 def _keys(case: Case) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_app.system.private_files import close_to_others, new_private_file, private_folder
+from serve_app.system.private_files import close_session, close_to_others, new_private_file, private_folder
 
 
 def mode(path: Path) -> int:
@@ -49,3 +49,13 @@ def test_the_owner_keeps_his_permissions(tmp_path: Path) -> None:
     close_to_others(file)
     assert mode(file) == 0o700
     close_to_others(tmp_path / "missing")
+
+
+def test_a_session_of_ray_is_closed_and_stays_in_its_place(tmp_path: Path) -> None:
+    session = tmp_path / "ray" / "session"
+    session.mkdir(parents=True)
+    for folder in (session, session.parent):
+        folder.chmod(0o777)
+    close_session(session)
+    assert (mode(session), mode(session.parent)) == (0o700, 0o1777)
+    close_session(tmp_path / "missing" / "session")

@@ -46,6 +46,13 @@ def test_a_problem_names_its_fix(owners: dict[str, Owned], plan: Plan, text: str
     assert fix in found.fix
 
 
+def test_sessions_of_ray_in_the_folder_of_another_user_are_a_warning() -> None:
+    assert check({"/tmp/ray": Owned(True, 0o777)}).level == "ok"
+    found = check({"/tmp/ray": Owned(False, 0o1777)})
+    assert found.level == "warning"
+    assert "RAY_TMPDIR" in found.fix
+
+
 def test_the_start_closes_its_own_folder() -> None:
     assert check({str(FOLDER): Owned(True, 0o755)}).level == "ok"
 
