@@ -5,7 +5,7 @@ The Ingress needs a few fields of a body, and how long its lists are. The Engine
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -87,29 +87,35 @@ async def read_body(request: Request, limits: IngressSettings) -> bytes:
     return bytes(body)
 
 
-def form_field(body: bytes, content_type: str, name: str) -> str | None:
-    """Return a field of a form with files (`multipart/form-data`); None: there is no such field.
+def form_fields(body: bytes, content_type: str, names: Collection[str]) -> dict[str, str]:
+    """Return the named fields that a form with files (`multipart/form-data`) has.
 
-    It is the one that vLLM's application takes, the last of several: with any other, a client could use a
-    model that its API key doesn't allow. The files are not looked into: they may be large, and the Engine
-    parses the form.
+    Of several fields with one name it is the last, which vLLM's application takes: with any other, a client
+    could use a model that its API key doesn't allow. An empty field counts as none, as it does there. The
+    files are not looked into: they may be large, and the Engine parses the form.
 
     Raises:
-        RequestError: 400, the boundary or the head of a part is too long, or has too many parameters.
+        RequestError: 400, the boundary, a field or the head of a part is too long, or has too many
+            parameters.
     """
     # The parser of vLLM's application. Headers have no other characters than those of Latin-1.
     kind, options = parse_options_header(content_type.encode("latin-1", "replace"))
     if kind != b"multipart/form-data" or not (boundary := options.get(b"boundary")):
-        return None
+        return {}
     if len(boundary) > _MOST_BOUNDARY:
         message = f"content-type: has a boundary longer than {_MOST_BOUNDARY} bytes"
         raise RequestError(400, "invalid_request_error", message, param="content-type")
-    found = None
+    found: dict[str, bytes] = {}
+    named = re.compile(rb"(?<![\w-])(%s)(?![\w-])" % "|".join(names).encode())
     for head, content in _parts(body, re.escape(boundary)):
-        # A look for the name first: parsing takes a hundred times as long.
-        if name.encode() in head and _field_of(head) == name:
-            found = content
-    return None if found is None else found[:_MOST_VALUE].decode(errors="replace")
+        # A look for the names first: parsing takes a hundred times as long.
+        name = _field_of(head) if named.search(head) else None
+        if name is not None and name in names:
+            found[name] = content
+    for name, content in found.items():
+        # Not cut: a number may have its digits at the end.
+        _check_value(name, len(content))
+    return {name: content.decode(errors="replace") for name, content in found.items() if content}
 
 
 class JSONBody:
@@ -194,9 +200,8 @@ class JSONBody:
 
     def _value(self, name: str) -> Any:
         field = self._fields[name]
-        if isinstance(field, msgspec.Raw | str) and len(field) > _MOST_VALUE:
-            message = f"{name}: has {len(field)} bytes; at most {_MOST_VALUE} are read"
-            raise RequestError(400, "invalid_request_error", message, param=name)
+        if isinstance(field, msgspec.Raw | str):
+            _check_value(name, len(field))
         if not isinstance(field, msgspec.Raw):
             return field
         try:
@@ -205,6 +210,12 @@ class JSONBody:
             # A number of thousands of digits, a list of thousands of levels.
             message = f"{name}: is no value that can be read"
             raise RequestError(400, "invalid_request_error", message, param=name) from None
+
+
+def _check_value(name: str, size: int) -> None:
+    if size > _MOST_VALUE:
+        message = f"{name}: has {size} bytes; at most {_MOST_VALUE} are read"
+        raise RequestError(400, "invalid_request_error", message, param=name)
 
 
 def _parts(body: bytes, boundary: bytes) -> Iterator[tuple[bytes, bytes]]:

@@ -32,7 +32,7 @@ from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
-from serve_app.ingress.body import form_field, read_body
+from serve_app.ingress.body import form_fields, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.engine_call import EngineCall, relay_of
@@ -40,10 +40,12 @@ from serve_app.ingress.health import BATCHES, QUOTAS, Health
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.large_bodies import look, weight
 from serve_app.ingress.limits import (
+    FORM,
     CallFields,
     OpenAIFields,
     check_unread,
     read_call,
+    read_form,
     read_json,
     read_openai,
 )
@@ -61,7 +63,7 @@ from serve_app.ingress.replica_stats import deployment_stats, replica_stats
 from serve_app.ingress.routing import PROCESS, Adapter, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.ingress.stats_view import own_part
-from serve_app.ingress.token_demand import call_demand, openai_demand
+from serve_app.ingress.token_demand import call_demand, form_demand, openai_demand
 from serve_app.ingress.usage_report import UsageReports
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings, ModelSettings
@@ -274,20 +276,21 @@ class Ingress:
         return await self._relay(fields.model, request, body, PROCESS, fields)
 
     async def _openai(self, request: Request) -> Response:
-        body = await read_body(request, self._settings.ingress)
+        limits = self._settings.ingress
+        body = await read_body(request, limits)
         path = _path(request)
 
         def read() -> tuple[OpenAIFields, RoutingKey, TokenDemand, bytes]:
             if not _is_json(request, path, body):
-                check_unread(body, self._settings.ingress)
-                # A form with a file: vLLM takes the model from there too.
-                model = form_field(body, request.headers.get("content-type", ""), "model")
-                fields = OpenAIFields(model=model or request.query_params.get("model"))
-                return fields, NO_KEY, TokenDemand(None), body
-            content = read_json(body, self._settings.ingress)
-            fields = read_openai(content, path, self._settings.ingress)
+                check_unread(body, limits)
+                # A form with a file: vLLM takes these from there too.
+                values = form_fields(body, request.headers.get("content-type", ""), FORM)
+                values.setdefault("model", request.query_params.get("model", ""))
+                fields = read_form(values, limits)
+                return fields, NO_KEY, form_demand(fields, limits), body
+            content = read_json(body, limits)
+            fields = read_openai(content, path, limits)
             key = openai_key(content, fields, len(body))
-            limits = self._settings.ingress
             demand = openai_demand(content, fields, path, body, limits) if self._quotas else NOTHING
             # OpenAI's newer name of "priority", which vLLM refuses.
             fast = fields.service_tier == "fast"

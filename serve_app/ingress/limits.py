@@ -7,13 +7,13 @@ from pydantic import BaseModel, Field
 
 from serve_app.api.errors import ANTHROPIC, RequestError
 from serve_app.api.protocol import check_count, parse_body
-from serve_app.api.routes import EMBEDDINGS
+from serve_app.api.routes import EMBEDDINGS, SPEECH
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.value_count import check_values
 from serve_app.settings.ingress import IngressSettings
 
-TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 ANSWERS = ("n", "best_of")
 PROMPT_LISTS = (
     "prompt",
@@ -29,6 +29,17 @@ PROMPT_LISTS = (
 )
 MESSAGE_LISTS = (*PROMPT_LISTS, "query", "messages", "system", "previous_input_messages", "tools")
 CHAT_BATCH = "/v1/chat/completions/batch"
+LENGTHS = {
+    **dict.fromkeys(("/v1/chat/completions", CHAT_BATCH), ("max_completion_tokens", "max_tokens")),
+    **dict.fromkeys(("/v1/completions", "/v1/messages"), ("max_tokens",)),
+    "/v1/responses": ("max_output_tokens",),
+    **dict.fromkeys(SPEECH, ("max_completion_tokens",)),
+}
+"""Fields in which a route reads the most tokens of an answer; the first one that is stated counts."""
+
+FORM = {"model", "n", *LENGTHS[SPEECH[0]]}
+"""Fields that are read of a form with a file."""
+
 CHAT_LISTS = {CHAT_BATCH, EMBEDDINGS}
 """Routes whose `messages` may be a list of chats."""
 
@@ -57,7 +68,7 @@ class OpenAIFields(BaseModel):
 
     @property
     def limit(self) -> int | None:
-        """The most tokens of an answer that the request states."""
+        """The most tokens of an answer, as vLLM reads the request; None: it states none."""
         return next((value for name in TOKENS if (value := getattr(self, name)) is not None), None)
 
 
@@ -90,27 +101,41 @@ def read_call(content: JSONBody, limits: IngressSettings, *lists: str) -> CallFi
 def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAIFields:
     """Return the fields of a request of OpenAI's or Anthropic's API.
 
+    A length that the route doesn't read is left out: vLLM ignores it too.
+
     Raises:
         RequestError: 400, the request asks for more than `limits` allow, or a field is wrong.
     """
-    values = content.values(*OpenAIFields.model_fields)
+    unread = {*TOKENS}.difference(LENGTHS.get(path, ()))
+    values = content.values(*(name for name in OpenAIFields.model_fields if name not in unread))
     if path.startswith(ANTHROPIC) and values.get("service_tier") == "standard_only":
         values["service_tier"] = "default"
     fields = parse_body(OpenAIFields, values)
     if fields.background not in (None, False):
         message = "background: not served; the answer would outlive its client. Use a batch run instead"
         raise RequestError(400, "invalid_request_error", message, param="background")
-    for name in ANSWERS:
-        _check_most(name, getattr(fields, name), limits.max_n, "ingress.max_n")
-    if limits.max_tokens is not None:
-        for name in TOKENS:
-            _check_most(name, getattr(fields, name), limits.max_tokens, "ingress.max_tokens")
+    _check_amounts(fields, limits)
     for name in content.among(prompt_lists(path)):
         # An empty list is refused by vLLM, in its own words.
         if content.count(name, limits.max_prompts) != 0:
             _check_list(content, name, limits)
     for name in content.among(MESSAGE_LISTS):
         _check_parts(content, name, limits)
+    return fields
+
+
+def read_form(values: dict[str, str], limits: IngressSettings) -> OpenAIFields:
+    """Return the fields of a form with a file.
+
+    Args:
+        values: The fields of the form that the Ingress reads.
+        limits: The limits of the Ingress.
+
+    Raises:
+        RequestError: 400, the request asks for more than `limits` allow, or a field is wrong.
+    """
+    fields = parse_body(OpenAIFields, {name: value for name, value in values.items() if value})
+    _check_amounts(fields, limits)
     return fields
 
 
@@ -132,6 +157,14 @@ def check_unread(body: bytes, limits: IngressSettings) -> None:
 def prompt_lists(path: str) -> tuple[str, ...]:
     """Return the fields of a route whose items are prompts of their own, or texts of several prompts."""
     return (*PROMPT_LISTS, "messages") if path in CHAT_LISTS else PROMPT_LISTS
+
+
+def _check_amounts(fields: OpenAIFields, limits: IngressSettings) -> None:
+    for name in ANSWERS:
+        _check_most(name, getattr(fields, name), limits.max_n, "ingress.max_n")
+    if limits.max_tokens is not None:
+        for name in TOKENS:
+            _check_most(name, getattr(fields, name), limits.max_tokens, "ingress.max_tokens")
 
 
 def _check_list(content: JSONBody, name: str, limits: IngressSettings) -> None:

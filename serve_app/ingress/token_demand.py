@@ -57,13 +57,28 @@ def openai_demand(
         prompt = None
     if path in POOLING:
         return TokenDemand(prompt, prompts, output=0)
-    answers = max(1, fields.n or 1, fields.best_of or 1)
-    output: int | None = None
-    # Routes differ in which of the fields goes before the others.
-    for stated in (fields.max_tokens, fields.max_completion_tokens, fields.max_output_tokens):
-        if stated is not None and (output is None or stated > output):
-            output = stated
-    return TokenDemand(prompt, prompts, answers, limits.max_tokens if output is None else output)
+    return TokenDemand(prompt, prompts, _answers(fields), _output(fields, limits))
+
+
+def form_demand(fields: OpenAIFields, limits: IngressSettings) -> TokenDemand:
+    """Return the demand of a form with a file, whose bytes say nothing about its tokens.
+
+    Args:
+        fields: The fields of the form that have been read.
+        limits: The limits of the Ingress.
+    """
+    return TokenDemand(None, 1, _answers(fields), _output(fields, limits))
+
+
+def _answers(fields: OpenAIFields) -> int:
+    return max(1, fields.n or 1, fields.best_of or 1)
+
+
+def _output(fields: OpenAIFields, limits: IngressSettings) -> int | None:
+    if fields.limit is None:
+        return limits.max_tokens
+    # vLLM makes a token for a completion that only echoes its prompt, too.
+    return max(1, fields.limit)
 
 
 def call_demand(content: JSONBody, fields: CallFields, size: int, limits: IngressSettings) -> TokenDemand:

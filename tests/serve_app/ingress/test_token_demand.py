@@ -50,9 +50,12 @@ def test_escapes_that_encoders_write_are_no_media() -> None:
     assert demand.prompt is not None
 
 
-def test_the_largest_of_several_limits_counts() -> None:
-    demand, _ = demand_of(CHAT, messages=[], max_tokens=7, max_completion_tokens=9, n=3)
-    assert (demand.answers, demand.output) == (3, 9)
+def test_the_limit_that_the_route_reads_counts() -> None:
+    demand, _ = demand_of(CHAT, messages=[], max_tokens=9, max_completion_tokens=7, max_output_tokens=1, n=3)
+    assert (demand.answers, demand.output) == (3, 7)
+    assert demand_of(CHAT, messages=[], max_tokens=9, max_output_tokens=1)[0].output == 9
+    assert demand_of("/v1/responses", input="a", max_tokens=9, max_output_tokens=1)[0].output == 1
+    assert demand_of("/v1/completions", prompt="a", max_completion_tokens=1)[0].output is None
 
 
 def test_without_a_limit_the_context_counts_or_that_of_the_config() -> None:
