@@ -21,7 +21,7 @@ from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_admitted_slot import AdmittedSlot
 from serve_app.engine.vllm_refusal import RefusedError
 from serve_app.engine.vllm_resume import go_on, resume_mode
-from serve_app.engine.vllm_sampler_bounds import bound_seed, oversize_ids
+from serve_app.engine.vllm_sampler_bounds import bound_seed, oversize
 from serve_app.engine.vllm_scheduler import may_be_held
 from serve_app.relay.resume import StreamTokens
 
@@ -71,7 +71,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                     yield output
             return
         self._check_prompt_logprobs(length, sampling_params)
-        self._check_token_ids(sampling_params)
+        self._check_cost(sampling_params)
         bound_seed(sampling_params)
         admitted = self._slot(length, sampling_params.max_tokens, sampling_params.n)
         # The parameters don't change any more, and a copy costs a fifth of vLLM's work on a short prompt.
@@ -181,13 +181,13 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         )
         raise _refused(RequestError(400, "invalid_request_error", message, param="prompt_logprobs"))
 
-    def _check_token_ids(self, params: SamplingParams) -> None:
-        """Refuse more token ids than the engine can take.
+    def _check_cost(self, params: SamplingParams) -> None:
+        """Refuse what takes the engine too long at each token.
 
         Raises:
             RefusedError: 400.
         """
-        error = oversize_ids(params, self.input_processor)
+        error = oversize(params, self.input_processor)
         if error is not None:
             raise _refused(error)
 

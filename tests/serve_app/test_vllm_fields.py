@@ -57,11 +57,9 @@ REVIEWED = {
         ("logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
         "vLLM's max_logprobs, and max_prompt_logprobs",
     ),
-    **dict.fromkeys(("stop", "stop_sequences"), "vLLM's own bound on stop strings"),
-    **dict.fromkeys(
-        ("stop_token_ids", "allowed_token_ids", "logit_bias"),
-        "ids of the vocabulary, once a step, and the engine's room for them",
-    ),
+    **dict.fromkeys(("stop", "stop_sequences"), "vLLM's own bound on stop strings, and 16,384 characters"),
+    **dict.fromkeys(("stop_token_ids", "logit_bias"), "128 and 1,024 of them"),
+    "allowed_token_ids": "once a request, and the engine's room for them",
     "bad_words": "16,384 characters, and the engine's room for their tokens",
     **dict.fromkeys(
         (
@@ -84,7 +82,7 @@ REVIEWED = {
             "repetition_detection.min_count",
             "repetition_detection.min_pattern_size",
         ),
-        "within the answer's length",
+        "4,096 tokens that are compared at each token",
     ),
     **dict.fromkeys(
         ("dimensions", "max_tokens_per_doc", "max_tokens_per_query", "top_n"), "within the answer"

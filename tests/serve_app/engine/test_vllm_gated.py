@@ -233,11 +233,11 @@ async def test_more_ids_than_the_engine_has_room_for_are_refused(
     llm: Any = gated(monkeypatch, script, batcher)
     result = AdmissionResult()
     set_current(AdmissionRequest(), result)
-    params = SamplingParams(max_tokens=4, logit_bias=dict.fromkeys(range(1025), 1.0))
+    params = SamplingParams(max_tokens=4, allowed_token_ids=list(range(1025)))
     # vLLM's older runner has room for all.
     await run(llm, params=params)
     llm.vllm_config.use_v2_model_runner = True
-    with pytest.raises(RefusedError, match="logit_bias: 1025 token ids") as caught:
+    with pytest.raises(RefusedError, match="allowed_token_ids: 1025 token ids") as caught:
         await run(llm, params=params)
     assert caught.value.error is result.refusal
     assert len(script.calls) == 1

@@ -1,4 +1,4 @@
-"""Bounds on the token ids and the seed of a request, against vLLM's own sampler."""
+"""Bounds on what a request costs at each token, and on its seed, against vLLM's own scheduler and sampler."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -7,14 +7,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.core.sched.utils import check_sequence_repetition
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.logit_bias import (
+    MAX_NUM_LOGIT_BIAS_TOKENS,
+    MAX_NUM_STOP_TOKEN_IDS,
+    LogitBiasState,
+)
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 
-from serve_app.engine.vllm_sampler_bounds import MAX_BAD_WORDS_CHARS, bound_seed, oversize_ids
+from serve_app.engine.vllm_sampler_bounds import (
+    MAX_BAD_WORDS_CHARS,
+    MAX_COMPARED,
+    MAX_STOP_CHARS,
+    bound_seed,
+    oversize,
+)
 
 EOS = 2000
 ENDS = {"eos_token_id": [EOS, EOS + 1]}
@@ -79,12 +93,14 @@ def test_more_ids_than_the_sampler_has_room_for_are_an_error(
     field: str, most: int, params: Callable[[int], dict[str, Any]]
 ) -> None:
     fitting, large = (SamplingParams(max_tokens=4, **params(count)) for count in (most, most + 1))
-    assert oversize_ids(fitting, processor()) is None
-    error = oversize_ids(large, processor())
+    assert oversize(fitting, processor()) is None
+    error = oversize(large, processor())
     assert error is not None
     assert (error.status, error.param) == (400, field)
     assert "send fewer" in error.message
-    assert oversize_ids(large, processor(v2=False)) is None
+    # vLLM's runner before V2 has room, and goes through some of the lists at each token all the same.
+    error = oversize(large, processor(v2=False))
+    assert (error and error.param) == (field if field == "logit_bias" else None)
     for each in (fitting, large):
         # As vLLM does before it sends a request to the engine.
         each.update_from_generation_config(ENDS, EOS)
@@ -94,17 +110,77 @@ def test_more_ids_than_the_sampler_has_room_for_are_an_error(
         sampled(large, LogitBiasState, BadWordsState)
 
 
-def test_ids_that_end_an_answer_are_bounded_only_where_it_has_a_least_length() -> None:
-    params = SamplingParams(stop_token_ids=list(range(1000)))
-    assert oversize_ids(params, processor()) is None
-    sampled(params, LogitBiasState)
-
-
 @pytest.mark.parametrize("v2", [False, True])
-def test_words_that_take_the_tokenizer_long_are_an_error_without_it(v2: bool) -> None:
-    error = oversize_ids(SamplingParams(bad_words=["a" * (MAX_BAD_WORDS_CHARS + 1)]), processor(v2=v2))
+@pytest.mark.parametrize(
+    ("field", "most", "value"),
+    [
+        # vLLM's scheduler looks through them at each token, whether the answer has a least length or not.
+        ("stop_token_ids", MAX_NUM_STOP_TOKEN_IDS, lambda count: list(range(count))),
+        ("logit_bias", MAX_NUM_LOGIT_BIAS_TOKENS, lambda count: dict.fromkeys(range(count), 1.0)),
+        ("stop", MAX_STOP_CHARS, lambda count: ["a", "a" * (count - 1)]),
+        # They would take the tokenizer long.
+        ("bad_words", MAX_BAD_WORDS_CHARS, lambda count: ["a" * count]),
+    ],
+)
+def test_a_list_that_is_long_for_each_token_is_an_error(
+    v2: bool, field: str, most: int, value: Callable[[int], Any]
+) -> None:
+    error = oversize(SamplingParams(**{field: value(most + 1)}), processor(v2=v2))
     assert error is not None
-    assert (error.status, error.param) == (400, "bad_words")
+    assert (error.status, error.param) == (400, field)
+    assert f"at most {most} are allowed, since" in error.message
+    if field != "bad_words":
+        assert oversize(SamplingParams(**{field: value(most)}), processor(v2=v2)) is None
+
+
+class Counted(list[int]):
+    """Token ids that count how often they are looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(at)
+
+
+def repetitions(largest: int, count: int, smallest: int = 0, max_tokens: int | None = None) -> SamplingParams:
+    detection = RepetitionDetectionParams(
+        max_pattern_size=largest, min_pattern_size=smallest, min_count=count
+    )
+    return SamplingParams(repetition_detection=detection, max_tokens=max_tokens)
+
+
+@given(st.integers(0, 300), st.integers(2, 40), st.integers(0, 300), st.integers(0, 700))
+@example(89, 2, 0, 100)
+@example(127, 2, 64, 120)
+def test_what_is_allowed_compares_a_bounded_number_of_tokens(
+    largest: int, count: int, smallest: int, same: int
+) -> None:
+    params = repetitions(largest, count, min(smallest, largest), max_tokens=same + 700)
+    if oversize(params, processor()) is not None:
+        return
+    # Patterns are found wrong late in an answer that ends with the same token many times.
+    ids = Counted([2] * 700 + [1] * same)
+    check_sequence_repetition(ids, params.repetition_detection)
+    assert ids.looks <= MAX_COMPARED + 2 * 127
+
+
+def test_a_detector_that_compares_too_much_is_an_error() -> None:
+    assert oversize(repetitions(89, 2), processor()) is None
+    for detection in (
+        repetitions(91, 2),
+        repetitions(20_000, 3),
+        repetitions(900, 2, 850),
+        repetitions(1, 5000),
+    ):
+        error = oversize(detection, processor())
+        assert error is not None
+        assert (error.status, error.param) == (400, "repetition_detection")
+        assert f"at most {MAX_COMPARED} are allowed" in error.message
+    # A short answer never gets to the large patterns, and a detector that is off compares nothing.
+    assert oversize(repetitions(20_000, 3, max_tokens=100), processor()) is None
+    off = SamplingParams(repetition_detection=RepetitionDetectionParams(min_count=10**9))
+    assert oversize(off, processor()) is None
 
 
 @pytest.mark.parametrize("seed", [2**63 - 1, 2**63 - 2, 7, -(2**63), None])
