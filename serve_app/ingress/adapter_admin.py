@@ -14,9 +14,9 @@ from starlette.routing import Route
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, Flag, parse_body
+from serve_app.api.small_body import small_body
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.admin import check_admin
-from serve_app.ingress.body import read_body
 from serve_app.ingress.broadcast import broadcast
 from serve_app.ingress.routing import Routing
 from serve_app.settings.adapters import AdapterSettings
@@ -29,6 +29,9 @@ logger = logging.getLogger("ray.serve")
 
 LOAD = "/v1/load_lora_adapter"
 UNLOAD = "/v1/unload_lora_adapter"
+
+BODY_BYTES = 1 << 14
+"""Most bytes of a body: a name and a path."""
 
 LOAD_S = 300.0
 """Seconds that the replicas have to fetch an adapter and to load it."""
@@ -116,7 +119,7 @@ class AdapterAdmin:
 
     async def _load(self, request: Request) -> Response:
         self._check(request)
-        body = parse_body(LoadBody, await read_body(request, self._settings.ingress))
+        body = parse_body(LoadBody, await small_body(request, BODY_BYTES))
         await self._served.refresh(0.0)
         if body.lora_name in self._routing:
             message = f"lora_name: {body.lora_name!r} is served already; unload it first, or choose another"
@@ -149,7 +152,7 @@ class AdapterAdmin:
 
     async def _unload(self, request: Request) -> Response:
         self._check(request)
-        body = parse_body(UnloadBody, await read_body(request, self._settings.ingress))
+        body = parse_body(UnloadBody, await small_body(request, BODY_BYTES))
         await self._served.refresh(0.0)
         name = body.lora_name
         self._routing.find(name)

@@ -193,7 +193,17 @@ class JSONBody:
 
     def replaced(self, name: str, value: str) -> bytes:
         """Return the text of the object with another value of a field."""
-        fields = self._fields | {name: value}
+        return self._encode(self._fields | {name: value})
+
+    def part(self, names: Collection[str]) -> bytes:
+        """Return the text of the object with the named fields alone."""
+        return self._encode({name: value for name, value in self._fields.items() if name in names})
+
+    def parts_beside(self, names: Collection[str]) -> dict[str, bytes]:
+        """Return the text of the object with one field alone, for each field that is not named."""
+        return {name: self._encode({name: self._fields[name]}) for name in self._fields.keys() - names}
+
+    def _encode(self, fields: dict[str, Any]) -> bytes:
         if isinstance(next(iter(self._fields.values()), None), msgspec.Raw):
             return msgspec.json.encode(fields)
         return to_json(fields)

@@ -1,16 +1,18 @@
 """Limits on how much one request may ask for, checked before it reaches an engine."""
 
 import re
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
 from serve_app.api.errors import ANTHROPIC, RequestError
-from serve_app.api.protocol import check_count, parse_body
-from serve_app.api.routes import EMBEDDINGS, SPEECH
+from serve_app.api.protocol import MAX_NAME, check_count, parse_body
+from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, SPEECH
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
 from serve_app.ingress.body import JSONBody
-from serve_app.ingress.value_count import check_values
+from serve_app.ingress.routing import PROCESS
+from serve_app.ingress.value_count import check_values, count_values, is_within
 from serve_app.settings.ingress import IngressSettings
 
 TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -42,6 +44,28 @@ FORM = {"model", "n", *LENGTHS[SPEECH[0]]}
 
 CHAT_LISTS = {CHAT_BATCH, EMBEDDINGS}
 """Routes whose `messages` may be a list of chats."""
+
+NUMBER_LISTS = {
+    "/v1/completions": {"prompt"},
+    "/detokenize": {"tokens"},
+    PROCESS: {"records"},
+    **{path: {"input"} for path in (EMBEDDINGS, *CLASSIFY)},
+}
+"""Fields in which a route takes prompts in tokens, or vectors: millions of numbers may stand there."""
+
+CONTENT = {
+    *MESSAGE_LISTS,
+    *("prompts", "records", "tokens", "instruction", "instructions", "suffix"),
+    *("response_format", "structured_outputs", "text", "output_config", "tool_choice"),
+}
+"""Fields that make up a prompt, or the form of its answer. Work on them has bounds of its own: the context,
+`max_messages`, the time for a grammar."""
+
+OPTIONS = 10
+"""All other fields together may have this part of `max_values`: a field that nothing reads is parsed too."""
+
+OPTION_BYTES = 1 << 18
+"""Bytes that all other fields may have together."""
 
 _FORM = re.compile(rb"[\r\n]*--")
 """The beginning of a form with files."""
@@ -88,6 +112,7 @@ def read_call(content: JSONBody, limits: IngressSettings, *lists: str) -> CallFi
     Raises:
         RequestError: 400, the call asks for more than `limits` allow, or a field is wrong.
     """
+    _check_fields(content, PROCESS if "records" in lists else GENERATE, limits)
     fields = parse_body(CallFields, content.values(*CallFields.model_fields))
     for name in lists:
         _check_list(content, name, limits)
@@ -106,6 +131,7 @@ def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAI
     Raises:
         RequestError: 400, the request asks for more than `limits` allow, or a field is wrong.
     """
+    _check_fields(content, path, limits)
     unread = {*TOKENS}.difference(LENGTHS.get(path, ()))
     values = content.values(*(name for name in OpenAIFields.model_fields if name not in unread))
     if path.startswith(ANTHROPIC) and values.get("service_tier") == "standard_only":
@@ -151,12 +177,30 @@ def check_unread(body: bytes, limits: IngressSettings) -> None:
     if b"\0" in body:
         # JSON in UTF-16 or UTF-32, of which the values can't be counted.
         raise RequestError(400, "invalid_request_error", "The body is neither a form nor JSON in UTF-8")
-    check_values(body, limits.max_values)
+    check_values(body, limits.max_values, numbers=1)
 
 
 def prompt_lists(path: str) -> tuple[str, ...]:
     """Return the fields of a route whose items are prompts of their own, or texts of several prompts."""
     return (*PROMPT_LISTS, "messages") if path in CHAT_LISTS else PROMPT_LISTS
+
+
+def _check_fields(content: JSONBody, path: str, limits: IngressSettings) -> None:
+    """Check the values of the fields in which numbers are no prompt, and the size of the options."""
+    numbers: Collection[str] = NUMBER_LISTS.get(MOVED.get(path, path), ())
+    check_values(content.part(CONTENT.difference(numbers)), limits.max_values, numbers=1)
+    options = content.parts_beside(CONTENT)
+    most = limits.max_values // OPTIONS
+    if sum(map(len, options.values())) <= OPTION_BYTES and is_within(
+        b",".join(options.values()), most, numbers=1
+    ):
+        return
+    name = max(options, key=lambda name: (count_values(options[name]), len(options[name])))[:MAX_NAME]
+    message = (
+        f"{name}: the largest of the fields beside the prompt, which have more than {most} values or "
+        f"{OPTION_BYTES} bytes together; {most} is a tenth of ingress.max_values"
+    )
+    raise RequestError(400, "invalid_request_error", message, param=name)
 
 
 def _check_amounts(fields: OpenAIFields, limits: IngressSettings) -> None:

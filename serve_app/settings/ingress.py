@@ -33,7 +33,8 @@ class IngressSettings(Strict):
             context.
         max_n: Most answers per prompt (`n`).
         max_messages: Most messages and parts of their contents, in all chats of a call; and most tools.
-        max_values: Most values in a JSON body: texts, objects, lists; of numbers in lists 50 times as many.
+        max_values: Most values in a JSON body: texts, numbers, objects, lists; of the numbers of prompts in
+            tokens 10 times as many. All fields beside the prompt may have a tenth of it.
         open_adapters: Clients may load and unload adapters where the service asks for no keys.
         allow_origins: Origins of web pages that may call the service (CORS), or "*"; by default none.
     """

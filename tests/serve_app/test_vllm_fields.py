@@ -1,4 +1,4 @@
-"""Fields of vLLM's own requests that can multiply work, on the routes that clients reach."""
+"""Fields of vLLM's own requests: those that can multiply work, and what each may cost, by route."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,12 @@ from vllm.entrypoints.pooling.embed.api_router import router as embed
 from vllm.entrypoints.pooling.scoring.api_router import router as scoring
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.api.routes import MOVED, OPENAI
+from serve_app.api.protocol import GenerateRequest, ProcessRequest
+from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, OPENAI
+from serve_app.ingress.value_count import NUMBERS
+from tests.serve_app.ingress.engine_doubles import Client, Engine, echo, health
+
+__all__ = ["health"]
 
 ROUTES = (*(MOVED.get(path, path) for path in OPENAI), "/tokenize", "/detokenize")
 
@@ -238,3 +243,98 @@ def test_each_other_field_was_looked_at(openapi: Any) -> None:
                     found |= {name} if kinds - {"object", "null"} else set()
     assert found >= {"echo", "use_beam_search", "stream"}
     assert found <= REVIEWED.keys() | SWITCHES.keys(), "fields that nobody has looked at"
+
+
+MAX_VALUES = 200
+LARGE_TEXT = "a" * (1 << 18)
+
+NUMBERED = {
+    "/v1/completions": {"prompt"},
+    "/detokenize": {"tokens"},
+    "/process": {"records"},
+    **{path: {"input"} for path in (EMBEDDINGS, *CLASSIFY)},
+}
+"""Fields that are prompts in tokens, or vectors: in these alone numbers are cheap."""
+
+TEXTS = {
+    *("prompt", "prompt_embeds", "prompts", "suffix", "records", "tokens"),
+    *("messages", "system", "instructions", "tools", "previous_input_messages"),
+    *("input", "query", "queries", "documents", "items", "instruction"),
+    *("text_1", "text_2", "data_1", "data_2"),
+    *("response_format", "structured_outputs", "text", "output_config", "tool_choice"),
+}
+"""Fields that may be as large as a body: they are the prompt, or a grammar. A new one is added here after a
+look at what bounds the work on it."""
+
+
+def _fields(openapi: Any, path: str) -> set[str]:
+    """Return the fields of a route, and one that it doesn't have."""
+    if path in (GENERATE, "/process"):
+        return {*(GenerateRequest if path == GENERATE else ProcessRequest).model_fields, "unknown"}
+    found = {"unknown"}
+    for content in openapi["paths"][path]["post"]["requestBody"]["content"].values():
+        for model in _variants(content["schema"] | {"root": openapi}):
+            found.update(model.get("properties", {}))
+    return found
+
+
+def _large(numbers: int) -> list[Any]:
+    """Return values of too many parts, for a field in which there may be less than so many numbers."""
+    return [
+        [1] * numbers,
+        {"a": {"b": [1] * numbers}},
+        {str(key): -1.5 for key in range(MAX_VALUES)},
+        [[]] * MAX_VALUES,
+        [{"a": "b", "content": "c", "d": ["e"] * MAX_VALUES}],
+    ]
+
+
+async def test_no_field_of_any_route_holds_an_engine_up(openapi: Any) -> None:
+    texts = set()
+    engines = {"demo": Engine(echo), "rank": Engine(echo)}
+    async with Client(engines, max_values=MAX_VALUES) as client:
+
+        async def taken(path: str, field: str, value: Any) -> bool:
+            """Return whether an engine gets a field with a value."""
+            body = {"model": "rank" if path == "/process" else "demo"} | {field: value}
+            response = await client.post(path, json=body)
+            requests = [request for engine in engines.values() for request in engine.requests]
+            assert response.status_code == (200 if requests else 400), (path, field)
+            assert "serves" not in response.text
+            for engine in engines.values():
+                engine.requests.clear()
+            return bool(requests)
+
+        for path in (*ROUTES, GENERATE, "/process"):
+            numbered = NUMBERED.get(path, set())
+            for field in _fields(openapi, path):
+                for large in _large(NUMBERS * MAX_VALUES + 2 if field in numbered else MAX_VALUES):
+                    assert not await taken(path, field, large), (path, field)
+                if await taken(path, field, LARGE_TEXT):
+                    texts.add(field)
+            for field in numbered:
+                assert await taken(path, field, [1] * (NUMBERS * MAX_VALUES - 2))
+    assert texts == TEXTS
+
+
+async def test_the_options_of_a_request_have_a_bound_together(openapi: Any) -> None:
+    async with Client(max_values=MAX_VALUES) as client:
+        path = "/v1/chat/completions"
+        options = {name: [1] * 4 for name in ("metadata", "vllm_xargs", "unknown")}
+        assert (await client.post(path, json=options)).status_code == 200
+        options["kv_transfer_params"] = [1] * 12
+        response = await client.post(path, json=options)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "kv_transfer_params"
+        assert "more than 20 values or 262144 bytes together" in error["message"]
+        # Fields without a value of their own are values too, and so are names.
+        assert (await client.post(path, json={str(key): 1 for key in range(21)})).status_code == 400
+        assert (await client.post(path, json={LARGE_TEXT: 1})).status_code == 400
+        # NaN, which strict JSON hasn't, lets a body be parsed whole.
+        for content in (
+            b'{"x": NaN, "y": [%s1]}' % (b"1," * 21),
+            b'{"x": NaN, "%s": 1}' % LARGE_TEXT.encode(),
+        ):
+            assert (await client.post(path, content=content)).status_code == 400
+        assert len(client.engine.requests) == 1

@@ -180,6 +180,7 @@ async def test_an_answer_that_breaks_off_is_tried_again() -> None:
         (CHAT, BODY | {"n": 1000}, 400),
         (CHAT, BODY | {"max_tokens": 10}, 400),
         (CHAT, BODY | {"model": "embed"}, 400),
+        (CHAT, BODY | {"vllm_xargs": {"a": [1] * 20_000}}, 400),
         ("/generate", {"model": "demo", "prompts": []}, 400),
     ],
 )

@@ -33,9 +33,9 @@ def weight(value: Any) -> int:
     return 1
 
 
-def passes(body: bytes, most: int) -> bool:
+def passes(body: bytes, most: int, **options: int) -> bool:
     try:
-        check_values(body, most)
+        check_values(body, most, **options)
     except RequestError:
         return False
     return True
@@ -62,11 +62,12 @@ def test_what_is_in_a_text_is_no_value(text: str) -> None:
 
 
 def test_prompts_in_tokens_may_be_long() -> None:
-    body = json.dumps({"prompt": [list(range(50)), list(range(50))], "x": [1.5, -2e3]}).encode()
+    body = json.dumps({"prompt": [list(range(40)), list(range(40))], "x": [1.5, -2e3]}).encode()
     assert passes(body, 9)
-    with pytest.raises(RequestError, match=r"9 values.*450 numbers.*ingress\.max_values") as caught:
+    with pytest.raises(RequestError, match=r"9 values.*90 numbers.*ingress\.max_values") as caught:
         check_values(json.dumps({"prompt": list(range(NUMBERS * 9 + 2))}).encode(), 9)
     assert caught.value.status == 400
+    assert not passes(body, 9, numbers=1)
     # Not beside a text: then the list is one of prompts.
     assert not passes(json.dumps({"prompt": [*range(50), "a"]}).encode(), 9)
 
