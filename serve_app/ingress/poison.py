@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from serve_app.api.errors import RequestError
@@ -43,12 +43,24 @@ class Losses:
 
     def __init__(self, count: int = 0) -> None:
         self.count = count
+        self._engines: set[str] = set()
 
-    def add(self, error: Exception) -> bool:
-        """Return whether a call failed since its engine was lost while it had the request, and count it."""
-        lost = ran_there(error)
-        self.count += lost
-        return lost
+    def add(self, error: Exception, engine: str | None = None) -> bool:
+        """Return whether a call failed since its engine was lost while it had the request, and count it.
+
+        Args:
+            error: The error of the call.
+            engine: Id of the engine, which is lost once: its process may take the request again while it
+                ends. None: it isn't known.
+        """
+        if not ran_there(error):
+            return False
+        if engine is None:
+            self.count += 1
+        elif engine not in self._engines:
+            self._engines.add(engine)
+            self.count += 1
+        return True
 
     def check(self) -> None:
         """Raise a PoisonError if the request may not be tried on another engine."""
@@ -72,7 +84,9 @@ class LostEngines:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lost: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
+        # The engines lost, when, and the size of the body, by hash.
+        self._lost: OrderedDict[bytes, tuple[int, float, int]] = OrderedDict()
+        self._sizes: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Return how many requests are remembered."""
@@ -81,11 +95,8 @@ class LostEngines:
     def count(self, request: RelayRequest) -> int:
         """Return how many engines were lost with a request."""
         self._drop()
-        if not self._lost:
-            # The usual case costs nothing: no hash is computed.
-            return 0
-        lost, _ = self._lost.get(_key(request), (0, 0.0))
-        return lost
+        key = self._key(request)
+        return 0 if key is None or key not in self._lost else self._lost[key][0]
 
     def check(self, request: RelayRequest) -> None:
         """Refuse a request that has lost too many engines.
@@ -104,26 +115,41 @@ class LostEngines:
             lost: Engines that it has lost in a row. The same request may have run several times on an
                 engine, which is lost once; so the number is the caller's.
         """
-        key = _key(request)
-        before, _ = self._lost.get(key, (0, 0.0))
-        self._lost[key] = max(lost, before), self._clock()
-        self._lost.move_to_end(key)
+        key, size = _hash(request), len(request.body)
+        before = self._remove(key)
+        self._lost[key] = max(lost, before), self._clock(), size
+        self._sizes[size] += 1
         self._drop()
+
+    def forget(self, request: RelayRequest) -> None:
+        """Note that an engine has answered a request."""
+        if (key := self._key(request)) is not None:
+            self._remove(key)
+
+    def _key(self, request: RelayRequest) -> bytes | None:
+        """Return the hash of a request; None: none of its size is remembered, so its body isn't read."""
+        return _hash(request) if self._sizes[len(request.body)] else None
+
+    def _remove(self, key: bytes) -> int:
+        """Forget a request, and return how many engines were lost with it."""
+        if (found := self._lost.pop(key, None)) is None:
+            return 0
+        lost, _, size = found
+        self._sizes[size] -= 1
+        if not self._sizes[size]:
+            del self._sizes[size]
+        return lost
 
     def _drop(self) -> None:
         """Forget what is over, and what is too much."""
         while self._lost:
-            _, at = next(iter(self._lost.values()))
+            key, (_, at, _) = next(iter(self._lost.items()))
             if len(self._lost) <= MAX_REMEMBERED and self._clock() - at < REMEMBERED_S:
                 return
-            self._lost.popitem(last=False)
-
-    def forget(self, request: RelayRequest) -> None:
-        """Note that an engine has answered a request."""
-        if self._lost:
-            self._lost.pop(_key(request), None)
+            self._remove(key)
 
 
-def _key(request: RelayRequest) -> bytes:
-    head = f"{request.path}\0{request.upload}\0"
-    return hashlib.sha256(head.encode() + request.body).digest()
+def _hash(request: RelayRequest) -> bytes:
+    hash = hashlib.sha256(f"{request.path}\0{request.upload}\0".encode())
+    hash.update(request.body)
+    return hash.digest()

@@ -128,7 +128,7 @@ class ProxyResponse(Response):
         Raises:
             PoisonError: It may be what they die of.
         """
-        if not self._losses.add(error):
+        if not self._losses.add(error, self._call.engine):
             return
         self._lost.note(self._request, self._losses.count)
         try:

@@ -1,11 +1,14 @@
 """Requests that engines are lost with: when they are refused, and when they are forgotten."""
 
+import hashlib
 from dataclasses import replace
 
 import pytest
 
+from serve_app.api.errors import EngineLostError
 from serve_app.ingress import poison
-from serve_app.ingress.poison import MAX_LOST, REMEMBERED_S, LostEngines, PoisonError
+from serve_app.ingress.engine_call import EngineUnreachedError
+from serve_app.ingress.poison import MAX_LOST, REMEMBERED_S, Losses, LostEngines, PoisonError
 from serve_app.relay.request import RelayRequest
 
 REQUEST = RelayRequest("POST", "/v1/completions", b"", [(b"x-request-id", b"1")], b'{"prompt": "x"}')
@@ -60,6 +63,29 @@ def test_a_request_is_forgotten_in_time() -> None:
     assert len(lost) == 0, "what is over is dropped"
 
 
+def test_an_engine_that_takes_a_request_again_while_it_ends_is_lost_once() -> None:
+    losses = Losses()
+    for engine in ("a", "a", "a"):
+        assert losses.add(EngineLostError(), engine)
+        losses.check()
+    # Not lost, or before it had the request.
+    assert not losses.add(ValueError(), "b")
+    assert not losses.add(EngineUnreachedError(), "b")
+    losses.check()
+    assert losses.add(EngineLostError(), "b")
+    with pytest.raises(PoisonError):
+        losses.check()
+
+
+def test_engines_that_are_not_known_are_lost_each_time() -> None:
+    losses = Losses()
+    for _ in range(2):
+        losses.check()
+        assert losses.add(EngineLostError())
+    with pytest.raises(PoisonError):
+        losses.check()
+
+
 def test_one_engine_that_many_of_the_same_requests_ran_on_counts_once() -> None:
     lost = LostEngines(Clock())
     for _ in range(30):
@@ -74,6 +100,24 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes(monkeypatch: pytest.M
         lost.note(replace(REQUEST, body=b"%d" % number), MAX_LOST)
     assert len(lost) == 3
     assert [lost.count(replace(REQUEST, body=b"%d" % number)) for number in range(4)] == [0, 2, 2, 2]
+
+
+def test_a_body_is_read_only_if_one_of_its_size_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = LostEngines(Clock())
+    large = replace(REQUEST, body=b"x" * 1000)
+    lost.note(REQUEST, MAX_LOST)
+    lost.note(large, MAX_LOST)
+    lost.forget(large)
+
+    def read(*_: object) -> None:
+        raise AssertionError("a body is read")
+
+    monkeypatch.setattr(hashlib, "sha256", read)
+    # Bodies of 32 MiB come too, and each is asked for three times on the event loop.
+    for size in (0, 1000, 1001):
+        other = replace(REQUEST, body=b"y" * size)
+        lost.check(other)
+        lost.forget(other)
 
 
 def test_uploads_are_never_the_same_request() -> None:
