@@ -55,7 +55,7 @@ NUMBER_LISTS = {
 
 CONTENT = {
     *MESSAGE_LISTS,
-    *("prompts", "records", "tokens", "instruction", "instructions", "suffix"),
+    *("prompts", "records", "tokens", "instruction", "instructions", "suffix", "chat_template_kwargs"),
     *("response_format", "structured_outputs", "text", "output_config", "tool_choice"),
 }
 """Fields that make up a prompt, or the form of its answer. Work on them has bounds of its own: the context,

@@ -29,10 +29,8 @@ def check_values(body: bytes, most: int, numbers: int = NUMBERS) -> None:
     """
     if is_within(body, most, numbers):
         return
-    message = (
-        f"The body has more than {most} values, or more than {numbers * most} numbers in lists "
-        "(ingress.max_values); send it in several calls"
-    )
+    lists = f", or more than {numbers * most} numbers in lists" if numbers > 1 else ""
+    message = f"The body has more than {most} values{lists} (ingress.max_values); send it in several calls"
     raise RequestError(400, "invalid_request_error", message)
 
 

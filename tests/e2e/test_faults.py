@@ -1,13 +1,15 @@
 """Deaths and hangs of processes under a steady load, as the clients see them."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
-from tests.e2e.fault_injection import CORE, inject, wait_until_whole
+from tests.e2e.fault_injection import CORE, LIMIT_S, inject, wait_until_whole
+from tests.e2e.load import Load
 from tests.e2e.service import Service
 
 TIMES = 5
@@ -50,6 +52,9 @@ FAULTS = {
     # application.
     "death of HAProxy": Fault(PROXY, breaks=lambda kind, begun: True, answered="status 503"),
 }
+HELD_S = 32.0
+"""Seconds for which processes stand still: longer than an Engine may be silent whose process is gone."""
+
 CASES = [
     pytest.param(name, time, marks=[] if fault.in_short and time == 0 else pytest.mark.long)
     for time in range(TIMES)
@@ -76,3 +81,25 @@ async def test_clients_get_their_answers(name: str, time: int, pair: Service) ->
         "WriteError",
         fault.answered,
     }
+
+
+@pytest.mark.long
+async def test_engines_that_stand_still_lose_no_request(pair: Service) -> None:
+    await asyncio.to_thread(wait_until_whole, pair)
+    engines = pair.pids(ENGINE)
+    load = Load(pair.url)
+    await load.learn()
+    async with load.running():
+        await load.wait_for(6)
+        # All of them, as where Python holds their event loops: no other one could take the requests.
+        for pid in engines:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(HELD_S)
+        finally:
+            for pid in engines:
+                os.kill(pid, signal.SIGCONT)
+        await load.wait_for(12, LIMIT_S)
+    print(f"standing still for {HELD_S} s: {load.summary()}", flush=True)
+    assert load.failures() == []
+    assert pair.pids(ENGINE) == engines

@@ -257,7 +257,7 @@ NUMBERED = {
 """Fields that are prompts in tokens, or vectors: in these alone numbers are cheap."""
 
 TEXTS = {
-    *("prompt", "prompt_embeds", "prompts", "suffix", "records", "tokens"),
+    *("prompt", "prompt_embeds", "prompts", "suffix", "records", "tokens", "chat_template_kwargs"),
     *("messages", "system", "instructions", "tools", "previous_input_messages"),
     *("input", "query", "queries", "documents", "items", "instruction"),
     *("text_1", "text_2", "data_1", "data_2"),
