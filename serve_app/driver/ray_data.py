@@ -9,6 +9,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import HandleClient
+from serve_app.driver.errors import DriverError
 from serve_app.driver.parquet import result_columns
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.rows import numbered
@@ -23,7 +24,8 @@ class Generate:
     One actor sends many batches concurrently; use it with `batch_format="pyarrow"`, `concurrency=1` and
     `max_concurrency` as the number of concurrent calls. A batch comes back with its own columns and `result`,
     `finish_reason`, `prompt_tokens`, `completion_tokens`, `attempts` and `error`: a row that can't be served
-    has an error with a type and a message, and the others of its batch are served.
+    has an error with a type and a message, and the others of its batch are served. An input that has a column
+    of such a name is refused before a row is sent.
 
     Args:
         app: The Serve application.
@@ -32,9 +34,12 @@ class Generate:
         sampling: Sampling fields of `/generate`.
         service_tier: Tier of the calls; "flex" goes behind live traffic.
         retries: Most retries of a call.
+        columns: The columns to add, with their names in the dataset, such as `{"result": "summary"}`; by
+            default all, under the names above.
 
     Raises:
-        DriverError: There is no such Engine. While a batch is sent: the service is gone or refuses it.
+        DriverError: There is no such Engine, or a column is wrong. When a batch comes: the service is gone or
+            refuses it, or it has a column of the same name.
     """
 
     def __init__(
@@ -45,7 +50,9 @@ class Generate:
         sampling: Mapping[str, Any] | None = None,
         service_tier: ServiceTier = "flex",
         retries: int = 20,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
+        self._columns = _added(columns)
         self._prompter = Prompter(**(prompts or {}))
         self._sender = Sender(
             HandleClient(app, model),
@@ -62,9 +69,35 @@ class Generate:
         """Yield the batch as an Arrow table, with the columns of the results."""
         import pyarrow as pa
 
+        if not isinstance(batch, pa.Table):
+            # Other batch formats of Ray Data: pandas, or a dict of NumPy arrays.
+            from ray.data.block import BlockAccessor
+
+            batch = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
+        for field, name, _ in self._columns:
+            if name in batch.column_names:
+                raise DriverError(
+                    f"the dataset has a column {name!r} already: give this stage's another name, as in "
+                    f'columns={{"{field}": "my_{field}"}}, or drop that of the dataset'
+                )
         rows: list[JSON] = batch.to_pylist()
+        done: list[JSON] = []
         for chunk in chunked(numbered(iter(rows)), self._prompter, max(1, len(rows))):
-            done = await self._sender.send(chunk)
-            for name, kind in result_columns():
-                batch = batch.append_column(name, pa.array([row[name] for row in done], kind))
+            done += await self._sender.send(chunk)
+        for field, name, kind in self._columns:
+            batch = batch.append_column(name, pa.array([row[field] for row in done], kind))
         yield batch
+
+
+def _added(columns: Mapping[str, str] | None) -> list[tuple[str, str, Any]]:
+    """Return the columns to add: field of the result, name in the dataset, and Arrow type."""
+    kinds = dict(result_columns())
+    names = {field: field for field in kinds} if columns is None else dict(columns)
+    if unknown := sorted(names.keys() - kinds.keys()):
+        raise DriverError(f"columns: there is no {unknown[0]!r} to add; there are {', '.join(kinds)}")
+    for field, name in names.items():
+        if not isinstance(name, str) or not name:
+            raise DriverError(f"columns: the name of {field!r} must be text, not {name!r}")
+        if list(names.values()).count(name) > 1:
+            raise DriverError(f"columns: two columns have the name {name!r}")
+    return [(field, name, kinds[field]) for field, name in names.items()]

@@ -185,6 +185,35 @@ print(json.dumps(done))
 """
 
 
+TWO_STAGES = """
+import json, ray
+from serve_app.driver.ray_data import Generate
+ray.init(address="auto", logging_level="ERROR")
+ray.data.DataContext.get_current().enable_progress_bars = False
+stage = {"batch_format": "pyarrow", "batch_size": 5, "concurrency": 1, "max_concurrency": 2, "num_cpus": 0}
+rows = ray.data.from_items([{"prompt": f"What is {n}+28?"} for n in range(20, 30)])
+first = rows.map_batches(Generate, fn_constructor_args=["llm", "demo"], **stage)
+again = {"columns": {"result": "again", "error": "again_error"}}
+second = first.map_batches(
+    Generate, fn_constructor_args=["llm", "demo"], fn_constructor_kwargs=again, **stage
+)
+done = second.take_all()
+try:
+    first.map_batches(Generate, fn_constructor_args=["llm", "demo"], **stage).take_all()
+    told = ""
+except Exception as error:
+    told = str(error)
+print(json.dumps({"done": done, "told": told}))
+"""
+
+
+def test_two_stages_of_ray_data_in_a_row(service: Service) -> None:
+    found = service.run_python(TWO_STAGES)
+    assert sorted(row["result"] for row in found["done"]) == [str(n + 28) for n in range(20, 30)]
+    assert all(row["again"] == row["result"] and row["again_error"] is None for row in found["done"])
+    assert "the dataset has a column 'result' already" in found["told"]
+
+
 def test_ray_data(service: Service) -> None:
     questions = [*QUESTIONS[:250], {"id": "long", "prompt": "1" * 5000, "answer": ""}, *QUESTIONS[250:]]
     done = service.run_python(RAY_DATA, questions)

@@ -1,7 +1,9 @@
 """The Ray Data stage, over a fake handle."""
 
 import asyncio
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -11,6 +13,80 @@ from tests.progress import STILL_S
 from tests.serve_app.driver.handle import Handle
 
 LIMIT_S = STILL_S
+DETAIL = {"finish_reason": "stop", "prompt_tokens": 1, "completion_tokens": 1}
+ADDED = ["result", "finish_reason", "prompt_tokens", "completion_tokens", "attempts", "error"]
+
+
+async def through(stage: Generate, batch: Any, handle: Handle) -> pa.Table:
+    """Return a batch that has gone through a stage, whose Engine answers in upper case."""
+
+    async def collect() -> list[pa.Table]:
+        return [table async for table in stage(batch)]
+
+    collecting = asyncio.ensure_future(collect())
+    async with asyncio.timeout(LIMIT_S):
+        if len(batch):
+            response = await handle.asked.get()
+            texts = handle.bodies[-1]["prompts"]
+            details = [DETAIL] * len(texts)
+            response.future.set_result({"results": [text.upper() for text in texts], "details": details})
+        (table,) = await collecting
+    return table
+
+
+async def test_two_stages_in_a_row_name_their_columns(handle: Handle) -> None:
+    first = Generate("llm", "demo")
+    second = Generate(
+        "llm", "demo", {"column": "result"}, columns={"result": "again", "error": "again_error"}
+    )
+    table = await through(first, pa.table({"prompt": ["a", "b"]}), handle)
+    table = await through(second, table, handle)
+    assert table.column_names == ["prompt", *ADDED, "again", "again_error"]
+    assert table.column("again").to_pylist() == ["A", "B"]
+
+
+@pytest.mark.parametrize("name", ADDED)
+async def test_a_name_that_the_input_has_is_told_before_a_row_is_sent(name: str, handle: Handle) -> None:
+    stage = Generate("llm", "demo")
+    batch = pa.table({"prompt": ["a"], name: [1]})
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(DriverError, match=f"the dataset has a column '{name}' already: .*my_{name}"):
+            _ = [table async for table in stage(batch)]
+    assert handle.bodies == []
+    stage = Generate("llm", "demo", columns={name: f"my_{name}"})
+    assert (await through(stage, batch, handle)).column_names == ["prompt", name, f"my_{name}"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"usage": "u"}, "there is no 'usage' to add; there are result, finish_reason"),
+        ({"result": "a", "error": "a"}, "two columns have the name 'a'"),
+        ({"result": ""}, "the name of 'result' must be text"),
+    ],
+)
+def test_wrong_columns_are_refused_at_once(columns: dict[str, str], message: str, handle: Handle) -> None:
+    with pytest.raises(DriverError, match=message):
+        Generate("llm", "demo", columns=columns)
+
+
+async def test_a_block_without_rows_has_the_same_columns(handle: Handle) -> None:
+    full = await through(Generate("llm", "demo"), pa.table({"prompt": ["a"]}), handle)
+    empty = await through(Generate("llm", "demo"), pa.table({"prompt": pa.array([], pa.string())}), handle)
+    assert (empty.schema, empty.num_rows) == (full.schema, 0)
+    assert len(handle.bodies) == 1
+
+
+async def test_other_batch_formats_are_taken_too(handle: Handle) -> None:
+    pandas = pytest.importorskip("pandas")
+    for batch in (
+        pandas.DataFrame({"prompt": ["a", "b"], "n": [1, 2]}),
+        {"prompt": np.array(["a", "b"]), "n": np.array([1, 2])},
+    ):
+        table = await through(Generate("llm", "demo"), batch, handle)
+        assert table.column_names == ["prompt", "n", *ADDED]
+        assert table.column("result").to_pylist() == ["A", "B"]
+        assert table.column("n").to_pylist() == [1, 2]
 
 
 async def test_a_batch_is_one_call_and_comes_back_with_result_columns(handle: Handle) -> None:
