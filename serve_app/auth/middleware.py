@@ -14,11 +14,12 @@ from serve_app.api.errors import RequestError, error_response
 from serve_app.api.headers import Headers, bearer_token
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
-from serve_app.auth.keys import Key, check_together, expired_keys, hash_key, plain_keys, read_keys
+from serve_app.auth.keys import Key, State, check_together, expired_keys, hash_key, plain_keys, read_keys
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.watched_file import WatchedFile
+from serve_app.system.rounds import Rounds
 
 logger = logging.getLogger("ray.serve")
 
@@ -85,7 +86,7 @@ class KeyStore:
     Args:
         settings: Sources of the keys.
         environment: Environment variables, for `keys_env`.
-        clock: Monotonic clock of the rate limits, in seconds.
+        clock: Monotonic clock of the rate limits and of the looks at the file, in seconds.
         now: Time of day, in seconds since the epoch, at which keys expire.
         quotas: The service keeps quotas: without it, a key that has one is refused.
 
@@ -118,6 +119,8 @@ class KeyStore:
         self._keys: dict[str, Key] = {}
         self._callers: dict[str, Caller] = {}
         self._rate_limits: dict[str, RateLimit] = {}
+        self._rounds = Rounds("the look at the API keys", clock=clock)
+        self._watched = False
         self._load()
 
     def refresh(self) -> None:
@@ -128,13 +131,30 @@ class KeyStore:
             self._load()
         except SettingsError as error:
             logger.warning("the API keys stay as they were: %s", error)
+        except Exception:
+            self._file.unread()
+            raise
         else:
             logger.info("read the API keys again: there are %d now", len(self._keys))
 
-    def watch(self) -> None:
-        """Refresh periodically, in a thread that ends when this object is garbage-collected."""
+    def watch(self, poll_s: float = POLL_S) -> None:
+        """Refresh periodically, in a thread that ends when this object is garbage-collected.
+
+        Args:
+            poll_s: Seconds between two looks at the file.
+        """
         if self._file:
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="api-keys", daemon=True).start()
+            self._watched = True
+            args = (weakref.ref(self), self._rounds, poll_s)
+            threading.Thread(target=_watch, args=args, name="api-keys", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise if the file is followed no more, so that a key which is revoked would stay valid.
+
+        A file that is wrong or can't be read is no such case: it is looked at, and logged.
+        """
+        if self._watched:
+            self._rounds.check()
 
     def find(self, headers: Headers) -> Caller:
         """Return the caller whose key the headers of a request hold.
@@ -163,6 +183,11 @@ class KeyStore:
     def named(self, name: str) -> Key | None:
         """Return the key of that name, valid or not; None: there is none."""
         return self._keys.get(name)
+
+    def state(self, name: str) -> State | None:
+        """Return whether the key of that name holds now; None: there is none."""
+        key = self.named(name)
+        return None if key is None else key.state(self._now())
 
     def _load(self) -> None:
         keys = self._fixed
@@ -256,9 +281,10 @@ def _api_key(headers: Headers) -> bytes:
     return bearer_token(headers) or dict(headers).get(b"x-api-key", b"").strip()
 
 
-def _watch(reference: "weakref.ref[KeyStore]") -> None:
+def _watch(reference: "weakref.ref[KeyStore]", rounds: Rounds, poll_s: float) -> None:
     while keys := reference():
-        keys.refresh()
+        with rounds.round():
+            keys.refresh()
         # A reference that is held while the thread sleeps would keep the object alive.
         del keys
-        time.sleep(POLL_S)
+        time.sleep(poll_s)

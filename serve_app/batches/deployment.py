@@ -58,6 +58,7 @@ class Batches:
         keys = KeyStore(settings.access, quotas=quotas is not None) if settings.access else None
         if keys:
             keys.watch()
+        self._keys = keys
         self._quotas = CallQuotas(settings.usage.quotas, quotas, context.replica_tag)
         client = EngineClient(settings, engines, health, keys, self._quotas)
         try:
@@ -97,8 +98,13 @@ class Batches:
         return await self._service.stats()
 
     async def check_health(self) -> None:
-        """Raise if no batches are run any more, so that Serve replaces this replica."""
+        """Raise if no batches are run any more, or the API keys are followed no more.
+
+        Serve replaces this replica then.
+        """
         self._service.check()
+        if self._keys:
+            self._keys.check()
 
     async def __del__(self) -> None:
         if metrics := getattr(self, "_metrics", None):

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from types import FrameType
 
 from serve_app.relay.request import RelayRequest
+from serve_app.system.rounds import Rounds
 
 logger = logging.getLogger("ray.serve")
 
@@ -74,18 +75,24 @@ class LoopWatch:
         return max(0.0, time.monotonic() - self._ticked_at - self._tick_s)
 
     def _watch(self) -> None:
+        rounds = Rounds("the watch over the event loop")
         while not self._stopped.wait(self._tick_s):
-            held_s, last = self._held_s(), self._ticked_at
-            if held_s < self._bound_s or self._reported_tick == last:
-                continue
-            self._reported_tick = last
-            stack = _stack(sys._current_frames().get(self._loop_thread))
-            logger.error(
-                "the event loop has been held for %.1f s by %s; its innermost calls: %s",
-                held_s,
-                _request(stack) or "no known request",
-                ", ".join(map(_place, stack[:FRAMES])) or "none",
-            )
+            # The loop goes on while its stack is read.
+            with rounds.round():
+                self._look()
+
+    def _look(self) -> None:
+        held_s, last = self._held_s(), self._ticked_at
+        if held_s < self._bound_s or self._reported_tick == last:
+            return
+        self._reported_tick = last
+        stack = _stack(sys._current_frames().get(self._loop_thread))
+        logger.error(
+            "the event loop has been held for %.1f s by %s; its innermost calls: %s",
+            held_s,
+            _request(stack) or "no known request",
+            ", ".join(map(_place, stack[:FRAMES])) or "none",
+        )
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

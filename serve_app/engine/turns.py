@@ -12,6 +12,7 @@ from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.system import cancellation
+from serve_app.system.rounds import Rounds
 from serve_app.turns.messages import Demand, Order, Report, State
 from serve_app.usage.quota_handle import Handle
 
@@ -28,6 +29,9 @@ IDLE_S = 1.0
 
 ASK_S = 5.0
 """Seconds that an answer to a report may take."""
+
+REPORT = "the report to the turns"
+"""The work of a thread or task that reports, for messages."""
 
 SWITCH_S = 600.0
 """Seconds that vLLM may take to sleep or to wake up: with level 2 it loads the weights again, and the first
@@ -137,8 +141,10 @@ class EngineTurns:
         loaded = threading.Event()
 
         def report_on() -> None:
+            rounds = Rounds(REPORT)
             while not loaded.wait(IDLE_S):
-                asyncio.run(self._ask())
+                with rounds.round():
+                    asyncio.run(self._ask())
 
         thread = threading.Thread(target=report_on, name="loading", daemon=True)
         thread.start()
@@ -273,9 +279,11 @@ class EngineTurns:
             reporting.cancel()
 
     async def _report_on(self) -> None:
+        rounds = Rounds(REPORT)
         while True:
             await asyncio.sleep(IDLE_S)
-            await self._ask()
+            with rounds.round():
+                await self._ask()
 
     async def _fail(self, what: str, error: Exception) -> None:
         """Refuse all requests, and leave the device to the others."""

@@ -22,6 +22,7 @@ from serve_app.engine.vllm_adapter_loader import AdapterLoader, LoadedAdapter
 from serve_app.settings.adapters import AdapterSettings, adapters_by_id, check_pinned
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
+from serve_app.system.rounds import Rounds
 from serve_app.usage.calls import CallBook
 
 logger = logging.getLogger("ray.serve")
@@ -82,8 +83,11 @@ class Adapters:
     def __contains__(self, id: str) -> bool:
         return id in self._loaded
 
-    async def start(self) -> None:
+    async def start(self, follow_s: float = FOLLOW_S) -> None:
         """Load the adapters of the config and those of the folder.
+
+        Args:
+            follow_s: Seconds between two looks at the folder from then on.
 
         Raises:
             SettingsError: One of the config doesn't fit.
@@ -93,7 +97,7 @@ class Adapters:
             async with self._lock:
                 await self._settle(self._declared, await self._read(), strict=True)
         if self._folder is not None:
-            self._following = asyncio.create_task(self._follow())
+            self._following = asyncio.create_task(self._follow(follow_s))
 
     async def declare(self, adapters: tuple[AdapterSettings, ...] | None) -> None:
         """Take over the adapters of the `user_config`; None: those of `args` hold.
@@ -220,24 +224,21 @@ class Adapters:
                 task.cancel()
         await self._loader.close()
 
-    async def _follow(self) -> None:
+    async def _follow(self, follow_s: float) -> None:
         """Take over what the folder has, again and again: this replica may have missed a call to do so."""
         failed = False
+        rounds = Rounds("the look at the folder of the adapters")
         while True:
-            await asyncio.sleep(FOLLOW_S)
-            try:
-                await self.refresh(drop=False)
-            except FolderError as error:
-                if not failed:
-                    logger.error("the adapters stay as they were: %s", error)
-                failed = True
-            except Exception:
-                # The next look may go well; without one this replica would never change its adapters again.
-                if not failed:
-                    logger.exception("the adapters stay as they were")
-                failed = True
-            else:
-                failed = False
+            await asyncio.sleep(follow_s)
+            with rounds.round():
+                try:
+                    await self.refresh(drop=False)
+                except FolderError as error:
+                    if not failed:
+                        logger.error("the adapters stay as they were: %s", error)
+                    failed = True
+                else:
+                    failed = False
 
     async def _read(self) -> Mapping[str, AdapterSettings]:
         return {} if self._folder is None else await asyncio.to_thread(self._folder.read)

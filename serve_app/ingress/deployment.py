@@ -211,6 +211,11 @@ class Ingress:
         async with self._telemetry.lifespan(app):
             yield
 
+    async def check_health(self) -> None:
+        """Raise if the API keys are followed no more, so that Serve replaces this replica."""
+        if self._access:
+            self._access.check()
+
     async def _index(self, request: Request) -> Response:
         visible = self._routing.visible(_allowed(request))
         models = [model for model in self._settings.models if model.id in visible]

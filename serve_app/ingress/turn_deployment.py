@@ -11,6 +11,7 @@ from serve_app.settings.schema import Settings
 from serve_app.settings.turns import ShareSettings
 from serve_app.system.cpu_scheduling import use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
+from serve_app.system.rounds import Rounds
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.turns.messages import Order, Report
 from serve_app.turns.rota import Rota
@@ -90,6 +91,7 @@ class Turns:
                 rota.remove(name, self._clock())
 
     async def _run(self) -> None:
+        rounds = Rounds("the report of the turns' metrics")
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -97,7 +99,9 @@ class Turns:
             except Exception as error:
                 logger.warning("Ray doesn't tell which engines live: %r", error)
             if self._metrics is not None:
-                self._metrics.report()
+                # A failure of telemetry must not stop the turns.
+                with rounds.round():
+                    self._metrics.report()
 
     async def __del__(self) -> None:
         if task := getattr(self, "_task", None):

@@ -27,6 +27,10 @@ class WatchedFile:
         before, self._seen = self._seen, self._signature()
         return self._seen != before
 
+    def unread(self) -> None:
+        """Take the file for changed at the next look: its text could not be used, for no fault of its own."""
+        self._seen = None
+
     def read(self) -> str:
         """Return its text.
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from uuid import uuid4
 
 from serve_app.settings.usage import QuotasSettings
+from serve_app.system.rounds import Rounds
 from serve_app.system.waiting import wait_for_event
 from serve_app.usage.messages import Answer, LimitState, Report
 from serve_app.usage.quota_book import QuotaBook
@@ -38,6 +39,7 @@ class QuotaService:
         wall: Seconds since the epoch.
         monotonic: Seconds of a clock that never jumps.
         beside: Runs a function that blocks, with its arguments, beside the event loop.
+        refresh_s: Seconds between two looks at the file of quotas.
 
     Raises:
         StateError: The database fails, or keeps something else than quotas.
@@ -52,9 +54,11 @@ class QuotaService:
         wall: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         beside: Callable[..., Awaitable[None]] = asyncio.to_thread,
+        refresh_s: float = REFRESH_S,
     ) -> None:
         self._state = state
         self._beside = beside
+        self._refresh_s = refresh_s
         self._monotonic = monotonic
         stored = state.load()
         self._tenants = TenantQuotas(settings, stored.pop(_HELD, None))
@@ -165,10 +169,12 @@ class QuotaService:
             await self.save()
 
     async def _refresh_on(self) -> None:
+        rounds = Rounds("the look at the quotas of tenants")
         while True:
-            await asyncio.sleep(REFRESH_S)
-            if self._tenants.refresh():
-                self._set_tenants()
+            await asyncio.sleep(self._refresh_s)
+            with rounds.round():
+                if self._tenants.refresh():
+                    self._set_tenants()
 
     def _set_tenants(self) -> None:
         self._book.set_tenants(self._tenants.quotas, self._tenants.version)

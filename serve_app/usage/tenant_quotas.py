@@ -98,6 +98,9 @@ class TenantQuotas:
         except SettingsError as error:
             logger.warning("the quotas of tenants stay as they were: %s", error)
             return False
+        except Exception:
+            self._file.unread()
+            raise
         logger.info("read the quotas of tenants again: %d hold now", len(self.quotas))
         return True
 

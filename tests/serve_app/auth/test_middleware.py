@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
-from serve_app.auth import middleware
 from serve_app.auth.keys import hash_key, new_key
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
+from serve_app.system.rounds import SILENT_S
+from tests.batcher.virtual import Clock
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
@@ -319,11 +321,10 @@ def test_the_state_of_a_rate_limit_survives_a_refresh(write: Callable[..., Path]
 def test_the_file_is_watched_while_the_store_lives(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(middleware, "POLL_S", 0.01)
     keys = KeyStore(AccessSettings(keys_file=str(write([]))))
     looked = threading.Event()
     monkeypatch.setattr(keys, "refresh", looked.set)
-    keys.watch()
+    keys.watch(0.01)
     assert looked.wait(LIMIT_S)
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "api-keys")
     del keys
@@ -332,6 +333,101 @@ def test_the_file_is_watched_while_the_store_lives(
     gc.collect()
     thread.join(LIMIT_S)
     assert not thread.is_alive()
+
+
+class Looks(Clock):
+    """The clock of a store whose file is watched, and its time of day, which may fail.
+
+    Attributes:
+        failing: Whether the time of day can't be told, so that a changed file can't be read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing = False
+        self._looked = threading.Event()
+
+    def __call__(self) -> float:
+        # It is asked after each look that has not failed.
+        self._looked.set()
+        return super().__call__()
+
+    def time_of_day(self) -> float:
+        """Return the seconds since the epoch."""
+        if self.failing:
+            self._looked.set()
+            raise MemoryError
+        return time.time()
+
+    def wait(self) -> None:
+        """Wait until a look has begun and ended."""
+        for _ in range(2):
+            self._looked.clear()
+            assert self._looked.wait(LIMIT_S)
+
+
+@pytest.fixture
+def looks() -> Looks:
+    return Looks()
+
+
+@pytest.fixture
+def watched(write: Callable[..., Path], looks: Looks) -> KeyStore:
+    """A store with the key sk-a, whose file is watched."""
+    settings = AccessSettings(keys_file=str(write([entry("sk-a")])))
+    keys = KeyStore(settings, clock=looks, now=looks.time_of_day)
+    keys.watch(0.01)
+    return keys
+
+
+def test_an_unforeseen_error_is_logged_with_its_stack_and_the_change_is_read_later(
+    watched: KeyStore, write: Callable[..., Path], looks: Looks, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks.failing = True
+    write([entry("sk-b")])
+    looks.wait()
+    looks.failing = False
+    looks.wait()
+    assert names(watched, "sk-a", "sk-b") == ["-", "b"]
+    (record,) = (record for record in caplog.records if record.levelname == "ERROR")
+    assert record.getMessage().startswith("the look at the API keys failed; it is tried again")
+    assert record.exc_info
+
+
+def test_keys_that_cannot_be_followed_fail_the_health(
+    watched: KeyStore, write: Callable[..., Path], looks: Looks
+) -> None:
+    looks.failing = True
+    write([entry("sk-b")])
+    looks.wait()
+    watched.check()
+    looks.now += 2 * SILENT_S
+    looks.wait()
+    with pytest.raises(RuntimeError, match="the look at the API keys has not succeeded for 120 s"):
+        watched.check()
+    looks.failing = False
+    looks.wait()
+    watched.check()
+
+
+@pytest.mark.parametrize("broken", ["- name: [", ""])
+def test_a_file_that_is_wrong_does_not_fail_the_health(
+    watched: KeyStore, write: Callable[..., Path], looks: Looks, broken: str
+) -> None:
+    write(broken)
+    looks.wait()
+    looks.now += 2 * SILENT_S
+    looks.wait()
+    watched.check()
+    assert names(watched, "sk-a") == ["a"]
+
+
+def test_keys_that_nothing_follows_do_not_fail_the_health(looks: Looks) -> None:
+    settings = AccessSettings(keys_env="KEYS")
+    keys = KeyStore(settings, environment={"KEYS": json.dumps([entry()])}, clock=looks)
+    keys.watch()
+    looks.now += 2 * SILENT_S
+    keys.check()
 
 
 @pytest.mark.parametrize("settings", [{"keys_file": "/nowhere/keys.yaml"}, {"keys_env": "NO_SUCH"}])

@@ -13,6 +13,7 @@ from pydantic_core import from_json, to_json
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.keys import hash_key
+from serve_app.auth.middleware import KeyStore
 from serve_app.batches import deployment
 from serve_app.batches.content import Draft
 from serve_app.batches.deployment import Batches
@@ -298,4 +299,19 @@ async def test_a_replica_that_runs_no_batches_is_unhealthy(
     async with running(tmp_path) as batches:
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="broken"):
+            await batches.check_health()
+
+
+async def test_a_replica_that_follows_the_keys_no_more_is_unhealthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: KeyStore) -> None:
+        raise RuntimeError("not followed")
+
+    keys = tmp_path / "keys.json"
+    keys.write_text("[]")
+    async with running(tmp_path, access={"keys_file": str(keys)}) as batches:
+        await batches.check_health()
+        monkeypatch.setattr(KeyStore, "check", fail)
+        with pytest.raises(RuntimeError, match="not followed"):
             await batches.check_health()

@@ -20,6 +20,7 @@ class FakeLLM:
         pinned: The numbers of those that are pinned.
         refuse: It refuses every adapter.
         keep: It fails to remove any.
+        unable: It fails to pin an adapter.
         removed: Set when an adapter is removed.
     """
 
@@ -31,6 +32,7 @@ class FakeLLM:
         self.pinned: list[int] = []
         self.refuse = False
         self.keep = False
+        self.unable = False
         self.removed = asyncio.Event()
 
     async def add_lora(self, request: LoRARequest) -> bool:
@@ -47,6 +49,8 @@ class FakeLLM:
         return self.loaded.pop(number, None) is not None
 
     async def pin_lora(self, number: int) -> bool:
+        if self.unable:
+            raise RuntimeError("the device is gone")
         self.pinned.append(number)
         return True
 

@@ -116,3 +116,26 @@ async def test_a_loop_that_turns_is_not_reported(reports: Reports) -> None:
         await turned.wait()
     watch.stop()
     assert reports.texts == []
+
+
+async def test_a_stack_that_can_not_be_read_is_logged_and_the_watch_goes_on(reports: Reports) -> None:
+    class Odd(dict[str, Any]):
+        """A variable of another's code, of which nothing can be asked."""
+
+        def get(self, *_: Any) -> Any:
+            raise ValueError("odd")
+
+    def hold(until: str, variable: object = None) -> None:
+        while not any(until in text for text in reports.texts):
+            assert reports.came.wait(LIMIT_S)
+            reports.came.clear()
+
+    watch = LoopWatch(BOUND_S, BOUND_S / 5).start()
+    try:
+        hold("the watch over the event loop failed", Odd())
+        async with asyncio.timeout(LIMIT_S):
+            while not any("turns again" in text for text in reports.texts):  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        hold(" hold, ")
+    finally:
+        watch.stop()

@@ -190,3 +190,23 @@ async def test_a_pinned_adapter_is_pinned_in_vllm(tmp_path: Path) -> None:
     assert llm.pinned == list(llm.loaded)
     assert adapters.report()[0]["resident"]
     await adapters.close()
+
+
+async def test_a_failure_while_the_folder_is_followed_is_logged_and_the_next_look_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters, llm = made(tmp_path)
+    await adapters.start(follow_s=0.001)
+    folder = AdapterFolder(str(tmp_path / "kept"), "demo")
+    llm.unable = True
+    folder.write("first", source(tmp_path, "first").model_copy(update={"pinned": True}))
+    async with asyncio.timeout(20):
+        while "the device is gone" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        llm.unable = False
+        folder.write("second", source(tmp_path, "second"))
+        while "second" not in adapters:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    (record,) = (record for record in caplog.records if record.exc_info)
+    assert record.getMessage().startswith("the look at the folder of the adapters failed; it is tried again")
+    await adapters.close()

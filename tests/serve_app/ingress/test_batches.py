@@ -197,6 +197,20 @@ async def test_a_key_s_own_limits_hold_for_its_files_and_batches(site: Site) -> 
     assert raised.value.status_code == 413
 
 
+async def test_an_ingress_that_follows_the_keys_no_more_is_unhealthy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: KeyStore) -> None:
+        raise RuntimeError("not followed")
+
+    ingress = Ingress(settings_of(tmp_path), {})
+    await ingress.check_health()
+    monkeypatch.setattr(KeyStore, "check", fail)
+    with pytest.raises(RuntimeError, match="not followed"):
+        await ingress.check_health()
+    await Ingress(parse({"models": [{"id": "demo", "source": "x"}]}), {}).check_health()
+
+
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1/content", "/v1/batches", "/v1/batches/x"])
 async def test_a_service_without_batches_says_so(path: str) -> None:
     async with Client() as client:

@@ -58,6 +58,17 @@ def test_a_file_that_was_seen_and_could_not_be_read_has_changed(
     assert (file.look(), file.read(), file.look()) == (True, "a", False)
 
 
+def test_a_file_that_could_not_be_used_has_changed(path: Path) -> None:
+    path.write_text("a")
+    file = WatchedFile(str(path), "access.keys_file")
+    file.unread()
+    assert (file.look(), file.look()) == (True, False)
+    path.unlink()
+    assert file.look()
+    file.unread()
+    assert file.look()
+
+
 def test_the_origin_of_a_file_that_is_no_text_is_told(path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(SettingsError, match=r"access\.keys_file .*: it is not UTF-8"):

@@ -173,3 +173,28 @@ def test_an_epoch_that_is_no_number_is_named_with_its_file(tmp_path: Path) -> No
     with pytest.raises(StateError, match=r"quotas\.db: this is not the state of quotas"):
         again.load()
     again.close()
+
+
+async def test_a_failure_while_the_file_is_followed_is_logged_and_the_change_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("t: {tokens_per_day: 70}")
+    service = service_of(
+        MemoryState(), QuotasSettings(file=str(file), folder="/nowhere"), beside=inline, refresh_s=0.001
+    )
+    service.start()
+
+    def fail(*_: object, **__: object) -> str:
+        raise MemoryError
+
+    async with asyncio.timeout(LIMIT_S):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", fail)
+            file.write_text("t: {tokens_per_day: 9000}")
+            while "MemoryError" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        while remaining(service) != 9000:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    service.check()
+    await service.close()

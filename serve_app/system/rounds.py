@@ -1,0 +1,54 @@
+"""The rounds of a thread or task that does the same again and again."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+logger = logging.getLogger("ray.serve")
+
+SILENT_S = 60.0
+"""Seconds without a round that succeeds after which the work counts as dead."""
+
+
+class Rounds:
+    """Rounds of work that never ends unseen.
+
+    A round that raises is logged with its stack, once until a round succeeds, and the work goes on. A thread
+    that has died, hangs, or fails each time has no round that succeeds: a health check asks `check`.
+
+    Args:
+        name: The work, for messages.
+        silent_s: Seconds without a round that succeeds after which `check` raises.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, name: str, silent_s: float = SILENT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._name = name
+        self._silent_s = silent_s
+        self._clock = clock
+        self._failing = False
+        self._succeeded_at = clock()
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """Return the context of one round, which takes its exceptions."""
+        try:
+            yield
+        except Exception:
+            if not self._failing:
+                logger.exception("%s failed; it is tried again, and this is logged once", self._name)
+            self._failing = True
+        else:
+            if self._failing:
+                logger.info("%s works again", self._name)
+            self._failing = False
+            self._succeeded_at = self._clock()
+
+    def check(self) -> None:
+        """Raise if no round has succeeded for too long."""
+        silent_s = self._clock() - self._succeeded_at
+        if silent_s > self._silent_s:
+            raise RuntimeError(f"{self._name} has not succeeded for {silent_s:.0f} s")
