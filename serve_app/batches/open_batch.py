@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 
+from serve_app.batches.client import Answer
 from serve_app.batches.lines import Position
 from serve_app.batches.rows import Row
 from serve_app.batches.stored import Batch
@@ -25,6 +26,7 @@ class OpenBatch:
         busy: Whether something other than rows is under way: validation, reading, the end.
         resting: Whether that has failed, and waits to be tried again.
         stopping: Set when no row may be sent any more.
+        tries: The tries of its rows that are under way.
         lost: Message, if content is gone; the batch fails.
     """
 
@@ -39,6 +41,7 @@ class OpenBatch:
         self.busy = False
         self.resting = False
         self.stopping = asyncio.Event()
+        self.tries: set[asyncio.Future[Answer]] = set()
         self.lost = ""
 
     @property
@@ -50,3 +53,8 @@ class OpenBatch:
     def takes_rows(self) -> bool:
         """True while rows may be sent."""
         return self.batch.state == "in_progress" and not self.stopping.is_set()
+
+    def abort(self) -> None:
+        """End the tries that are under way, at the engines too; their rows have no result."""
+        for one in self.tries:
+            one.cancel()

@@ -35,7 +35,7 @@ class Result(NamedTuple):
         line: Number of the input line.
         text: Line of the output or the error file.
         is_error: Whether it belongs into the error file.
-        is_unrun: Whether the row was never run.
+        is_unrun: Whether the row has no answer: its batch ended before.
         tokens: Tokens that the answer reports.
     """
 
@@ -55,7 +55,7 @@ def answered(batch: str, row: Row, status: int, body: JSON) -> Result:
 
 
 def unrun(batch: str, row: Row, reason: tuple[str, str]) -> Result:
-    """Return the result of a row that was never run: its batch expired or was cancelled before."""
+    """Return the result of a row without an answer: its batch expired or was cancelled before."""
     error = {"code": reason[0], "message": reason[1]}
     return Result(row.line, _line(_id(batch, row), row, None, error), True, True)
 

@@ -210,6 +210,7 @@ class Runner:
             state, turn = one.batch.state, (one.base, one.batch.tenant)
             if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
                 self._model(one.base).places.stop(one)
+                one.abort()
             if one.takes_rows and not one.exhausted:
                 heads.setdefault(turn, one)
             if one.due:
@@ -238,7 +239,7 @@ class Runner:
                 model.pacing = self._group.create_task(self._pace(base, model))
 
     async def _run_row(self, model: ModelRows, one: OpenBatch, row: Row) -> None:
-        result = await model.sender.send(one.batch, row, one.stopping, partial(model.places.away, one))
+        result = await model.sender.send(one, row, partial(model.places.away, one))
         if result is None:
             # It is left to the end of the batch, or to the next process.
             model.places.leave(one, row)

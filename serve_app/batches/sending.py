@@ -10,9 +10,11 @@ from serve_app.api.errors import RequestError
 from serve_app.api.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.batches.client import Answer, Client, QuotaError
+from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.rows import Result, Row, answered
 from serve_app.batches.stored import Batch
 from serve_app.ingress.large_bodies import look
+from serve_app.system import cancellation
 from serve_app.system.waiting import wait_for_event
 
 Away = Callable[[], AbstractAsyncContextManager[None]]
@@ -45,17 +47,15 @@ class Sender:
         self._timeout_s = timeout_s
         self._answered: Counter[str | None] = Counter()
 
-    async def send(
-        self, batch: Batch, row: Row, stopping: asyncio.Event, away: Away = nullcontext
-    ) -> Result | None:
-        """Return the result of a row; None if it has none when `stopping` is set.
+    async def send(self, one: OpenBatch, row: Row, away: Away = nullcontext) -> Result | None:
+        """Return the result of a row; None if it has none when its batch stops.
 
         Args:
-            batch: Its batch.
+            one: Its batch.
             row: The row.
-            stopping: Set when it may not be sent any more.
             away: Returns the context of each wait for the next try.
         """
+        batch, stopping = one.batch, one.stopping
         scheduling = Scheduling(TIER_PRIORITY["flex"], batch.tenant, weight=batch.weight, key=batch.api_key)
         model: str | None = None
         tries = failures = seen = 0
@@ -65,9 +65,13 @@ class Sender:
             if not tries:
                 model = body.get("model")
                 seen = self._answered[model]
+            if stopping.is_set():
+                return None
             sending = self._client.send(batch.endpoint, body, scheduling)
             del body
-            answer = await self._try(sending)
+            answer = await self._try(one, sending)
+            if answer is None:
+                return None
             if answer.final or answer.status not in RETRYABLE:
                 self._answered[model] += 1
                 self._concurrency.answered()
@@ -82,10 +86,20 @@ class Sender:
                 await wait_for_event(stopping, self._backoff.wait_s(tries, answer.retry_after_s))
         return None
 
-    async def _try(self, sending: Coroutine[Any, Any, Answer]) -> Answer:
+    async def _try(self, one: OpenBatch, sending: Coroutine[Any, Any, Answer]) -> Answer | None:
+        """Return the answer to a row; None: the try was ended with its batch."""
+        # A task of its own: the end of a batch cancels it, and nothing else of the row.
+        task = asyncio.create_task(sending)
+        one.tries.add(task)
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await sending
+                answer = await task
+        except asyncio.CancelledError:
+            if cancellation.is_own():
+                raise
+            if one.stopping.is_set():
+                return None
+            answer = _failed(RequestError(503, "service_unavailable", "the call was cancelled"))
         except QuotaError as error:
             # Others have quota still, and the engines have room for them.
             return _failed(error)
@@ -96,6 +110,8 @@ class Sender:
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             answer = _failed(RequestError(503, "service_unavailable", message))
+        finally:
+            one.tries.discard(task)
         if answer.status == 429:
             self._concurrency.refused(answer.retry_after_s)
         return answer

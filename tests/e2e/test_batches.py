@@ -116,16 +116,24 @@ def test_bad_lines_fail_the_batch_with_their_numbers(client: openai.OpenAI) -> N
     ]
 
 
-def test_a_batch_is_cancelled(client: openai.OpenAI) -> None:
-    long = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 200}
+def test_a_cancelled_batch_leaves_the_engine_at_once(client: openai.OpenAI, http: httpx.Client) -> None:
+    def load() -> tuple[int, int]:
+        """Return the requests that run and those that wait at the engine."""
+        (replica,) = http.get("/stats").json()["models"]["demo"]["replicas"]
+        return replica["batcher"]["running"], replica["batcher"]["queue_depth"]
+
+    # All of them together take the engine minutes.
+    long = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "max_tokens": 1900}
     rows = [row(str(number), body=long | {"ignore_eos": True}) for number in range(2000)]
     batch = create(client, upload(client, *rows))
-    wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress")
+    wait_until(lambda: all(load()))
     assert client.batches.cancel(batch.id).status == "cancelling"
     batch = ended(client, batch.id)
+    wait_until(lambda: load() == (0, 0), 10.0)
     assert batch.status == "cancelled"
     assert batch.request_counts
     assert batch.request_counts.completed + batch.request_counts.failed == 2000
+    assert batch.request_counts.failed > 1900
     done = lines(client, batch.output_file_id)
     left = lines(client, batch.error_file_id)
     assert done.keys() | left.keys() == {str(number) for number in range(2000)}

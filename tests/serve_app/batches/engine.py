@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from random import Random
 
 from serve_app.api.engine_load import EngineLoad
@@ -32,6 +32,7 @@ class Engine:
         sent: Rows in the order of their first tries, with their tenants.
         bodies: The last body of each row.
         weights: The last weight of each tenant.
+        models: The models that each row may name.
         running: Tries under way.
         most: Most tries that were ever under way.
         go: While it is cleared, no try is answered.
@@ -44,6 +45,7 @@ class Engine:
         self.sent: list[tuple[str, str]] = []
         self.bodies: dict[str, JSON] = {}
         self.weights: dict[str, float | None] = {}
+        self.models: dict[str, Collection[str] | None] = {}
         self.places: int | None = None
         self.running = 0
         self.most = 0
@@ -53,7 +55,9 @@ class Engine:
         self._status = status
         self._random = random or Random(0)
 
-    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         if not self.tries[custom_id]:
@@ -61,6 +65,7 @@ class Engine:
         self.tries[custom_id] += 1
         self.bodies[custom_id] = body
         self.weights[scheduling.tenant] = scheduling.weight
+        self.models[custom_id] = models
         self.running += 1
         self.most = max(self.most, self.running)
         self.changed.set()

@@ -7,6 +7,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Collection
 from itertools import count
 from pathlib import Path
 
@@ -29,7 +30,9 @@ class LoggedEngine:
     def __init__(self, calls: Path) -> None:
         self._handle = os.open(calls, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
         """Answer a row."""
         custom_id = custom_id_of(body)
         os.write(self._handle, f"{custom_id}\n".encode())

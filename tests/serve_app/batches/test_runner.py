@@ -2,7 +2,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,7 @@ class Bench:
             store,
             content,
             engine,
-            KeyRules(options.pop("models", {"demo"}), options.pop("limits", None)),
+            KeyRules(options.pop("models", {"demo"}), options.pop("limits", None), options.pop("keys", None)),
             concurrency=Auto if concurrency is None else lambda: concurrency,
             backoff=options.pop("backoff", Backoff(0.0, 0.0)),
             clock=lambda: self.now,
@@ -55,10 +55,10 @@ class Bench:
             **options,
         )
 
-    def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna", weight: float | None = None) -> None:
+    def add(self, id: str, *rows: JSON | bytes, tenant: str = "anna", **fields: Any) -> None:
         """Add a batch."""
         put(self.store, self.content, f"in-{id}", text_of(*rows), tenant)
-        self.store.add_batch(batch_of(id, f"in-{id}", tenant, weight=weight), 100)
+        self.store.add_batch(batch_of(id, f"in-{id}", tenant, **fields), 100)
         self.runner.notice()
 
     async def ended(self, id: str, *, state: str = "completed") -> Batch:
@@ -171,11 +171,13 @@ class TwoModels(Engine):
         self.quick = Engine()
         self.quick.places = 50
 
-    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
         """Answer a row."""
         if body["model"] == "quick":
-            return await self.quick.send(endpoint, body, scheduling)
-        return await super().send(endpoint, body, scheduling)
+            return await self.quick.send(endpoint, body, scheduling, models)
+        return await super().send(endpoint, body, scheduling, models)
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of a model: `slow` has a long queue."""
@@ -186,6 +188,31 @@ def rows_of(model: str, count: int) -> list[JSON]:
     """Return rows of a model."""
     rows = [row(f"{model}{number}") for number in range(count)]
     return [one | {"body": one["body"] | {"model": model}} for one in rows]
+
+
+class Held(Engine):
+    """Holds some rows, by `custom_id`, until `go` is set; answers the others."""
+
+    def __init__(self, *rows: str) -> None:
+        super().__init__()
+        self.held: list[str] = []
+        self._rows = rows
+        self.go.clear()
+
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
+        """Answer a row."""
+        id = custom_id_of(body)
+        if id not in self._rows:
+            self.tries[id] += 1
+            self.final[id] += 1
+            return Answer(200, {"echo": id})
+        self.held.append(id)
+        try:
+            return await super().send(endpoint, body, scheduling, models)
+        finally:
+            self.held.remove(id)
 
 
 MODELS = {"slow", "quick"}
@@ -360,7 +387,7 @@ async def test_a_row_that_fails_beside_others_is_given_up(tmp_path: Path) -> Non
     assert (batch.completed, batch.failed) == (60, 1)
 
 
-async def test_rows_that_have_not_begun_at_the_deadline_are_told(tmp_path: Path) -> None:
+async def test_rows_without_an_answer_at_the_deadline_are_ended_and_told(tmp_path: Path) -> None:
     engine = Engine()
     engine.go.clear()
     async with running(tmp_path, engine, concurrency=Fixed(2)) as bench:
@@ -368,14 +395,15 @@ async def test_rows_that_have_not_begun_at_the_deadline_are_told(tmp_path: Path)
         await engine.until(lambda: engine.running == 2)
         bench.now = NOW + DAY_S
         bench.runner.notice()
-        engine.go.set()
         batch = await bench.ended("b", state="expired")
         output, errors = bench.lines(batch)
-    assert (set(output), set(errors)) == ({"0", "1"}, {"2", "3", "4"})
+        assert (engine.running, bench.runner.in_flight) == (0, 0)
+    assert (set(output), set(errors)) == (set(), set("01234"))
+    assert errors["0"] == errors["3"] | {name: errors["0"][name] for name in ("id", "custom_id")}
     assert errors["3"]["response"] is None
     assert errors["3"]["error"]["code"] == "batch_expired"
-    assert (batch.completed, batch.failed, batch.unrun) == (2, 3, 3)
-    assert batch.expired_at == NOW + DAY_S
+    assert (batch.completed, batch.failed, batch.unrun) == (0, 5, 5)
+    assert (batch.expired_at, len(engine.sent)) == (NOW + DAY_S, 2)
 
 
 async def test_a_row_that_is_tried_again_ends_at_the_deadline(tmp_path: Path) -> None:
@@ -389,21 +417,47 @@ async def test_a_row_that_is_tried_again_ends_at_the_deadline(tmp_path: Path) ->
     assert batch.unrun == 1
 
 
-async def test_a_cancelled_batch_finishes_what_is_in_flight(tmp_path: Path) -> None:
-    engine = Engine()
-    engine.go.clear()
-    async with running(tmp_path, engine, concurrency=Fixed(2)) as bench:
-        bench.add("b", *(row(str(number)) for number in range(5)))
-        await engine.until(lambda: engine.running == 2)
+async def test_a_cancelled_batch_ends_what_is_in_flight_and_no_other_batch(tmp_path: Path) -> None:
+    engine = Held("2", "3", "other")
+    async with running(tmp_path, engine, concurrency=Fixed(4)) as bench:
+        bench.add("b", *(row(str(number)) for number in range(9)))
+        bench.add("c", row("other"), tenant="ben")
+        await engine.until(lambda: set(engine.held) == {"2", "3", "other"} and engine.final.total() >= 2)
+        await bench.until(lambda: bench.store.batch("b").completed >= 2)
         bench.store.move("b", "cancelling", NOW)
         bench.runner.notice()
-        engine.go.set()
         batch = await bench.ended("b", state="cancelled")
+        assert set(engine.held) == {"other"}
+        engine.go.set()
+        await bench.ended("c")
         output, errors = bench.lines(batch)
     assert set(output) >= {"0", "1"}
-    assert set(output) | set(errors) == set("01234")
-    assert {line["error"]["code"] for line in errors.values()} <= {"batch_cancelled"}
-    assert "4" in errors
+    assert not set(output) & set(errors)
+    assert set(output) | set(errors) == set("012345678")
+    assert {"2", "3"} <= set(errors)
+    assert {line["error"]["code"] for line in errors.values()} == {"batch_cancelled"}
+    # A row that had its answer is in the output, and no row was sent twice.
+    assert set(engine.tries.values()) == {1}
+    assert batch.unrun == batch.failed == len(errors)
+
+
+async def test_a_call_that_serve_cancels_is_tried_again(tmp_path: Path) -> None:
+    class Removed(Engine):
+        """Its replica is taken away, the first time."""
+
+        async def send(
+            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        ) -> Answer:
+            """Answer the second try."""
+            answer = await super().send(endpoint, body, scheduling, models)
+            if self.tries[custom_id_of(body)] == 1:
+                raise asyncio.CancelledError
+            return answer
+
+    async with running(tmp_path, engine := Removed()) as bench:
+        bench.add("b", row("x"))
+        assert (await bench.ended("b")).completed == 1
+    assert engine.tries["x"] == 2
 
 
 async def test_a_stopped_runner_records_what_is_in_flight(tmp_path: Path) -> None:
@@ -430,9 +484,11 @@ async def test_results_that_come_soon_after_one_another_are_recorded_together(tm
     class Staggered(Engine):
         """Its rows end one after the other."""
 
-        async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+        async def send(
+            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        ) -> Answer:
             await asyncio.sleep(0.001 * int(custom_id_of(body)))
-            return await super().send(endpoint, body, scheduling)
+            return await super().send(endpoint, body, scheduling, models)
 
     engine = Staggered()
     async with running(tmp_path, engine, concurrency=Fixed(20), gather_s=1.0) as bench:

@@ -1,7 +1,7 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -16,6 +16,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches import rows
 from serve_app.batches.client import Answer, QuotaError
+from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
 from serve_app.ingress.large_bodies import LARGE_BYTES
@@ -32,7 +33,9 @@ class Script:
     def __init__(self, *answers: Answer | Exception) -> None:
         self._answers = list(answers)
 
-    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
         """Return the next answer."""
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
@@ -67,7 +70,7 @@ async def test_retry_after_is_kept() -> None:
     full = RequestError(429, "rate_limit_error", "full", retry_after_s=7.0)
     client = Script(Answer(429, {}, 5.0), full, ConnectionError("reset"), Answer(200, {"ok": True}))
     sender = Sender(client, Fixed(1), Waits(), 0, 5.0)
-    result = await sender.send(BATCH, ROW, asyncio.Event())
+    result = await sender.send(OpenBatch(BATCH), ROW)
     assert result is not None
     assert not result.is_error
     assert noted == [(1, 5.0), (2, 7.0), (3, None)]
@@ -76,23 +79,25 @@ async def test_retry_after_is_kept() -> None:
 async def test_a_final_error_is_not_tried_again() -> None:
     poison = RequestError(503, "service_unavailable", "it ended three engines", final=True)
     for answer in (poison, Answer(503, {}, final=True)):
-        result = await Sender(Script(answer), Fixed(1), Backoff(), 8, 5.0).send(BATCH, ROW, asyncio.Event())
+        result = await Sender(Script(answer), Fixed(1), Backoff(), 8, 5.0).send(OpenBatch(BATCH), ROW)
         assert result is not None
         assert result.is_error
 
 
 async def test_a_try_that_takes_too_long_is_repeated() -> None:
     class Slow(Script):
-        async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+        async def send(
+            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        ) -> Answer:
             """Hang, the first time."""
-            answer = await super().send(endpoint, body, scheduling)
+            answer = await super().send(endpoint, body, scheduling, models)
             if answer.status == 504:
                 await asyncio.Event().wait()
             return answer
 
     client = Slow(Answer(504, {}), Answer(200, {}))
     sender = Sender(client, Fixed(1), Backoff(0.0, 0.0, Random(0)), 0, 0.01)
-    result = await sender.send(BATCH, ROW, asyncio.Event())
+    result = await sender.send(OpenBatch(BATCH), ROW)
     assert result is not None
     assert not result.is_error
 
@@ -107,13 +112,13 @@ async def test_a_row_is_away_while_it_waits_for_a_try() -> None:
         yield
         waiting -= 1
 
-    stopping = asyncio.Event()
+    one = OpenBatch(BATCH)
     sender = Sender(Script(Answer(503, {})), Fixed(1), Backoff(3600.0, 3600.0), 0, 5.0)
-    sending = asyncio.create_task(sender.send(BATCH, ROW, stopping, away))
+    sending = asyncio.create_task(sender.send(one, ROW, away))
     for _ in range(10):
         await asyncio.sleep(0)
     assert waiting == 1
-    stopping.set()
+    one.stopping.set()
     assert await sending is None
     assert waiting == 0
 
@@ -123,10 +128,10 @@ async def test_a_refusal_by_an_engine_lowers_the_limit_and_one_by_a_quota_does_n
     refused = QuotaError(429, "rate_limit_error", "none left", retry_after_s=36_000.0)
     limit = Auto(first=8)
     sender = Sender(Script(refused, Answer(200, {})), limit, Waits(), 0, 5.0)
-    assert await sender.send(BATCH, ROW, asyncio.Event()) is not None
+    assert await sender.send(OpenBatch(BATCH), ROW) is not None
     assert (limit.limit, noted) == (8, [(1, 36_000.0)])
     sender = Sender(Script(Answer(429, {}), Answer(200, {})), limit, Waits(), 0, 5.0)
-    assert await sender.send(BATCH, ROW, asyncio.Event()) is not None
+    assert await sender.send(OpenBatch(BATCH), ROW) is not None
     assert limit.limit == 4
 
 
@@ -139,7 +144,9 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
     class Taking(Script):
         """A client that needs a row for a moment."""
 
-        async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+        async def send(
+            self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+        ) -> Answer:
             """Forget the row, and answer once it is gone."""
             loop, gone = asyncio.get_running_loop(), asyncio.Event()
             # The thread that has read it holds it until it gets a core.
@@ -161,14 +168,14 @@ async def test_a_large_row_is_read_and_answered_beside_the_loop_and_not_kept_as_
     monkeypatch.setattr(rows, "from_json", parsed)
     monkeypatch.setattr(Row, "body", lambda self: parsed(self.text)["body"])
     large = Row(1, text_of(row("x", body={"model": "demo", "prompt": "x" * LARGE_BYTES})))
-    result = await Sender(Taking(), Fixed(1), Backoff(), 0, 5.0).send(BATCH, large, asyncio.Event())
+    result = await Sender(Taking(), Fixed(1), Backoff(), 0, 5.0).send(OpenBatch(BATCH), large)
     assert result is not None
     assert forgotten == [True]
     assert threading.get_ident() not in threads
 
 
 async def test_a_row_has_no_result_once_it_is_stopped() -> None:
-    stopping = asyncio.Event()
-    stopping.set()
+    one = OpenBatch(BATCH)
+    one.stopping.set()
     sender = Sender(Script(), Fixed(1), Backoff(), 0, 5.0)
-    assert await sender.send(BATCH, ROW, stopping) is None
+    assert await sender.send(one, ROW) is None
