@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from serve_app.api.pacing import Clock
+from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.batches.batch_routes import BatchRoutes
 from serve_app.batches.content import Contents
@@ -33,6 +34,7 @@ class BatchAPI:
         content: The contents.
         notice: Called when a batch was added or cancelled.
         limits: Returns the limits on the files and batches of an API key, by its name.
+        rights: Returns the rights of the batches that an API key creates, by its name; see `KeyRules.rights`.
         scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
         warnings: Returns messages about batches, by id.
         clock: Seconds since the epoch.
@@ -45,11 +47,12 @@ class BatchAPI:
         notice: Callable[[], None],
         *,
         limits: Callable[[str], Limits] = lambda key: Limits(),
+        rights: Callable[[str], JSON] = lambda key: {},
         scheduling: Callable[[Request], Scheduling] = request_scheduling,
         warnings: Callable[[], Mapping[str, str]] = dict,
         clock: Clock = time.time,
     ) -> None:
-        context = RouteContext(store, content, limits, scheduling, clock)
+        context = RouteContext(store, content, limits, rights, scheduling, clock)
         self._files = FileRoutes(context)
         self._batches = BatchRoutes(context, notice, warnings)
 

@@ -110,6 +110,7 @@ class BatchRoutes:
             tenant=scheduling.tenant,
             weight=scheduling.weight,
             api_key=scheduling.key,
+            rights=self._context.rights(scheduling.key),
             endpoint=body.endpoint,
             input_file=body.input_file_id,
             output_file=new_file_id(),

@@ -1,5 +1,6 @@
 """The engines, as the batches use them."""
 
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from serve_app.api.engine_load import EngineLoad
@@ -31,13 +32,16 @@ class QuotaError(RequestError):
 class Client(Protocol):
     """A way to the engines."""
 
-    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None
+    ) -> Answer:
         """Send a row and return its answer.
 
         Args:
             endpoint: The route, such as `/v1/chat/completions`.
             body: The body of the request.
             scheduling: Its tier, its tenant, and the tenant's weight.
+            models: Ids of the models that its batch may use; None: all.
 
         Raises:
             QuotaError: Its tenant or key has no quota for it now.

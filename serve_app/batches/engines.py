@@ -90,7 +90,9 @@ class EngineClient:
         """Learn which adapters are served now."""
         await self._adapters.refresh()
 
-    async def send(self, endpoint: str, body: JSON, scheduling: Scheduling) -> Answer:
+    async def send(
+        self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
+    ) -> Answer:
         """Send a row and return its answer.
 
         A row that loses an Engine is sent to another one. One that loses the second too may be what they die
@@ -105,10 +107,9 @@ class EngineClient:
         # While the row is at an engine, its text is enough.
         del body
         key = self._keys.named(scheduling.key) if self._keys else None
-        allowed = key.models if key else None
         await self._adapters.find(named if isinstance(named, str) else None)
         model, demand, request = await look(
-            len(text), lambda: self._request(endpoint, text, scheduling, allowed)
+            len(text), lambda: self._request(endpoint, text, scheduling, models)
         )
         usage = RequestUsage()
         context = await self._contexts.of(model) if self._quotas.on else None

@@ -27,6 +27,7 @@ class OpenBatch:
         resting: Whether that has failed, and waits to be tried again.
         stopping: Set when no row may be sent any more.
         tries: The tries of its rows that are under way.
+        keyless_since: When its API key was first seen to hold no more; None: the key holds.
         lost: Message, if content is gone; the batch fails.
     """
 
@@ -42,6 +43,7 @@ class OpenBatch:
         self.resting = False
         self.stopping = asyncio.Event()
         self.tries: set[asyncio.Future[Answer]] = set()
+        self.keyless_since: float | None = None
         self.lost = ""
 
     @property

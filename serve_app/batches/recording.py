@@ -109,7 +109,7 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         to = "cancelled"
     elif batch.unrun:
         to = "expired"
-    store.end(batch.id, to, now)
+    store.end(batch.id, to, now, batch.errors)
 
 
 def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> None:

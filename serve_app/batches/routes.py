@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from serve_app.api.errors import RequestError, error_response
 from serve_app.api.pacing import Clock
+from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import DatabaseError
@@ -48,6 +49,7 @@ class RouteContext:
         store: The state.
         content: The contents.
         limits: Returns the limits on the files and batches of an API key, by its name.
+        rights: Returns the rights of the batches that an API key creates, by its name.
         scheduling: Returns the tenant of a request, who sees its own files and batches only, and its weight.
         clock: Seconds since the epoch.
     """
@@ -55,6 +57,7 @@ class RouteContext:
     store: Store
     content: Contents
     limits: Callable[[str], Limits]
+    rights: Callable[[str], JSON]
     scheduling: Callable[[Request], Scheduling]
     clock: Clock
     _pool: ThreadPoolExecutor = field(init=False, default_factory=_threads)

@@ -5,9 +5,11 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import ParamSpec
 
+from serve_app.api.errors import RequestError
 from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
 from serve_app.batches.client import Client
 from serve_app.batches.content import Contents
@@ -23,7 +25,7 @@ from serve_app.batches.recording import close, give_up, record, unfinished
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
 from serve_app.batches.store import Store
-from serve_app.batches.validate import validate
+from serve_app.batches.validate import batch_error, validate
 from serve_app.system.waiting import wait_for_event
 
 logger = logging.getLogger("ray.serve")
@@ -32,8 +34,15 @@ P = ParamSpec("P")
 Done = tuple[OpenBatch, Row, Result]
 """A row that has its result."""
 
+KEY_ENDED = {"removed": "was removed", "disabled": "is disabled", "expired": "has expired"}
+"""Ends of an API key, in words."""
+
 LOW_ROWS = 64
 """Rows in memory below which more are read."""
+
+KEY_GONE_S = 5.0
+"""Seconds after which a key that holds no more ends its batches: an editor may write the keys file in two
+steps, and the Ingress may read it before this process."""
 
 TIDY_S = 600.0
 """Seconds between two deletions of files and batches whose time is over."""
@@ -59,6 +68,7 @@ class Runner:
         row_timeout_s: Seconds after which a try has failed.
         tick_s: Seconds between two looks at deadlines.
         gather_s: Seconds for which results are gathered, to be recorded together.
+        key_gone_s: Seconds after which a key that holds no more ends its batches.
         clock: Seconds since the epoch.
 
     Attributes:
@@ -81,6 +91,7 @@ class Runner:
         row_timeout_s: float = 1800.0,
         tick_s: float = 1.0,
         gather_s: float = 0.0,
+        key_gone_s: float = KEY_GONE_S,
         clock: Clock = time.time,
     ) -> None:
         self.rate = Rate()
@@ -97,6 +108,7 @@ class Runner:
         self._row_timeout_s = row_timeout_s
         self._tick_s = tick_s
         self._gather_s = gather_s
+        self._key_gone_s = key_gone_s
         self._clock = clock
         self._open: dict[str, OpenBatch] = {}
         self._results: list[Done] = []
@@ -211,15 +223,19 @@ class Runner:
             if one.lost or state in ("finalizing", "cancelling") or self._clock() >= one.batch.expires_at:
                 self._model(one.base).places.stop(one)
                 one.abort()
-            if one.takes_rows and not one.exhausted:
-                heads.setdefault(turn, one)
-            if one.due:
-                due.setdefault(turn, one)
+            gone_s = self._keyless_s(one)
+            if gone_s is None:
+                if one.takes_rows and not one.exhausted:
+                    heads.setdefault(turn, one)
+                if one.due:
+                    due.setdefault(turn, one)
             if one.busy:
                 continue
-            if state == "validating" and not one.lost:
+            if gone_s is not None and gone_s >= self._key_gone_s:
+                self._begin(one, self._cancel)
+            elif state == "validating" and not one.lost:
                 # One at a time: it keeps a core busy.
-                if not validating:
+                if not validating and gone_s is None:
                     validating = True
                     self._begin(one, self._validate)
             elif one.stopping.is_set() or one.exhausted:
@@ -237,6 +253,16 @@ class Runner:
                 self._group.create_task(self._run_row(model, one, row))
             if model.places.in_flight and (model.pacing is None or model.pacing.done()):
                 model.pacing = self._group.create_task(self._pace(base, model))
+
+    def _keyless_s(self, one: OpenBatch) -> float | None:
+        """Return the seconds for which the key of a batch holds no more; None: nothing depends on it."""
+        open = one.batch.state in ("validating", "in_progress") and not one.stopping.is_set()
+        if not open or (one.exhausted and not one.in_flight) or not self._rules.ended(one.batch.api_key):
+            one.keyless_since = None
+            return None
+        if one.keyless_since is None:
+            one.keyless_since = self._clock()
+        return self._clock() - one.keyless_since
 
     async def _run_row(self, model: ModelRows, one: OpenBatch, row: Row) -> None:
         result = await model.sender.send(one, row, partial(model.places.away, one))
@@ -298,8 +324,8 @@ class Runner:
             await work(one)
         except ContentLostError as error:
             one.lost = str(error)
-        except (StateError, NotFoundError) as error:
-            # It was cancelled, or has ended and was deleted, since the store was read.
+        except (StateError, NotFoundError, RequestError) as error:
+            # It was cancelled, or has ended and was deleted, since the store was read; or its key is gone.
             logger.info("%s: %r", one.batch.id, error)
         except (OSError, DatabaseError) as error:
             logger.error("%s: next try in %g s: %s", one.batch.id, self._tick_s, error)
@@ -314,7 +340,9 @@ class Runner:
         batch = one.batch
         path = self._content.path(batch.input_file)
         await self._client.refresh()
-        models, limits = self._rules.models(batch.api_key), self._rules.limits(batch.api_key)
+        rights = batch.rights or self._rules.rights(batch.api_key)
+        models = self._rules.models(rights)
+        limits = replace(self._rules.common, max_lines=rights["max_lines"])
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
         if found.errors:
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
@@ -322,6 +350,18 @@ class Runner:
             one.batch = await asyncio.to_thread(
                 self._store.move, batch.id, "in_progress", self._now(), total=found.total, model=found.model
             )
+
+    async def _cancel(self, one: OpenBatch) -> None:
+        """Cancel a batch whose key holds no more."""
+        batch = one.batch
+        if (what := self._rules.ended(batch.api_key)) is None:
+            return
+        message = f"The API key {batch.api_key!r}, which created this batch, {KEY_ENDED[what]}"
+        errors = [batch_error(f"api_key_{what}", message)]
+        logger.info("%s: %s", batch.id, message)
+        one.batch = await asyncio.to_thread(
+            self._store.move, batch.id, "cancelling", self._now(), errors=errors
+        )
 
     async def _read(self, one: OpenBatch) -> None:
         rows, one.position, one.read = await asyncio.to_thread(

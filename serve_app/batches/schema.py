@@ -4,7 +4,7 @@ from serve_app.batches.database import Database
 from serve_app.batches.errors import StoreError
 from serve_app.batches.failpoints import reach
 
-VERSION = 4
+VERSION = 5
 
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: (
@@ -19,6 +19,7 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "CREATE INDEX batches_by_expiry ON batches (expires_at)",
         "CREATE TABLE contents_without_file (id TEXT PRIMARY KEY)",
     ),
+    4: ("ALTER TABLE batches ADD COLUMN rights TEXT NOT NULL DEFAULT '{}'",),
 }
 """Changes that bring a database of an earlier version to the next one."""
 
@@ -70,7 +71,8 @@ CREATE TABLE batches (
     cached_tokens {int} NOT NULL,
     output_tokens {int} NOT NULL,
     reasoning_tokens {int} NOT NULL,
-    api_key TEXT NOT NULL
+    api_key TEXT NOT NULL,
+    rights TEXT NOT NULL
 );
 CREATE INDEX batches_of_tenant ON batches (tenant, number);
 CREATE INDEX batches_by_state ON batches (state);

@@ -67,7 +67,7 @@ class Sender:
                 seen = self._answered[model]
             if stopping.is_set():
                 return None
-            sending = self._client.send(batch.endpoint, body, scheduling)
+            sending = self._client.send(batch.endpoint, body, scheduling, batch.rights.get("models"))
             del body
             answer = await self._try(one, sending)
             if answer is None:

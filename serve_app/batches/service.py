@@ -91,6 +91,7 @@ class BatchService:
             content,
             self._runner.notice,
             limits=rules.limits,
+            rights=rules.rights,
             scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
         )

@@ -239,7 +239,14 @@ class Store:
             return _note(db, [row["id"] for row in db.rows(query, most_bytes)])
 
     def move(
-        self, id: str, to: State, now: int, *, total: int | None = None, model: str | None = None
+        self,
+        id: str,
+        to: State,
+        now: int,
+        *,
+        total: int | None = None,
+        model: str | None = None,
+        errors: Sequence[JSON] = (),
     ) -> Batch:
         """Bring a batch into another state, which isn't one of the last ones; return it.
 
@@ -249,6 +256,7 @@ class Store:
             now: Time of the change, in seconds since the epoch.
             total: Number of rows, if they are known now.
             model: Model of all rows.
+            errors: Errors of the batch as a whole, if there are any now.
 
         Raises:
             StateError: `TRANSITIONS` has no way there from the present state.
@@ -257,11 +265,12 @@ class Store:
             _check(db, id, to)
             db.change(
                 f"UPDATE batches SET state = ?, {to}_at = ?, total = COALESCE(?, total), "
-                "model = COALESCE(?, model) WHERE id = ?",
+                "model = COALESCE(?, model), errors = COALESCE(?, errors) WHERE id = ?",
                 to,
                 now,
                 total,
                 model,
+                to_json(list(errors)).decode() if errors else None,
                 id,
             )
         return self.batch(id)
@@ -425,4 +434,5 @@ def _batch(row: Row) -> Batch:
     values = {field.name: row[field.name] for field in fields(Batch)}
     values["metadata"] = from_json(values["metadata"])
     values["errors"] = tuple(from_json(values["errors"]))
+    values["rights"] = from_json(values["rights"])
     return Batch(**values)

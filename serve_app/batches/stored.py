@@ -1,6 +1,6 @@
 """Files and batches as they are stored."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from serve_app.api.protocol import JSON
@@ -37,7 +37,7 @@ class Batch:
         total: Number of rows; 0 until they are validated.
         completed: Rows in the output.
         failed: Rows in the error file.
-        unrun: Those of the failed rows that were never run: the batch expired or was cancelled before.
+        unrun: Those of the failed rows that have no answer: the batch expired or was cancelled before.
         input_tokens: Tokens that the answers report, as the three below; see `Tokens`.
         output_bytes: Valid length of the output; what the file has beyond it was written by a process that
             ended before its commit.
@@ -45,6 +45,8 @@ class Batch:
         created_at: Times, in seconds since the epoch.
         expires_at: The deadline: no row is started after it.
         api_key: Name of the API key that created it; empty: there was none.
+        rights: What that key allowed when it created the batch, see `KeyRules.rights`; empty: an earlier
+            version stored none.
     """
 
     id: str
@@ -80,6 +82,7 @@ class Batch:
     output_tokens: int = 0
     reasoning_tokens: int = 0
     api_key: str = ""
+    rights: JSON = field(default_factory=dict)
 
 
 class Counts(NamedTuple):

@@ -67,12 +67,12 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
     assert engines["demo"].answers[0].stopped.is_set()
 
 
-async def test_a_row_counts_for_the_quota_of_its_key_and_names_its_models_only(
+async def test_a_row_counts_for_the_quota_of_its_key_and_names_the_models_of_its_batch_only(
     tmp_path: Path, health: dict[str, ModelHealth]
 ) -> None:
     path = tmp_path / "keys.json"
     quota = {"tokens_per_day": 2_000}
-    entry = {"name": "ada", "sha256": hash_key(b"x"), "tenant": "anna", "models": ["demo"], "quota": quota}
+    entry = {"name": "ada", "sha256": hash_key(b"x"), "tenant": "anna", "quota": quota}
     path.write_text(json.dumps([entry]))
     settings = parse(
         {
@@ -91,7 +91,7 @@ async def test_a_row_counts_for_the_quota_of_its_key_and_names_its_models_only(
     client = EngineClient(settings, handles, Health("llm", list(handles)), KeyStore(settings.access), quotas)
     body = BODY | {"max_tokens": 500}
     with pytest.raises(RequestError, match="it has access to: demo"):
-        await client.send(CHAT, body | {"model": "large"}, ANNA)
+        await client.send(CHAT, body | {"model": "large"}, ANNA, ["demo"])
     assert (await client.send(CHAT, body, ANNA)).status == 200
     assert await handle.left("key ada", "tokens_per_day") == 800
     with pytest.raises(QuotaError, match="key ada: tokens_per_day 2000") as refused:

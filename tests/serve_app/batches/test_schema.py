@@ -23,15 +23,25 @@ def test_a_database_of_an_earlier_version_is_brought_to_this_one(place: Place) -
     store = Store(database)
     store.add_file(file_of("in"))
     store.add_batch(batch_of("b", "in"), 1)
-    added = ("weight", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "api_key")
+    added = (
+        "weight",
+        "input_tokens",
+        "cached_tokens",
+        "output_tokens",
+        "reasoning_tokens",
+        "api_key",
+        "rights",
+    )
     columns = [f"ALTER TABLE batches DROP COLUMN {name}" for name in added]
     made = ["DROP INDEX batches_by_expiry", "DROP TABLE contents_without_file"]
     database.change_schema([*made, *columns], 1)
     store.close()
     store = Store(place())
     assert store.batch("b") == batch_of("b", "in")
-    store.add_batch(batch_of("c", "in", weight=2.5, api_key="ada"), 2)
+    rights = {"models": ["demo"], "max_lines": 7}
+    store.add_batch(batch_of("c", "in", weight=2.5, api_key="ada", rights=rights), 2)
     store.close()
     store = Store(place())
-    assert (store.batch("c").weight, store.batch("c").api_key) == (2.5, "ada")
+    batch = store.batch("c")
+    assert (batch.weight, batch.api_key, batch.rights) == (2.5, "ada", rights)
     store.close()

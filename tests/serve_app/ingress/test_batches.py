@@ -183,6 +183,55 @@ async def test_a_key_for_some_models_creates_batches_for_these(site: Site, model
         )
 
 
+class Held(Engine):
+    """Holds a validation until `valid` is set.
+
+    Attributes:
+        validating: Set once a validation has begun.
+        valid: Lets it go on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validating = asyncio.Event()
+        self.valid = asyncio.Event()
+
+    async def refresh(self) -> None:
+        self.validating.set()
+        await self.valid.wait()
+
+
+async def test_a_key_that_is_removed_widens_no_rights_of_its_batches(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    assert settings.batches
+    assert settings.access
+    keys, engine = KeyStore(settings.access), Held()
+    service = await BatchService.open(settings.batches, engine, {"demo", "large"}, keys)
+    try:
+        client = Site(settings, service).client("some")
+        text = text_of(row("1", body={"model": "large", "messages": [{"role": "user", "content": "hi"}]}))
+        file = await client.files.create(file=("in.jsonl", text), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        async with asyncio.timeout(LIMIT_S):
+            await engine.validating.wait()
+        path = tmp_path / "keys.yaml"
+        others = [entry for entry in yaml.safe_load(path.read_text()) if entry["name"] != "some"]
+        path.write_text(yaml.safe_dump(others))
+        keys.refresh()
+        engine.valid.set()
+        # The Ingress has not read the file yet.
+        batch = await ended(client, batch.id)
+        assert (batch.status, engine.sent) == ("failed", [])
+        assert batch.errors
+        assert batch.errors.data
+        assert [error.code for error in batch.errors.data] == ["model_not_found"]
+        with pytest.raises(openai.InternalServerError, match="'some' is not known to the batches yet"):
+            await client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+    finally:
+        engine.valid.set()
+        await service.close(5.0)
+
+
 async def test_a_key_s_own_limits_hold_for_its_files_and_batches(site: Site) -> None:
     small, anna = site.client("small"), site.client("anna")
     rows = text_of(*(row(str(number)) for number in range(3)))
