@@ -1,9 +1,18 @@
 """Errors of a request, as its caller gets them."""
 
+import logging
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from starlette.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from serve_app.api.headers import request_id
+
+logger = logging.getLogger("ray.serve")
 
 ErrorType = Literal[
     "invalid_request_error",
@@ -20,6 +29,9 @@ ErrorType = Literal[
 ]
 
 
+FAULT = "request %s to %s failed by a fault of the service"
+"""Message of the log about a request that is answered 500, with its id and its route."""
+
 ANTHROPIC = "/v1/messages"
 """Routes of Anthropic's API begin with it."""
 
@@ -30,7 +42,6 @@ _ANTHROPIC_TYPES = {
     408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
-    500: "api_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -94,7 +105,8 @@ class RequestError(Exception):
 
     def anthropic_body(self) -> dict[str, Any]:
         """Return the error as JSON in the shape of Anthropic's API."""
-        type = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        type = _ANTHROPIC_TYPES.get(self.status, other)
         return {"type": "error", "error": {"type": type, "message": self.message}}
 
     def headers(self) -> dict[str, str]:
@@ -129,6 +141,49 @@ def error_body(error: RequestError, path: str) -> dict[str, Any]:
 def error_response(error: RequestError, path: str) -> JSONResponse:
     """Return an error as an HTTP response, in the shape of the API that a route belongs to."""
     return JSONResponse(error_body(error, path), error.status, error.headers())
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request below the prefix at which the application is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error, path_of(request.scope))
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    type: ErrorType = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    response = error_response(RequestError(error.status_code, type, message), path_of(request.scope))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    path = path_of(request.scope)
+    logger.error(FAULT, request_id(request.scope["headers"]), path, exc_info=error)
+    return error_response(internal_error(error), path)
+
+
+EXCEPTION_HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    RequestError: _refuse,
+    HTTPException: _refuse_http,
+    Exception: _fail,
+}
+"""Of a Starlette application: each error has the shape of its API, and a fault has its stack in the log."""
+
+
+def internal_error(error: BaseException) -> RequestError:
+    """Return the error for a client whose request met a fault of the service; the caller logs the stack.
+
+    Only the kind of the exception is told: its text may be about the server, or quote another request.
+    """
+    message = f"The service failed on this request ({type(error).__name__}); its log has the stack."
+    return RequestError(500, "internal_error", message)
 
 
 def engine_failed() -> RequestError:

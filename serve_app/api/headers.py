@@ -6,6 +6,9 @@ Headers = list[tuple[bytes, bytes]]
 KEEP_ALIVE = "x-keep-alive"
 """Header of a call whose answer may begin with spaces, sent while the call waits or runs."""
 
+MAX_ID = 128
+"""Longest request id, in bytes; the rest of a longer one is cut off."""
+
 
 def bearer_token(headers: Headers) -> bytes:
     """Return the token of the `Authorization: Bearer` header; empty if there is none."""
@@ -15,3 +18,11 @@ def bearer_token(headers: Headers) -> bytes:
             if scheme.lower() == b"bearer":
                 return token.strip()
     return b""
+
+
+def request_id(headers: Headers) -> str:
+    """Return the id of a request, as far as a log takes it; empty if it has none."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            return value[:MAX_ID].decode("latin-1")
+    return ""

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import RequestError, error_response, path_of
 from serve_app.batches.errors import InUseError, NotFoundError, TooManyError
 from serve_app.batches.files import add_file
 from serve_app.batches.limits import MAX_EXPIRY_S, MIN_EXPIRY_S, Limits
@@ -126,7 +128,7 @@ class FileRoutes:
             raise RequestError(500, "internal_error", message)
         kind = "application/octet-stream"
         if isinstance(path, Path):
-            return FileResponse(path, media_type=kind)
+            return _StoredFile(path, media_type=kind)
         pieces = self._context.content.pieces(file.id, file.bytes)
         return StreamingResponse(pieces, media_type=kind, headers={"content-length": str(file.bytes)})
 
@@ -148,3 +150,29 @@ class FileRoutes:
             return await self._context.run(self._context.store.file, self._context.tenant(request), id)
         except NotFoundError:
             raise no_file(id) from None
+
+
+class _StoredFile(FileResponse):
+    """A file; an error about its ranges, of which Starlette's are plain text, has the shape of others."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the file."""
+        start: Message = {}
+
+        async def in_shape(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                start = message
+            elif start:
+                text = message.get("body", b"").decode(errors="replace")
+                error = RequestError(
+                    start["status"], "invalid_request_error", f"range: {text}", param="range"
+                )
+                response = error_response(error, path_of(scope))
+                if ranges := Headers(raw=start["headers"]).get("content-range"):
+                    response.headers["content-range"] = ranges
+                await response(scope, receive, send)
+            else:
+                await send(message)
+
+        await super().__call__(scope, receive, in_shape)

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from serve_app.api.errors import EXCEPTION_HANDLERS
 from serve_app.api.pacing import Auto
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
@@ -95,7 +96,7 @@ class BatchService:
             scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
         )
-        self._app = Starlette(routes=api.routes())
+        self._app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
         self._running = asyncio.create_task(self._runner.run())
 
     @classmethod

@@ -11,6 +11,7 @@ from batcher import BatcherError, Expired, Oversize, QueueFull
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
 from serve_app.engine.arrivals import Arrival
+from serve_app.engine.grammars import Grammar
 from serve_app.relay.resume import StreamTokens
 from serve_app.relay.usage import RequestUsage
 from serve_app.usage.calls import Call
@@ -28,6 +29,7 @@ class AdmissionRequest(NamedTuple):
         size: Bytes of its body; 0 where it came without one.
         adapter: Id of the adapter that it asks for; empty: none.
         arrived_at: When an Ingress got it, on the clock of `time.monotonic`; None: it isn't known.
+        grammars: Grammars that its body states.
     """
 
     scheduling: Scheduling = DEFAULT_SCHEDULING
@@ -38,6 +40,7 @@ class AdmissionRequest(NamedTuple):
     size: int = 0
     adapter: str = ""
     arrived_at: float | None = None
+    grammars: tuple[Grammar, ...] = ()
 
     @property
     def share(self) -> str:
@@ -59,6 +62,9 @@ class AdmissionResult:
         searching: It is a beam search, whose slot covers all that it asks of the engine.
         call: The call that the ledger has for it; None: none is kept.
         arrival: Its place among those that have no slot yet; None: it goes at once.
+        constrained: The engine holds its answer to a grammar.
+        failure: The error that an exception in vLLM's application makes for its client.
+        fault: That exception, if it is the service's fault.
     """
 
     admitted: bool = False
@@ -70,6 +76,9 @@ class AdmissionResult:
     searching: bool = False
     call: Call | None = None
     arrival: Arrival | None = None
+    constrained: bool = False
+    failure: RequestError | None = None
+    fault: Exception | None = None
 
     def ask(self) -> None:
         """Note that it asks for a slot."""

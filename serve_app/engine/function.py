@@ -122,7 +122,7 @@ class FunctionEngine:
             body = self._answer_embeddings(request, usage, account)
         else:
             body = self._answer_process(request, account)
-        async with aclosing(with_keepalive(answer(body, usage))) as messages:
+        async with aclosing(with_keepalive(answer(body, usage, request))) as messages:
             async for message in messages:
                 for part in split(message, request.path):
                     yield part

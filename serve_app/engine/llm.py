@@ -372,7 +372,7 @@ class Engine:
         return report
 
     async def _answer_generate(self, relayed: RelayRequest, usage: RequestUsage, call: Call) -> bytes:
-        message = await answer(self._generate_json(relayed, usage, call), usage)
+        message = await answer(self._generate_json(relayed, usage, call), usage, relayed)
         return LOST if self._engine.died else message
 
     async def _generate_json(self, relayed: RelayRequest, usage: RequestUsage, call: Call) -> bytes:

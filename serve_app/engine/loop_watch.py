@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from types import FrameType
 
+from serve_app.api.headers import Headers, request_id
 from serve_app.relay.request import RelayRequest
 from serve_app.system.rounds import Rounds
 
@@ -22,9 +23,6 @@ TICK_S = 0.25
 
 FRAMES = 8
 """Innermost calls in a report."""
-
-MAX_ID = 128
-"""Longest request id in a report."""
 
 
 class LoopWatch:
@@ -115,9 +113,8 @@ def _request(stack: Sequence[FrameType]) -> str | None:
     return None
 
 
-def _label(path: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-    ids = (value[:MAX_ID].decode("latin-1") for name, value in headers if name == b"x-request-id")
-    return f"a request to {path} (id {next(ids, None)!r})"
+def _label(path: str, headers: Headers) -> str:
+    return f"a request to {path} (id {request_id(headers) or None!r})"
 
 
 def _place(frame: FrameType) -> str:

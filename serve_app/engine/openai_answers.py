@@ -1,5 +1,7 @@
 """Answers of vLLM's own OpenAI application as relay messages."""
 
+import json
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -7,14 +9,15 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
-from serve_app.api.errors import RequestError, engine_failed
+from serve_app.api.errors import ANTHROPIC, FAULT, RequestError, engine_failed, internal_error
+from serve_app.api.headers import request_id
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.arrivals import Arrivals
-from serve_app.engine.error_mapping import application_error, blame_request
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import Grammar, grammars_of
 from serve_app.relay.asgi import run_app
-from serve_app.relay.frame import KEEP_ALIVE, LOST, pack_error
+from serve_app.relay.events import error_event
+from serve_app.relay.frame import KEEP_ALIVE, LOST, pack, pack_error, unpack
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
@@ -24,6 +27,8 @@ from serve_app.usage.calls import Call
 if TYPE_CHECKING:
     # vLLM takes seconds and a gigabyte.
     from serve_app.engine.vllm_engine import VLLMEngine
+
+logger = logging.getLogger("ray.serve")
 
 DETOKENIZE = "/detokenize"
 
@@ -92,12 +97,13 @@ class OpenAIAnswers:
                 adapter=request.adapter,
                 # A stream that goes on had its first token before.
                 arrived_at=None if request.resumes else arrived_at,
+                grammars=tuple(grammars),
             ),
             result,
         )
 
         def refusal() -> RequestError | None:
-            return result.refusal or (engine_failed() if self._engine.died else None)
+            return result.refusal or (engine_failed() if self._engine.died else result.failure)
 
         def lost() -> bool:
             return self._engine.died
@@ -115,11 +121,7 @@ class OpenAIAnswers:
             started=started,
         )
 
-        # A grammar may have no way on after some tokens.
-        def may_blame() -> bool:
-            return not result.refusal and bool(grammars or not usage.output_tokens)
-
-        answered = False
+        answered = streams = False
         arrival = result.arrival = await self._arrivals.enter(scheduling.priority)
         try:
             async with aclosing(messages):
@@ -129,15 +131,28 @@ class OpenAIAnswers:
                         if self._engine.died and not result.refusal:
                             yield LOST
                             return
-                        if may_blame():
-                            message = blame_request(message)
+                        message = _in_shape(message, request.path)
+                        head = unpack(message).head
+                        streams = head is not None and head.is_event_stream
                     yield message
         except Exception as error:
-            if answered or self._engine.died or not may_blame():
+            # Logged with its stack below.
+            result.fault = result.fault or error
+            if self._engine.died or (answered and not streams):
+                # The connection breaks: the client can't take what it has for the whole.
                 raise
-            yield blame_request(pack_error(application_error(error), usage=usage))
+            failure = result.failure or internal_error(error)
+            if answered:
+                yield pack(body=error_event(failure, request.path), usage=usage)
+            else:
+                yield pack_error(failure, request.path, usage)
         finally:
             arrival.end()
+            if result.fault is not None and not self._engine.died:
+                id = request_id(request.headers)
+                logger.error(FAULT, id, request.path, exc_info=result.fault)
+            # Its frames hold what the request holds, a slot of the batcher among it.
+            result.fault = None
 
     def _check_tokens(self, request: RelayRequest) -> None:
         """Refuse a list of token ids that is too long before it is parsed, which holds all others up."""
@@ -156,3 +171,21 @@ class OpenAIAnswers:
         except RequestError as error:
             return pack_error(error, path)
         return b""
+
+
+def _in_shape(message: bytes, path: str) -> bytes:
+    """Return the first message of an answer, an error of Anthropic's routes in their shape.
+
+    vLLM gives OpenAI's to those that it finds while it validates a body, and types of its own to the others.
+    """
+    if not path.startswith(ANTHROPIC):
+        return message
+    head, body, _, usage, _ = unpack(message)
+    if head is None or head.status < 400 or usage is None:
+        return message
+    try:
+        error = json.loads(body)["error"]
+        reason = str(error["message"])
+    except (ValueError, LookupError, TypeError):
+        reason = "vLLM gives no reason"
+    return pack_error(RequestError(head.status, "invalid_request_error", reason), path, usage)

@@ -1,6 +1,7 @@
 """Parts that the replicas of every kind of model share."""
 
 import dataclasses
+import logging
 import os
 from collections.abc import Awaitable, Sequence
 from functools import reduce
@@ -11,28 +12,35 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from batcher import Stats
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import FAULT, RequestError, internal_error
+from serve_app.api.headers import request_id
 from serve_app.api.protocol import JSON
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.usage.calls import OTHER, CallBook, Origin, Sums
 
+logger = logging.getLogger("ray.serve")
+
 DRAIN_S = 30.0
 """Seconds that a replica which stops gives to the requests that it has admitted."""
 
 
-async def answer(body: Awaitable[bytes], usage: RequestUsage) -> bytes:
-    """Return a complete answer as one relay message: the JSON that `body` gives, or its `RequestError`.
+async def answer(body: Awaitable[bytes], usage: RequestUsage, request: RelayRequest) -> bytes:
+    """Return a complete answer as one relay message: the JSON that `body` gives, or its error.
 
     Args:
         body: Makes the JSON.
         usage: Filled meanwhile.
+        request: The request.
     """
     try:
         content = await body
     except RequestError as error:
         return pack_error(error, usage=usage)
+    except Exception as error:
+        logger.exception(FAULT, request_id(request.headers), request.path)
+        return pack_error(internal_error(error), usage=usage)
     return pack(head=Head(200, [(b"content-type", b"application/json")]), body=content, usage=usage)
 
 

@@ -16,13 +16,16 @@ from starlette.middleware.cors import CORSMiddleware
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
 from vllm.entrypoints.serve.exception_handling.handlers.http import http_exception_handler
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import GENERATE, MOVED, OPENAI, TOKENIZING
 from serve_app.engine.tokenizing import TokenizingQueue
 from serve_app.engine.vllm_gated import GatedLLM
 from serve_app.engine.vllm_pooling import bound_rendering, served_routes
+from serve_app.engine.vllm_refusal import answer_faults
 from serve_app.engine.vllm_validation import end_at_first_error
 
 HOT = {"/v1/chat/completions", "/v1/completions"}
@@ -42,8 +45,12 @@ async def build_application(llm: GatedLLM, args: Any, texts: TokenizingQueue) ->
     """
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
+    answer_faults()
     # vLLM gives its own errors OpenAI's shape, but not those of the router: no such path or method.
     app.exception_handler(HTTPException)(http_exception_handler)
+    for kind in (EngineGenerateError, EngineDeadError):
+        # vLLM's own handler of these ends the server that runs the application; here there is none.
+        app.exception_handler(kind)(exception_handler)
     end_at_first_error(app)
     _drop_unused(app)
     app.middleware_stack = app.build_middleware_stack()

@@ -4,6 +4,7 @@ Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
 """
 
 import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,13 @@ from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import RequestError, internal_error
 from serve_app.api.protocol import JSON, SamplingFields
 from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_gated import GatedLLM
-from serve_app.engine.vllm_refusal import RefusedError
+from serve_app.engine.vllm_refusal import RefusedError, is_fault
+
+logger = logging.getLogger("ray.serve")
 
 
 @dataclass(slots=True, frozen=True)
@@ -69,6 +72,8 @@ class Completions:
         try:
             params = SamplingParams(**(self._defaults | given), output_kind=RequestOutputKind.FINAL_ONLY)
         except (VLLMValidationError, ValueError, TypeError) as error:
+            if is_fault(error):
+                raise
             raise RequestError(400, "invalid_request_error", str(error)) from None
         return Sampling(params, may_shorten="max_tokens" not in given)
 
@@ -103,13 +108,20 @@ class Completions:
         except EngineDeadError as error:
             raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error
         except EngineGenerateError as error:
-            # An engine that lives fails on this request alone, as for `blame_request`.
-            reason = type(error.__cause__ or error).__name__
-            message = f"vLLM can't process this request: {reason}"
-            raise RequestError(400, "invalid_request_error", message) from error
-        if output is None:
+            if is_fault(error):
+                raise self._failed(request_id, error) from error
+            raise RequestError(400, "invalid_request_error", str(error.__cause__)) from None
+        except Exception as error:
+            raise self._failed(request_id, error) from error
+        if output is None or output.finish_reason == "error":
+            logger.error("the engine ended prompt %s without a result", request_id)
             raise RequestError(500, "internal_error", "The engine ended the request without a result.")
         return Completion(output.text, output.finish_reason, len(output.token_ids))
+
+    def _failed(self, request_id: str, error: Exception) -> RequestError:
+        """Log a fault of the service with its stack; return the error of the prompt: others go on."""
+        logger.error("prompt %s failed by a fault of the service", request_id, exc_info=error)
+        return internal_error(error.__cause__ or error)
 
     def _fit(self, length: int, sampling: Sampling) -> SamplingParams:
         limit = self._max_model_len

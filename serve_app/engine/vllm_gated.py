@@ -10,12 +10,16 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.request import get_structured_output_key
 
 from batcher import ContinuousBatcher, Slot
 from serve_app.api.errors import RequestError
 from serve_app.engine.admission import current
+from serve_app.engine.grammar_check import GrammarCheck
+from serve_app.engine.grammars import Grammar
 from serve_app.engine.stream_interval import PieceRate, StreamInterval
 from serve_app.engine.vllm_adapters import Adapters
 from serve_app.engine.vllm_admitted_slot import AdmittedSlot
@@ -26,6 +30,9 @@ from serve_app.engine.vllm_scheduler import may_be_held
 from serve_app.relay.resume import StreamTokens
 
 NO_ADAPTER = nullcontext()
+
+FIELD = "structured_outputs"
+"""Field that a refusal names for a grammar that vLLM has made of several fields."""
 
 MAX_ID = 256
 """Characters of an id that vLLM gets, which come back with each token. One of the Ingress has 128 at most."""
@@ -41,6 +48,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         prompt_tokens: Tokens of the prompts that were admitted.
         adapters: The LoRA adapters that requests may name.
+        grammars: Checks the grammars that the engine compiles; None: another backend than xgrammar does.
     """
 
     batcher: ContinuousBatcher
@@ -49,6 +57,7 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     max_prompt_logprobs: int
     prompt_tokens: int = 0
     adapters: Adapters
+    grammars: GrammarCheck | None = None
 
     async def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
@@ -70,6 +79,9 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
                 async for output in results:
                     yield output
             return
+        if sampling_params.structured_outputs is not None:
+            result.constrained = True
+            await self._check_grammar(sampling_params.structured_outputs)
         self._check_prompt_logprobs(length, sampling_params)
         self._check_cost(sampling_params)
         bound_seed(sampling_params)
@@ -160,6 +172,26 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             yield
         finally:
             await held.__aexit__(None, None, None)
+
+    async def _check_grammar(self, outputs: StructuredOutputsParams) -> None:
+        """Refuse a grammar that the engine can't compile.
+
+        vLLM's validation lets such a grammar pass where another of its backends takes it, and an engine has
+        one backend for all requests; the answer would end with an internal error.
+
+        Raises:
+            RefusedError: 400, with the reason; or 503, it can't be checked now.
+        """
+        if self.grammars is None or outputs.all_constraints_none():
+            return
+        kind, text = get_structured_output_key(outputs)
+        if kind is StructuredOutputOptions.JSON_OBJECT:
+            return
+        grammar = Grammar(kind.name.lower(), text, FIELD)
+        try:
+            await self.grammars.compile(grammar, current().request.grammars)
+        except RequestError as error:
+            raise _refused(error) from None
 
     def _check_prompt_logprobs(self, length: int, params: SamplingParams) -> None:
         """Refuse more logprobs of a prompt than the event loop can make without holding others up.

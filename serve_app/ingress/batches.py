@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -160,8 +160,13 @@ class _UploadResponse(ProxyResponse):
                     held.give_back()
                     room = _hold(held, len(waiting))
             await self._put.remote(self._id, bytes(waiting), True)
-        except Exception:
-            # The client has left, or the deployment is lost: the answer tells, or nobody reads it.
+        except ClientDisconnect:
+            # Nobody reads the answer.
+            self._cancel()
+        except Exception as error:
+            # `_log` logs the stack of a fault; the answer tells the client.
+            self._log("an upload failed", error)
+            self._failure = error
             self._cancel()
 
 

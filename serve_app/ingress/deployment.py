@@ -11,7 +11,6 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -19,7 +18,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.api.errors import ErrorType, RequestError, error_response
+from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError, path_of
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import EMBEDDINGS, GENERATE, MOVED, OPENAI, TOKENIZING
@@ -196,7 +195,7 @@ class Ingress:
                 *([Middleware(QuotaMiddleware, self._quotas)] if self._quotas else []),
                 Middleware(BodyBudgetMiddleware, self._bodies),
             ],
-            exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
+            exception_handlers=EXCEPTION_HANDLERS,
             lifespan=self._lifespan,
         )
         # It would redirect to http behind a proxy that ends TLS, and the middleware has done its work.
@@ -225,6 +224,7 @@ class Ingress:
         try:
             health = await self._health.read()
         except Exception as error:
+            # Probes ask every few seconds; the stack would be that of Ray Serve's client.
             logger.warning("Ray Serve's controller doesn't answer: %r", error)
             body = {"status": "unknown", "awaits": "Ray Serve's controller"}
             return JSONResponse(body, status_code=503)
@@ -235,7 +235,7 @@ class Ingress:
 
     async def _describe(self, request: Request) -> Response:
         prefix: str = request.scope.get("root_path", "")
-        if _path(request) == PAGE:
+        if path_of(request.scope) == PAGE:
             return HTMLResponse(await self._document.page(prefix))
         return Response(await self._document.text(prefix), media_type="application/json")
 
@@ -259,6 +259,7 @@ class Ingress:
             running = partial(self._health.running, model)
             return {"replicas": await replica_stats(self._engines[model], running)}
         except Exception as error:
+            # The caller gets the reason, every second while a model starts.
             return {"replicas": [], "error": str(error) or type(error).__name__}
 
     async def _generate(self, request: Request) -> Response:
@@ -283,7 +284,7 @@ class Ingress:
     async def _openai(self, request: Request) -> Response:
         limits = self._settings.ingress
         body = await read_body(request, limits)
-        path = _path(request)
+        path = path_of(request.scope)
 
         def read() -> tuple[OpenAIFields, RoutingKey, TokenDemand, bytes]:
             if not _is_json(request, path, body):
@@ -309,7 +310,7 @@ class Ingress:
         if self._batches is None:
             raise batches.off()
         headers = [(name, value) for name, value in request.scope["headers"] if name not in LEFT_BEHIND]
-        return await self._batches.answer(request, _path(request), headers)
+        return await self._batches.answer(request, path_of(request.scope), headers)
 
     async def _models(self, request: Request) -> Response:
         await self._adapters.refresh()
@@ -425,7 +426,7 @@ class SlashMiddleware:
 
 async def _not_stored(request: Request) -> Response:
     message = (
-        f"{_path(request)}: answers are not stored here, whatever `store` says; keep the answer, and send "
+        f"{path_of(request.scope)}: answers are not stored here, whatever `store` says; keep the answer, and send "
         "the conversation so far with the next request"
     )
     raise RequestError(404, "not_found_error", message, param="store")
@@ -449,23 +450,3 @@ def _is_json(request: Request, path: str, body: bytes) -> bool:
     kind = (request.headers.get("content-type") or "json").partition(";")[0]
     # A function parses a body of any type, as it does those of its other calls.
     return bool(body) and ("json" in kind.lower() or path == EMBEDDINGS)
-
-
-def _path(request: Request) -> str:
-    """Return the path below the prefix at which the application is mounted."""
-    path: str = request.scope["path"]
-    return path.removeprefix(request.scope.get("root_path", ""))
-
-
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return error_response(error, _path(request))
-
-
-async def _refuse_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    type: ErrorType = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    response = error_response(RequestError(error.status_code, type, message), _path(request))
-    response.headers.update(error.headers or {})
-    return response

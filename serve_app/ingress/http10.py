@@ -4,7 +4,7 @@ import sys
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.errors import RequestError, error_response
+from serve_app.api.errors import RequestError, error_response, path_of
 from serve_app.ingress.body_budget import BodyBudget, HeldBody
 
 MAX_BYTES = 32 << 20
@@ -48,7 +48,7 @@ class HTTP10Middleware:
         try:
             await self._app(scope, receive, whole.send)
         except _RefusedError as refused:
-            await error_response(refused.error, scope["path"])(scope, receive, send)
+            await error_response(refused.error, path_of(scope))(scope, receive, send)
         finally:
             held.give_back()
 

@@ -13,11 +13,17 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from serve_app.api.errors import RequestError, engine_failed, error_response
+from serve_app.api.errors import RequestError, engine_failed, error_response, internal_error
+from serve_app.api.headers import request_id
 from serve_app.ingress.engine_call import EngineCall
 from serve_app.ingress.poison import Losses, LostEngines, PoisonError
 from serve_app.ingress.retry import LONG_S, TRIES, back_off, is_lost
@@ -34,6 +40,22 @@ UNAVAILABLE = 503
 """The status of an Engine that can't serve: it stops, or vLLM's engine has died."""
 
 
+class BrokenOffError(Exception):
+    """An Engine has ended an answer before it was complete."""
+
+
+EXPECTED = (
+    PoisonError,
+    BrokenOffError,
+    UnresumableError,
+    BackPressureError,
+    DeploymentUnavailableError,
+    ReplicaUnavailableError,
+    RequestCancelledError,
+)
+"""Errors that tell of an Engine or of a stream, beside those of an Engine that is lost, and of no fault."""
+
+
 class ProxyResponse(Response):
     """An answer that an Engine streams. Its usage goes into the request's scope.
 
@@ -45,6 +67,9 @@ class ProxyResponse(Response):
             then 200; that of an error is in the answer's `error.code`.
         tries: Most engines to ask.
     """
+
+    _failure: Exception | None = None
+    """Why the call was given up here; None: it wasn't, or its client has left."""
 
     def __init__(
         self,
@@ -77,8 +102,10 @@ class ProxyResponse(Response):
         try:
             head, piece = await (self._begin_alive(send) if self._keep_alive else self._begin())
         except Exception as error:
-            logger.warning("an engine failed before it answered: %r", error)
-            response = error_response(unavailable(error), self._request.path)
+            # `_log` logs the stack of a fault.
+            if self._failure is None:
+                self._log("an engine failed before it answered", error)
+            response = error_response(unavailable(self._failure or error), self._request.path)
             if self._started:
                 scope[STATUS_KEY] = response.status_code
                 await send({"type": "http.response.body", "body": response.body, "more_body": False})
@@ -117,6 +144,14 @@ class ProxyResponse(Response):
         finally:
             beginning.cancel()
 
+    def _log(self, event: str, error: Exception) -> None:
+        """Log a failure: one of an engine or a limit in a line, any other one with its stack."""
+        if is_expected(error):
+            logger.warning("%s: %r", event, error)
+        else:
+            id = request_id(self._request.headers)
+            logger.error("request %s to %s: %s", id, self._request.path, event, exc_info=error)
+
     def _answered(self, head: Head) -> None:
         # A refusal, such as that of a full queue, says nothing of what the request would do.
         if head.status < 400:
@@ -150,6 +185,7 @@ class ProxyResponse(Response):
                     return head, piece
                 logger.info("an engine can't serve; trying another")
             except Exception as error:
+                # Another engine is tried only for one that is lost, and what is raised is logged above.
                 self._note_loss(error)
                 if not is_lost(error) or self._tried == self._tries:
                     raise
@@ -159,13 +195,13 @@ class ProxyResponse(Response):
     async def _first_piece(self) -> tuple[Head, Piece]:
         piece = await self._next_piece()
         if piece.head is None:
-            raise RuntimeError("the first message of the engine's answer has no head")
+            raise BrokenOffError("the first message of the engine's answer has no head")
         return piece.head, piece
 
     async def _next_piece(self) -> Piece:
         async for piece in self._call:
             return piece
-        raise RuntimeError("the engine ended its answer early")
+        raise BrokenOffError("the engine ended its answer early")
 
     async def _finish(self) -> None:
         """Read a call whose answer is complete to its end.
@@ -177,6 +213,7 @@ class ProxyResponse(Response):
             async for _ in self._call:
                 pass
         except Exception as error:
+            # The client has its answer. What an engine raises, Ray Serve has logged there with its stack.
             logger.info("an engine failed behind its answer: %r", error)
 
     async def _bodies(self, head: Head, piece: Piece, scope: Scope) -> AsyncGenerator[bytes, None]:
@@ -198,13 +235,17 @@ class ProxyResponse(Response):
                         return
                     piece = await self._next_piece()
             except Exception as error:
+                # The handler below logs it.
                 failed = error
             try:
                 if time.monotonic() - began < LONG_S:
                     self._note_loss(failed)
                 piece, splice = await self._resume(sent, failed)
             except Exception as reason:
-                logger.warning("an engine failed in the middle of an answer: %r; %s", failed, reason)
+                # `_log` logs the stack of a fault.
+                self._log("an engine failed in the middle of an answer", failed)
+                if not isinstance(reason, UnresumableError):
+                    self._log("the stream was to go on in another engine", reason)
                 shown = unavailable(reason if isinstance(reason, PoisonError) else failed)
                 break
         if not head.is_event_stream:
@@ -229,6 +270,7 @@ class ProxyResponse(Response):
             try:
                 head, piece = await self._first_piece()
             except Exception as failure:
+                # As in `_begin`.
                 self._note_loss(failure)
                 if not is_lost(failure):
                     raise
@@ -256,8 +298,15 @@ def _keep_usage(scope: MutableMapping[str, Any], piece: Piece) -> None:
         scope[SCOPE_KEY] = piece.usage
 
 
+def is_expected(error: Exception) -> bool:
+    """Return whether an error tells of an Engine that is lost or full, or of a limit, and of no fault."""
+    if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return True
+    return is_lost(error) or isinstance(error, EXPECTED)
+
+
 def unavailable(error: Exception) -> RequestError:
-    """Return the error for a client whose Engine failed."""
+    """Return the error for a client whose Engine failed, or whose request met a fault of the service."""
     if isinstance(error, PoisonError):
         return error
     if isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -266,4 +315,4 @@ def unavailable(error: Exception) -> RequestError:
     if isinstance(error, BackPressureError):
         message = "Too many requests wait for this model. Try again."
         return RequestError(429, "rate_limit_error", message, retry_after_s=1.0)
-    return engine_failed()
+    return engine_failed() if is_expected(error) else internal_error(error)

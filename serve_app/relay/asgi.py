@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from starlette.types import ASGIApp, Message
 
 from serve_app.api.errors import RequestError
-from serve_app.relay.events import DONE
+from serve_app.relay.events import DONE, error_event
 from serve_app.relay.frame import KEEP_ALIVE, LOST, Head, pack, pack_error
 from serve_app.relay.keepalive import KeepAlive
 from serve_app.relay.request import RelayRequest
@@ -24,11 +24,19 @@ LEAVE_S = 2.0
 
 @dataclass(slots=True)
 class _Outbox:
-    """Output of the application that the handle has not taken yet."""
+    """Output of the application that the handle has not taken yet.
 
+    Attributes:
+        refusal: Tells why the request has failed. What an application sends of a stream behind that, its own
+            event about the error, is dropped.
+    """
+
+    refusal: Callable[[], RequestError | None]
     pieces: list[bytes] = field(default_factory=list)
     size: int = 0
     head: Head | None = None
+    streams: bool = False
+    failed: bool = False
     ended: bool = False
     readable: asyncio.Event = field(default_factory=asyncio.Event)
     writable: asyncio.Event = field(default_factory=asyncio.Event)
@@ -36,9 +44,12 @@ class _Outbox:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.head = Head(message["status"], list(message.get("headers", ())))
+            self.streams = self.head.is_event_stream
             return
         body = message.get("body", b"")
-        if body:
+        if body and self.streams and self.refusal():
+            self.failed = True
+        elif body:
             self.pieces.append(body)
             self.size += len(body)
         if not message.get("more_body", False):
@@ -52,7 +63,7 @@ class _Outbox:
     @property
     def due(self) -> bool:
         """True if anything may leave now; DONE by itself waits for the end that comes next."""
-        if self.ended or self.size > MAX_BUFFERED_BYTES:
+        if self.ended or self.failed or self.size > MAX_BUFFERED_BYTES:
             return True
         return bool(self.pieces) and not self.pieces[-1].endswith(DONE)
 
@@ -88,15 +99,16 @@ async def run_app(
         app: The ASGI application.
         request: The request.
         usage: Filled while the application runs; it ends the answer.
-        refusal: Asked before the head leaves. An error that it returns becomes the answer, in place
-            of what the application made of it: an application that streams may have sent status 200.
+        refusal: Asked before the head leaves, and for a stream until its end. An error that it returns
+            becomes the answer, or the last event of the stream, in place of what the application made of it:
+            an application that streams may have sent status 200.
         stream: The tokens of the stream, so that it can go on in another Engine.
         lost: Whether the engine has died. What the application still sends of a stream is then dropped.
         started: Whether the engine has begun. The head of a stream doesn't leave before: some applications
             send events ahead of it, and a refusal could not become the status any more.
         upload: The body, where it comes in pieces; None: the request has it.
     """
-    outbox = _Outbox()
+    outbox = _Outbox(refusal)
     left = asyncio.Event()
     listening = 0
     inbox: list[Message] = []
@@ -137,7 +149,7 @@ async def run_app(
     keepalive = KeepAlive(outbox.readable.set)
 
     def may_leave() -> bool:
-        held_back = not (begun or outbox.ended or started()) and _is_stream(outbox.head)
+        held_back = not (begun or outbox.ended or started()) and outbox.streams
         return outbox.due and not held_back
 
     async def anything_due() -> bool:
@@ -164,7 +176,7 @@ async def run_app(
             # The application ended without an answer: its own error comes out of the task.
             await task
             raise RuntimeError("the application sent no answer")
-        streams = head.is_event_stream
+        streams = outbox.streams
         # A complete answer can't break any more; only the second half of a resumed stream keeps its tokens.
         tokens = stream if streams and (not outbox.ended or request.resumes) else None
         if tokens is not None and tokens.resume:
@@ -173,7 +185,7 @@ async def run_app(
             tokens = None
         begun = True
         complete = outbox.ended
-        body = outbox.take()
+        body = last = outbox.take()
         yield pack(
             head=head,
             body=body,
@@ -188,9 +200,16 @@ async def run_app(
                 # The application takes it for an error like others, and would end in good order.
                 yield LOST
                 return
+            if streams and (error := refusal()):
+                body = outbox.take()
+                event = error_event(error, request.path, body or last)
+                ids = b"" if tokens is None else tokens.take()
+                yield pack(body=body + event, token_ids=ids, usage=usage)
+                return
             if outbox.pieces or outbox.ended:
                 complete = outbox.ended
                 if (body := outbox.take()) or complete:
+                    last = body or last
                     yield pack(
                         body=body,
                         token_ids=b"" if tokens is None else tokens.take(),
@@ -204,10 +223,6 @@ async def run_app(
         left.set()
         outbox.writable.set()
         _let_end(task, None if outbox.ended else LEAVE_S if listening else 0.0)
-
-
-def _is_stream(head: Head | None) -> bool:
-    return head is not None and head.is_event_stream
 
 
 def _let_end(task: "asyncio.Future[None]", cancel_s: float | None) -> None:

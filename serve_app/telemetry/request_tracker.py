@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.api.headers import Headers
+from serve_app.api.headers import Headers, request_id
 from serve_app.api.scheduling import Scheduling
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
 
@@ -22,9 +22,6 @@ CONVERTOR = re.compile(r":[a-z]+}")
 
 MAX_PENDING = 2_000
 """Ended requests that are reported at once, without waiting for the next round of the reporter."""
-
-MAX_ID = 128
-"""Longest request id, in bytes; the rest of a longer one is cut off."""
 
 QUIET = {"/", "/health", "/ping", "/version", "/stats", "/stats.html", "/v1/models"}
 """Routes about the service itself: probes request some of them every few seconds."""
@@ -85,11 +82,7 @@ class TrackedRequest:
     @property
     def request_id(self) -> str:
         """Id from the client or from HAProxy, or a new one."""
-        for name, value in self.scope["headers"]:
-            if name == b"x-request-id":
-                text: str = value[:MAX_ID].decode("latin-1")
-                return text
-        return uuid.uuid4().hex
+        return request_id(self.scope["headers"]) or uuid.uuid4().hex
 
     @property
     def route(self) -> str | None:
@@ -237,6 +230,8 @@ class TrackingMiddleware:
             await self._app(scope, receive, observe)
         except BaseException as error:
             request.left = not isinstance(error, Exception)
+            # Starlette answers behind this middleware.
+            request.status = request.status or (0 if request.left else 500)
             raise
         finally:
             self._tracker.close(request)

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ray.serve.exceptions import ReplicaUnavailableError
+
 from serve_app.batches.service import BatchService
 from serve_app.relay.request import RelayRequest
 from tests.serve_app.ingress.engine_doubles import Answer
@@ -35,7 +37,7 @@ class _Method:
     @property
     def _service(self) -> BatchService:
         if self._handle.service is None:
-            raise ConnectionError("the replica is gone")
+            raise ReplicaUnavailableError("the replica is gone")
         return self._handle.service
 
 

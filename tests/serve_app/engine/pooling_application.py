@@ -44,6 +44,7 @@ class Application:
     """vLLM's application of a pooling model.
 
     Attributes:
+        llm: Its engine.
         app: The application.
         routes: The routes that it serves.
         client: Calls it.
@@ -72,17 +73,17 @@ class Application:
             return tasks
 
         llm.get_supported_tasks = supported
-        self._llm = llm
+        self.llm = llm
 
     async def start(self, stack: AsyncExitStack) -> "Application":
         """Start its queues, which end with a stack, and return it."""
         self.batcher = await stack.enter_async_context(ContinuousBatcher(capacity=CONTEXT))
-        self._llm.batcher = self.batcher
+        self.llm.batcher = self.batcher
         self.texts = Texts()
         await self.texts.start()
         stack.push_async_callback(self.texts.stop)
-        bound_tokenizing(self._llm.renderer, self.texts, CONTEXT)
-        self.app, self.routes = await build_application(self._llm, self._args, self.texts)
+        bound_tokenizing(self.llm.renderer, self.texts, CONTEXT)
+        self.app, self.routes = await build_application(self.llm, self._args, self.texts)
         transport = httpx.ASGITransport(app=self.app)
         client = httpx.AsyncClient(transport=transport, base_url="http://x", timeout=LIMIT_S)
         self.client = await stack.enter_async_context(client)

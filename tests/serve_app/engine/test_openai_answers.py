@@ -41,15 +41,17 @@ async def answer(answers: OpenAIAnswers, request: RelayRequest = REQUEST) -> tup
 
 
 @pytest.mark.parametrize("admitted", [False, True])
-async def test_a_failure_before_the_first_token_is_a_400(admitted: bool) -> None:
-    status, body = await answer(made(failing(admitted=admitted)))
-    assert status == 400
-    assert body["error"]["message"] == "vLLM can't process this request: oh"
+@pytest.mark.parametrize("output_tokens", [0, 1])
+async def test_a_failure_is_not_made_the_request_s_fault(admitted: bool, output_tokens: int) -> None:
+    status, body = await answer(made(failing(admitted=admitted, output_tokens=output_tokens)))
+    assert (status, body["error"]["message"]) == (500, "oh")
 
 
-async def test_a_failure_after_the_first_token_is_a_500() -> None:
-    status, _ = await answer(made(failing(admitted=True, output_tokens=1)))
-    assert status == 500
+@pytest.mark.parametrize("status", [400, 404, 415, 500])
+async def test_an_error_on_a_route_of_anthropic_has_its_shape(status: int) -> None:
+    found, body = await answer(made(failing(status)), replace(REQUEST, path="/v1/messages"))
+    kind = {404: "not_found_error", 500: "api_error"}.get(status, "invalid_request_error")
+    assert (found, body) == (status, {"type": "error", "error": {"type": kind, "message": "oh"}})
 
 
 @pytest.mark.parametrize(
@@ -92,28 +94,38 @@ def breaking(*, output_tokens: int = 0) -> Any:
     return app
 
 
-async def test_an_application_that_fails_behind_its_head_is_a_400_with_the_field() -> None:
-    status, body = await answer(made(breaking()))
-    assert status == 400
-    message = body["error"]["message"]
-    assert message == "vLLM can't process this request: background: Input should be a valid boolean"
+@pytest.mark.parametrize("output_tokens", [0, 1])
+async def test_an_application_that_fails_behind_its_head_is_a_500_with_its_stack_in_the_log(
+    output_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    status, body = await answer(made(breaking(output_tokens=output_tokens)))
+    assert (status, body["error"]["type"]) == (500, "internal_error")
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "fault of the service" in record.message
 
 
-async def test_one_that_fails_with_tokens_fails_the_call() -> None:
-    with pytest.raises(RuntimeError, match="already started"):
-        await answer(made(breaking(output_tokens=1)))
+async def test_a_stream_whose_application_breaks_off_ends_with_an_error_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    left = asyncio.Event()
 
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        current().result.admitted = True
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": True})
+        await left.wait()
+        raise KeyError("inside")
 
-async def test_a_grammar_that_the_engine_can_not_follow_is_a_400() -> None:
-    grammars = GrammarCheck(0.1, 1.0)
-    engine: Any = FakeEngine()
-    answers = OpenAIAnswers(failing(admitted=True, output_tokens=1), engine, grammars, ready_at=0.0)
-    body = b'{"structured_outputs": {"grammar": "root ::= root"}}'
-    try:
-        status, _ = await answer(answers, replace(REQUEST, body=body))
-    finally:
-        await grammars.stop()
-    assert status == 400
+    call = CallBook("demo").open(origin_of(REQUEST))
+    messages = made(app).answer(REQUEST, time.monotonic(), RequestUsage(), call)
+    assert unpack(await anext(messages)).body == b"data: a\n\n"
+    left.set()
+    (last,) = [unpack(message) async for message in messages if message != KEEP_ALIVE]
+    assert last.usage is not None
+    error = json.loads(last.body.removeprefix(b"data: "))["error"]
+    assert (error["type"], error["code"], "inside" in error["message"]) == ("internal_error", 500, False)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
 
 
 async def test_a_refusal_of_the_batcher_goes_before() -> None:

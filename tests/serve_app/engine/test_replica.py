@@ -12,6 +12,7 @@ from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
 from serve_app.usage.calls import CallBook, Origin
 from serve_app.usage.rows import Tokens
+from tests.serve_app.engine.engine_doubles import REQUEST
 from tests.serve_app.usage.crashing import ran
 
 
@@ -21,14 +22,14 @@ async def test_a_body_is_answered_as_json() -> None:
 
     usage = RequestUsage(3, 4)
     head = Head(200, [(b"content-type", b"application/json")])
-    assert unpack(await answer(body(), usage)) == Piece(head, b'{"a": 1}', usage=usage)
+    assert unpack(await answer(body(), usage, REQUEST)) == Piece(head, b'{"a": 1}', usage=usage)
 
 
 async def test_a_refusal_is_answered_with_its_status_and_headers() -> None:
     async def body() -> bytes:
         raise RequestError(429, "rate_limit_error", "full", retry_after_s=2)
 
-    piece = unpack(await answer(body(), RequestUsage()))
+    piece = unpack(await answer(body(), RequestUsage(), REQUEST))
     assert piece.head is not None
     assert piece.usage is not None
     assert piece.head.status == 429
@@ -36,12 +37,17 @@ async def test_a_refusal_is_answered_with_its_status_and_headers() -> None:
     assert json.loads(piece.body)["error"]["message"] == "full"
 
 
-async def test_any_other_error_is_no_answer() -> None:
+async def test_any_other_error_is_a_500_with_its_stack_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> bytes:
         raise ValueError("broken")
 
-    with pytest.raises(ValueError, match="broken"):
-        await answer(body(), RequestUsage())
+    piece = unpack(await answer(body(), RequestUsage(), REQUEST))
+    assert piece.head is not None
+    assert piece.head.status == 500
+    assert b"broken" not in piece.body
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], ValueError)
 
 
 @pytest.mark.parametrize(

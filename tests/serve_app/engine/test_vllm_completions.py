@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
@@ -41,9 +42,14 @@ def completions(monkeypatch: pytest.MonkeyPatch, script: Script, batcher: Contin
 
 def unencodable() -> EngineGenerateError:
     """Return what vLLM raises where its protocol can't carry a value."""
-    error = EngineGenerateError()
-    error.__cause__ = OverflowError("can't serialize ints >= 2**64")
-    return error
+    try:
+        try:
+            MsgpackEncoder().encode(2**64)
+        except OverflowError as cause:
+            raise EngineGenerateError from cause
+    except EngineGenerateError as error:
+        return error
+    raise AssertionError
 
 
 async def refusal(completions: Completions, token_ids: list[int], **fields: Any) -> RequestError:
@@ -99,15 +105,30 @@ async def test_a_prompt_that_is_empty_or_fills_the_context_is_refused(
         (VLLMValidationError("bad value"), 400),
         (unencodable(), 400),
         (EngineDeadError(), 503),
+        (EngineGenerateError(), 500),
+        (KeyError("inside"), 500),
+        (ValueError("ours"), 500),
+        (output(finish="error"), 500),
         (None, 500),
     ],
-    ids=["the request", "a value too large for the engine", "the engine", "no result"],
+    ids=[
+        "the request",
+        "a value too large for the engine",
+        "the engine",
+        "a fault of the engine",
+        "a fault",
+        "a fault by a value",
+        "an error in the engine",
+        "no result",
+    ],
 )
 async def test_failures_of_vllm_have_a_status(
-    completions: Completions, script: Script, failure: Exception | None, status: int
+    completions: Completions, script: Script, failure: Any, status: int
 ) -> None:
     script.results = [] if failure is None else [failure]
-    assert (await refusal(completions, PROMPT)).status == status
+    error = await refusal(completions, PROMPT)
+    assert error.status == status
+    assert "inside" not in error.message
 
 
 async def test_a_refusal_of_the_batcher_comes_as_it_is(

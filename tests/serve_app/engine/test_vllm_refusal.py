@@ -1,12 +1,14 @@
-"""Refusals in vLLM's log."""
+"""Refusals and mistakes of clients in vLLM's log."""
 
 import logging
+
+from vllm.exceptions import VLLMValidationError
 
 from serve_app.api.errors import RequestError
 from serve_app.engine.vllm_refusal import RefusedError, hide_refusals
 
 
-def test_vllm_logs_no_stack_trace_of_a_stream_that_is_refused() -> None:
+def test_vllm_logs_no_stack_trace_of_what_is_no_fault() -> None:
     logged: list[logging.LogRecord] = []
 
     class Kept(logging.Handler):
@@ -18,11 +20,12 @@ def test_vllm_logs_no_stack_trace_of_a_stream_that_is_refused() -> None:
     logger.addHandler(handler)
     try:
         hide_refusals()
-        for error in (RefusedError(RequestError(429, "rate_limit_error", "full")), ValueError("broken")):
+        full = RefusedError(RequestError(429, "rate_limit_error", "full"))
+        for error in (full, VLLMValidationError("too hot"), KeyError("broken")):
             try:
                 raise error
             except Exception:
                 logging.getLogger("vllm.entrypoints").exception("Error in a stream.")
     finally:
         logger.removeHandler(handler)
-    assert [record.exc_info[0] for record in logged if record.exc_info] == [ValueError]
+    assert [record.exc_info[0] for record in logged if record.exc_info] == [KeyError]

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import logging
 import threading
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -15,6 +16,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED, OPENAI
 from serve_app.api.scheduling import Scheduling
+from serve_app.auth.keys import hash_key
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import Health, ModelHealth, Report
@@ -479,16 +481,59 @@ async def test_a_method_that_is_not_there(method: str, path: str) -> None:
 # An engine that fails
 
 
-@pytest.mark.parametrize(
-    "messages", [[], [RuntimeError("died")], [RequestError(400, "internal_error", "died")]]
-)
-async def test_an_engine_that_fails_before_its_head_is_a_503(messages: list[Exception]) -> None:
-    async with Client(Engine(answer(*messages))) as client:
+def stacks(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the kinds of the exceptions whose stacks are in the log, as errors."""
+    return [
+        type(record.exc_info[1]).__name__
+        for record in caplog.records
+        if record.exc_info and record.levelno >= logging.ERROR
+    ]
+
+
+async def test_an_engine_that_ends_before_its_head_is_a_503_without_a_stack(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with Client(Engine(answer())) as client:
         response = await client.post(CHAT, json={})
-        message = check_error(response, 503, "service_unavailable")
+        check_error(response, 503, "service_unavailable")
         assert response.headers["retry-after"] == "1"
+        assert client.engine.answers[0].stopped.is_set()
+    assert stacks(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("died"), KeyError("died"), RequestError(400, "internal_error", "died")]
+)
+async def test_a_fault_before_the_head_is_a_500_with_its_stack_in_the_log(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Client(Engine(answer(error))) as client:
+        response = await client.post(CHAT, json={}, headers={"x-request-id": "mine"})
+        message = check_error(response, 500, "internal_error")
         assert "died" not in message, "clients are not told of the inside"
         assert client.engine.answers[0].stopped.is_set()
+    assert stacks(caplog) == [type(error).__name__]
+    assert "mine" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", CHAT, "/generate"])
+async def test_a_fault_of_the_ingress_is_a_500_with_its_stack_in_the_log(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(Engine):
+        def remote(self, request: RelayRequest) -> Any:
+            raise KeyError("inside")
+
+    app = application({"demo": Broken(echo)})
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        response = await client.post(path, json={"prompts": ["a"]} if path == "/generate" else {})
+    assert response.status_code == 500
+    error = response.json()
+    assert error.get("type") == ("error" if "messages" in path else None)
+    assert error["error"]["type"] == ("api_error" if "messages" in path else "internal_error")
+    assert "inside" not in response.text
+    assert "KeyError" in stacks(caplog)
 
 
 async def test_serve_s_own_limit_is_a_429() -> None:
@@ -507,7 +552,9 @@ async def test_an_engine_s_refusal_comes_through_as_it_is() -> None:
         assert response.headers["retry-after"] == "3"
 
 
-async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event() -> None:
+async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     messages: list[bytes | Exception] = [
         pack(head=STREAM, body=b'data: {"a": 1}\n\n'),
         pack(body=b'data: {"a": 2}\n\n'),
@@ -521,7 +568,8 @@ async def test_a_stream_that_fails_in_the_middle_ends_with_an_error_event() -> N
     assert end == ""
     assert "[DONE]" not in response.text
     error = json.loads(last.removeprefix("data: "))["error"]
-    assert (error["type"], error["code"]) == ("service_unavailable", 503)
+    assert (error["type"], error["code"]) == ("internal_error", 500)
+    assert stacks(caplog) == ["RuntimeError"]
 
 
 async def test_a_body_that_fails_in_the_middle_breaks_the_connection() -> None:
@@ -702,13 +750,81 @@ async def test_metrics_say_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_errors_of_anthropic_s_routes_have_its_shape(path: str) -> None:
-    async with Client(max_n=2) as client:
-        response = await client.post(path, json={"model": "c"})
-        assert response.status_code == 404
-        assert response.json()["type"] == "error"
-        assert response.json()["error"]["type"] == "not_found_error"
-        assert (await client.get(path)).json()["type"] == "error"
+@pytest.mark.parametrize(
+    ("request_", "status", "type"),
+    [
+        ({"json": {"model": "c"}}, 404, "not_found_error"),
+        ({"content": b"{"}, 400, "invalid_request_error"),
+        ({"json": {"n": 3}}, 400, "invalid_request_error"),
+        ({"json": {}, "headers": {"x-queue-timeout-seconds": "soon"}}, 400, "invalid_request_error"),
+        ({"json": {}, "headers": {"content-encoding": "br"}}, 415, "invalid_request_error"),
+        ({"content": b"{}" + b" " * 2**21}, 413, "request_too_large"),
+        ({"method": "GET"}, 405, "invalid_request_error"),
+    ],
+)
+async def test_errors_of_anthropic_s_routes_have_its_shape(
+    path: str, request_: dict[str, Any], status: int, type: str
+) -> None:
+    async with Client(max_n=2, max_body_bytes=2**20) as client:
+        response = await client.request(**({"method": "POST", "url": path} | request_))
+        assert_anthropic(response, status, type)
+        assert ("allow" in response.headers) == (status == 405)
+
+
+def assert_anthropic(response: httpx.Response, status: int, type: str) -> None:
+    """Check an error's status and its shape, which is Anthropic's."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert (set(body), body["type"], body["error"]["type"]) == ({"type", "error"}, "error", type)
+    assert body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("error", "type"),
+    [
+        (RequestError(429, "rate_limit_error", "full", retry_after_s=2.5), "rate_limit_error"),
+        (RequestError(408, "timeout_error", "late"), "timeout_error"),
+        (RequestError(500, "internal_error", "oh"), "api_error"),
+        (RequestError(502, "internal_error", "oh"), "api_error"),
+        (RequestError(503, "service_unavailable", "gone", retry_after_s=1), "overloaded_error"),
+    ],
+)
+async def test_errors_of_an_engine_on_anthropic_s_routes_have_its_shape(
+    error: RequestError, type: str
+) -> None:
+    path = "/v1/messages"
+    async with Client(Engine(answer(pack_error(error, path)))) as client:
+        assert_anthropic(await client.post(path, json={}), error.status, type)
+
+
+async def test_an_error_in_a_stream_of_anthropic_s_is_its_event() -> None:
+    messages: list[bytes | Exception] = [pack(head=STREAM, body=b"event: a\n\n"), RuntimeError("died")]
+    async with Client(Engine(answer(*messages))) as client:
+        text = (await client.post("/v1/messages", json={"stream": True})).text
+    event, data = text.removeprefix("event: a\n\n").strip().split("\n")
+    assert event == "event: error"
+    body = json.loads(data.removeprefix("data: "))
+    assert (body["type"], body["error"]["type"]) == ("error", "api_error")
+
+
+@pytest.mark.parametrize(("key", "status"), [("none", 401), ("far", 403), ("slow", 429)])
+async def test_a_refusal_of_a_key_has_anthropic_s_shape(
+    key: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules: dict[str, Any] = {"far": {"allow_from": ["10.0.0.0/8"]}, "slow": {"requests_per_minute": 1}}
+    keys = [
+        {"name": name, "tenant": "a", "sha256": hash_key(name.encode())} | rule
+        for name, rule in rules.items()
+    ]
+    monkeypatch.setenv("KEYS", json.dumps(keys))
+    settings = parse({"models": [{"id": "demo", "source": "x"}], "access": {"keys_env": "KEYS"}})
+    engines: Any = {"demo": Engine(echo)}
+    transport = httpx.ASGITransport(Ingress(settings, engines).__serve_build_asgi_app__())
+    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+        for _ in range(2):
+            response = await client.post("/v1/messages", json={}, headers={"x-api-key": key})
+    types = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    assert_anthropic(response, status, types[status])
 
 
 async def test_a_service_tier_of_anthropic_is_the_default() -> None:

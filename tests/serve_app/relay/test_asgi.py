@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Send
 
 from serve_app.api.errors import RequestError
 from serve_app.relay import asgi
-from serve_app.relay.events import DONE
+from serve_app.relay.events import DONE, error_event
 from serve_app.relay.frame import Head, Piece, pack_error, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -303,14 +303,21 @@ async def test_a_refusal_is_asked_for_when_the_answer_is_there_and_not_before() 
     await messages.aclose()
 
 
-async def test_a_refusal_after_the_head_has_left_changes_nothing() -> None:
+@pytest.mark.parametrize("end", [(piece(b"its own event"), END, None), (ValueError("broken"),)])
+async def test_a_refusal_after_the_head_has_left_is_the_last_event_of_the_stream(
+    end: tuple[Any, ...],
+) -> None:
     verdict: list[RequestError] = []
     app = App(START, piece(b"a"))
     messages = run_app(app, REQUEST, refusal=lambda: verdict[0] if verdict else None)
     await soon(anext(messages))
+    app.give(piece(b"b"))
+    await settle()
     verdict.append(FULL)
-    app.give(piece(b"b"), END, None)
-    assert joined(await rest(messages)) == b"b"
+    app.give(*end)
+    pieces = await rest(messages)
+    assert joined(pieces) == b"b" + error_event(FULL, REQUEST.path)
+    assert pieces[-1].usage is not None
 
 
 # An application that fails
