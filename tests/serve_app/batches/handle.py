@@ -16,12 +16,14 @@ class Handle:
 
     Attributes:
         service: The deployment; None: its replica is gone.
+        failure: Raised for a piece of an upload.
         pieces: Sizes of the pieces of uploads that have come.
         asked: Requests that have come.
     """
 
     def __init__(self, service: BatchService | None) -> None:
         self.service = service
+        self.failure: Exception | None = None
         self.pieces: list[int] = []
         self.asked: list[RelayRequest] = []
 
@@ -41,10 +43,29 @@ class _Method:
         return self._handle.service
 
 
+class _Cancellable(Answer):
+    """An answer that ends when its call is cancelled, as that of a handle does."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        message = asyncio.ensure_future(super().__anext__())
+        stopped = asyncio.ensure_future(self.stopped.wait())
+        try:
+            await asyncio.wait((message, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if not message.done():
+                raise asyncio.CancelledError
+            return message.result()
+        finally:
+            message.cancel()
+            stopped.cancel()
+
+
 class _Relay(_Method):
     def remote(self, request: RelayRequest) -> Answer:
         self._handle.asked.append(request)
-        return Answer(self._messages(request))
+        return _Cancellable(self._messages(request))
 
     async def _messages(self, request: RelayRequest) -> AsyncIterator[bytes]:
         async for message in self._service.relay(request):
@@ -54,6 +75,8 @@ class _Relay(_Method):
 class _Put(_Method):
     def remote(self, upload: str, data: bytes, last: bool) -> "asyncio.Future[bool]":
         self._handle.pieces.append(len(data))
+        if self._handle.failure is not None:
+            raise self._handle.failure
         return asyncio.ensure_future(self._service.uploads.put(upload, data, last))
 
 

@@ -17,6 +17,7 @@ from serve_app.api.errors import RequestError
 from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches.service import BatchService
+from serve_app.batches.store import Store
 from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.deployment import Ingress
@@ -295,6 +296,56 @@ async def test_a_body_that_is_encoded_is_refused(site: Site) -> None:
     async with site.http() as http:
         answer = await http.post("/v1/files", content=b"x", headers={"content-encoding": "gzip"})
         check_error(answer, 415, "invalid_request_error", "content-encoding")
+
+
+@pytest.mark.parametrize(
+    ("range_", "status", "content_range"), [("bytes=x", 400, None), ("bytes=100-200", 416, "bytes */2")]
+)
+async def test_a_wrong_range_of_a_file_is_refused_in_the_shape_of_all_errors(
+    site: Site, range_: str, status: int, content_range: str | None
+) -> None:
+    file = await site.client("anna").files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    async with site.http() as http:
+        path = f"/v1/files/{file.id}/content"
+        answer = await http.get(path, headers={"range": range_})
+        assert check_error(answer, status, "invalid_request_error", "range").startswith("range: ")
+        assert answer.headers.get("content-range") == content_range
+        part = await http.get(path, headers={"range": "bytes=1-1"})
+        assert (part.status_code, part.content) == (206, b"}")
+
+
+@pytest.mark.parametrize(("method", "path"), [("DELETE", "/v1/files"), ("PUT", "/v1/batches")])
+async def test_a_method_that_is_not_there_is_refused_in_the_shape_of_all_errors(
+    site: Site, method: str, path: str
+) -> None:
+    async with site.http() as http:
+        answer = await http.request(method, path)
+    check_error(answer, 405, "invalid_request_error")
+    assert answer.headers["allow"]
+
+
+async def test_a_fault_of_the_batches_is_a_500_with_its_stack_in_the_log(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def files(*_: object, **__: object) -> None:
+        raise KeyError("inside")
+
+    monkeypatch.setattr(Store, "files", files)
+    async with site.http() as http:
+        answer = await http.get("/v1/files")
+        assert "inside" not in check_error(answer, 500, "internal_error")
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+
+
+async def test_a_fault_of_an_upload_is_a_500_with_its_stack_in_the_log(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.handle.failure = KeyError("inside")
+    async with site.http() as http, asyncio.timeout(LIMIT_S):
+        kind = {"content-type": "multipart/form-data; boundary=b"}
+        answer = await http.post("/v1/files", content=b"x", headers=kind)
+        assert "inside" not in check_error(answer, 500, "internal_error")
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
 
 
 async def test_a_replica_that_is_gone_is_told(site: Site) -> None:
