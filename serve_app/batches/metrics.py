@@ -5,7 +5,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from serve_app.api.protocol import JSON
+from serve_app.batches.errors import DatabaseError
 from serve_app.telemetry import catalogue
+from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
 
 logger = logging.getLogger("ray.serve")
@@ -25,6 +27,7 @@ class BatchesMetrics:
     def __init__(self, stats: Callable[[], Awaitable[JSON]], meters: Meters | None = None) -> None:
         self._stats = stats
         self._meters = meters or Meters(catalogue.BATCHES)
+        self._faults = FaultCount()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -33,11 +36,13 @@ class BatchesMetrics:
 
     def stop(self) -> None:
         """Report no more."""
+        self._faults.stop()
         if self._task is not None:
             self._task.cancel()
 
     async def report(self) -> None:
         """Record the statistics once."""
+        self._faults.report(self._meters)
         stats = await self._stats()
         record, count = self._meters.record, self._meters.count
         for state, number in stats["batches"].items():
@@ -55,7 +60,9 @@ class BatchesMetrics:
         while True:
             try:
                 await self.report()
-            except Exception as error:
-                # A failure of telemetry, or of the database, must not stop the batches.
+            except (OSError, DatabaseError) as error:
                 logger.warning("batches: no metrics: %r", error)
+            except Exception:
+                # A failure of telemetry must not stop the batches.
+                logger.exception("batches: no metrics")
             await asyncio.sleep(INTERVAL_S)

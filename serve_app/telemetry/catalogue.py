@@ -35,6 +35,14 @@ class Metric:
         return f"ray_{self.name}"
 
 
+# Of every replica.
+FAULTS = Metric(
+    "saturate_faults_total",
+    "counter",
+    "Faults of the service, which are answered 500: errors that a replica logs with their stack",
+    (),
+)
+
 # Of the Ingress.
 REQUESTS = Metric(
     "saturate_requests_total",
@@ -250,9 +258,10 @@ SWITCHING = Metric(
     ("model", "group"),
 )
 
-INGRESS = (REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
+INGRESS = (FAULTS, REQUESTS, IN_PROGRESS, REQUEST_SECONDS, FIRST_TOKEN, PER_TOKEN, PATH_SECONDS)
 USAGE = (USAGE_CALLS, USAGE_TOKENS, USAGE_ROWS, USAGE_DROPPED, USAGE_BEHIND)
 BATCHER = (
+    FAULTS,
     QUEUE_RECORDS,
     QUEUE_COST,
     QUEUE_OUTSIDE,
@@ -283,6 +292,7 @@ LLM = (
 FUNCTION = (BATCH_RECORDS, BATCH_COST, BATCHED_COST, PADDED_COST)
 DRIVER = (DRIVER_ROWS, DRIVER_TOKENS, DRIVER_RETRIES, DRIVER_CALLS)
 BATCHES = (
+    FAULTS,
     BATCHES_OPEN,
     BATCHES_ROWS,
     BATCHES_ROWS_ENDED,
@@ -313,7 +323,7 @@ ENGINE = (
 )
 """vLLM's metrics that the dashboard and the alerts use."""
 
-ALL = (*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS, *TURNS)
+ALL = tuple(dict.fromkeys((*INGRESS, *BATCHER, *LLM, *FUNCTION, *DRIVER, *BATCHES, *QUOTAS, *TURNS)))
 
 
 def table() -> str:

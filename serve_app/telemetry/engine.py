@@ -8,6 +8,7 @@ from serve_app.api.headers import Headers
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.telemetry.batchers import BatcherMetrics, metrics_of
+from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.tenants import Tenants
@@ -32,9 +33,12 @@ class EngineTelemetry:
     ) -> None:
         self._model = model
         self._tracing = None
+        self._faults = None
         jobs: list[Callable[[], None]] = []
         if settings.metrics:
             meters = Meters(metrics_of(batcher))
+            self._faults = faults = FaultCount()
+            jobs.append(lambda: faults.report(meters))
             jobs.append(BatcherMetrics(model, batcher, meters, Tenants(settings.tenants)))
             jobs += [make(meters) for make in more]
             jobs.append(meters.report)
@@ -59,5 +63,7 @@ class EngineTelemetry:
     def stop(self) -> None:
         """Report once more, and stop."""
         self._reporter.stop()
+        if self._faults is not None:
+            self._faults.stop()
         if self._tracing is not None:
             self._tracing.stop()

@@ -10,6 +10,7 @@ from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
 from serve_app.settings.telemetry import TelemetrySettings
 from serve_app.telemetry import catalogue
+from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.request_log import RequestLog, serve_logs
@@ -38,6 +39,9 @@ class IngressTelemetry:
         self._pass_on: Callable[[TrackedRequest, Headers], Headers] | None = None
         if settings.metrics:
             meters = Meters(catalogue.INGRESS)
+            faults = FaultCount()
+            self._stop.append(faults.stop)
+            jobs.append(lambda: faults.report(meters))
             reports.append(RequestMetrics(meters))
             jobs.append(lambda: meters.record(catalogue.IN_PROGRESS, self.tracker.under_way))
             jobs.append(meters.report)

@@ -24,6 +24,17 @@ ROW = Row(
             "200: a stream that broke. 0: the client received no status.",
         ),
         Panel(
+            "Faults",
+            "short",
+            (
+                Query(
+                    f"sum by (deployment) (increase({c.FAULTS.exported}{{{SERVE}}}[$__rate_interval]))",
+                    "{{deployment}}",
+                ),
+            ),
+            "Errors of the service itself; the log has their stacks.",
+        ),
+        Panel(
             "Records without a result",
             "short",
             (
