@@ -7,10 +7,11 @@ import logging
 import os
 import sys
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import suppress
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.grammar_worker import COMPILING, PARSING, PASSES, READY
+from serve_app.engine.grammar_worker import COMPILING, PARSING, READY, REFUSED
 from serve_app.engine.grammars import Grammar
 from serve_app.system.cpu_scheduling import use_usual_priority
 
@@ -70,7 +71,9 @@ class GrammarCheck:
             await self._ready()
 
     async def check(self, grammars: list[Grammar]) -> None:
-        """Check the grammars of a request.
+        """Check that the grammars of a request are within the limits.
+
+        Those that can't be compiled pass: vLLM only looks at some, and makes others of them. See `compile`.
 
         Raises:
             RequestError: 400, one is too long or takes too much to parse; 503, the process does not start, or
@@ -82,9 +85,40 @@ class GrammarCheck:
                     grammar, f"has {len(grammar.text)} characters; at most {MAX_CHARS} are allowed"
                 )
         for grammar in grammars:
-            if (verdict := await self._verdict(grammar)) != PASSES:
-                most, what, setting = self._limits[verdict]
-                raise _refusal(grammar, f"takes more than {most:g} s to {what} ({setting}); simplify it")
+            await self._check_limits(grammar)
+
+    async def compile(self, grammar: Grammar, stated: Iterable[Grammar]) -> None:
+        """Check a grammar that the engine is about to compile.
+
+        Args:
+            grammar: The grammar, as the engine gets it.
+            stated: The grammars of its request: the refusal names the field of the one that is wrong.
+
+        Raises:
+            RequestError: 400, it can't be compiled, or is beyond a limit; 503, as for `check`.
+        """
+        # vLLM writes JSON as this package does, so mostly the text is one of the request's.
+        fields = [each.field for each in stated if (each.kind, each.text) == (grammar.kind, grammar.text)]
+        grammar = grammar._replace(field=next(iter(fields), grammar.field))
+        if not (reason := await self._check_limits(grammar)):
+            return
+        for each in () if fields else stated:
+            if inner := await self._check_limits(each):
+                grammar, reason = each, inner
+                break
+        raise _refusal(grammar, f"can't be compiled: {reason}")
+
+    async def _check_limits(self, grammar: Grammar) -> str:
+        """Return why a grammar can't be compiled; empty: it can.
+
+        Raises:
+            RequestError: 400, it is too long or takes too much to parse; 503, as for `check`.
+        """
+        verdict, _, reason = (await self._verdict(grammar)).partition(" ")
+        if verdict in self._limits:
+            most, what, setting = self._limits[verdict]
+            raise _refusal(grammar, f"takes more than {most:g} s to {what} ({setting}); simplify it")
+        return str(json.loads(reason)) if verdict == REFUSED else ""
 
     async def _verdict(self, grammar: Grammar) -> str:
         known = f"{grammar.kind} {grammar.compiles} {grammar.text}"
@@ -123,7 +157,7 @@ class GrammarCheck:
             # Its own limits are of CPU time: it got no core, or was killed.
             logger.error("a grammar of %d characters got no verdict", len(grammar.text))
             raise _unavailable(f"ended, or has not answered for {self._wait_s:g} s")
-        if verdict != PASSES:
+        if verdict in self._limits:
             size = len(grammar.text)
             logger.warning("refused a grammar of %d characters: %s takes too long", size, verdict)
         return verdict

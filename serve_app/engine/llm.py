@@ -131,6 +131,7 @@ class Engine:
                 self._turns.run(sleeper, self._engine.batcher)
         vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
         self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
+        self._engine.check_grammars(self._grammars)
         self._starting = asyncio.create_task(self._grammars.start())
         # Bound methods: one step less for each request.
         self._generate = Generation(self._engine.prompts, self._engine.completions).run

@@ -19,6 +19,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from batcher import Goals
 from serve_app.api.protocol import JSON
 from serve_app.engine.adapter_copies import AdapterFiles
+from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.lora_options import lora_options
 from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
@@ -202,6 +203,15 @@ class VLLMEngine:
             # vLLM answers no request with a grammar either.
             logger.exception("grammars are not checked for the time that they take to compile")
             return ""
+
+    def check_grammars(self, check: GrammarCheck) -> None:
+        """Have each grammar that the engine compiles checked before, if it compiles them with xgrammar.
+
+        An engine compiles all grammars with the backend of its first one: with "auto" that is xgrammar's, by
+        the warm-up. The other backends refuse a wrong grammar by themselves, when they validate it.
+        """
+        if self.llm.vllm_config.structured_outputs_config.backend in ("auto", "xgrammar"):
+            self.llm.grammars = check
 
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Warm the engine up, start the batcher; return vLLM's application and the routes that it serves."""

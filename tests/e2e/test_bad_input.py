@@ -125,6 +125,155 @@ def test_a_refusal_of_a_stream_comes_before_the_stream(http: httpx.Client) -> No
         assert json.loads(response.read())["error"]["message"]
 
 
+PLACE = "#/properties/a"
+
+
+def around(part: object) -> dict[str, object]:
+    """Return a schema with a part that is wrong."""
+    return {"type": "object", "properties": {"a": part}, "required": ["a"]}
+
+
+CYCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+SCHEMAS: list[tuple[dict[str, object], str]] = [
+    (
+        around({"type": "array", "items": [{"type": "string"}]}),
+        f"items must be a boolean or an object (at {PLACE})",
+    ),
+    (around({"type": "string", "pattern": "\\p{L}+"}), f"not supported yet (at {PLACE})"),
+    (around({"type": "string", "pattern": "("}), f"The parenthesis is not closed (at {PLACE})"),
+    (around({"$ref": "#/$defs/none"}), f"Cannot find field $defs in #/$defs/none (at {PLACE})"),
+    (CYCLE, "leads to itself"),
+]
+"""Schemas that xgrammar doesn't compile, and its reasons."""
+
+MESSAGES = CHAT["messages"]
+
+
+def with_schema(path: str, schema: object) -> dict[str, object]:
+    """Return the body of a request whose answer has to follow a schema."""
+    kind = {"type": "json_schema", "schema": schema}
+    match path:
+        case "/v1/chat/completions":
+            return CHAT | {
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            }
+        case "/v1/completions":
+            return {"model": "demo", "prompt": "a", "structured_outputs": {"json": schema}}
+        case "/v1/responses":
+            return {"model": "demo", "input": "a", "text": {"format": kind | {"name": "x"}}}
+        case _:
+            return {"model": "demo", "messages": MESSAGES, "max_tokens": 8, "output_config": {"format": kind}}
+
+
+FIELDS = {
+    "/v1/chat/completions": "response_format",
+    "/v1/completions": "structured_outputs.json",
+    "/v1/responses": "text.format",
+    "/v1/messages": "output_config.format",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", list(FIELDS))
+def test_a_schema_that_can_not_be_compiled_is_a_400_with_the_reason_and_the_place(
+    http: httpx.Client, path: str, stream: bool
+) -> None:
+    for schema, reason in SCHEMAS:
+        response = http.post(path, json=with_schema(path, schema) | {"stream": stream})
+        if path == "/v1/messages":
+            assert response.status_code == 400, response.text
+            answered = response.json()
+            assert (answered["type"], answered["error"]["type"]) == ("error", "invalid_request_error")
+            message = answered["error"]["message"]
+        else:
+            message, param = error(response, 400)
+            assert param == FIELDS[path]
+        assert f"{FIELDS[path]}: this json can't be compiled: " in message
+        assert reason in message
+
+
+def tools(schema: object, **more: object) -> dict[str, object]:
+    function = {"name": "f", "parameters": schema}
+    other = {"name": "g", "parameters": around({"type": "string"})}
+    return {"tools": [{"type": "function", "function": each} for each in (other, function)], **more}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            tools(SCHEMAS[0][0], tool_choice="required"),
+            f"tools[1]: this json can't be compiled: {SCHEMAS[0][1]}",
+        ),
+        (
+            {"structured_outputs": {"regex": "(?=a)b"}},
+            "structured_outputs.regex: this regex can't be compiled",
+        ),
+        ({"structured_outputs": {"grammar": "start: x"}}, "unknown name 'x'"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "EBNF parser error at line 1"),
+        ({"structured_outputs": {"grammar": "root ::= root"}}, "no text matches it"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural"),
+    ],
+)
+def test_any_other_grammar_that_can_not_be_compiled_is_a_400_with_the_reason(
+    http: httpx.Client, fields: dict[str, object], said: str, stream: bool
+) -> None:
+    message, _ = error(http.post("/v1/chat/completions", json=CHAT | fields | {"stream": stream}), 400)
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "string"}, {"enum": ["yes", "no"]}]},
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2},
+        {"type": "integer", "multipleOf": 5},
+        around({"$ref": "#/$defs/a"}) | {"$defs": {"a": {"type": "integer"}}},
+    ],
+)
+def test_a_schema_that_vllm_takes_is_served(http: httpx.Client, schema: dict[str, object]) -> None:
+    body = with_schema("/v1/chat/completions", schema) | {"max_tokens": 8}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+def test_a_tool_that_no_answer_has_to_follow_may_have_any_schema(http: httpx.Client) -> None:
+    body = CHAT | tools(SCHEMAS[0][0], tool_choice="none", max_tokens=8)
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_all_errors_of_anthropic_s_routes_have_its_shape(http: httpx.Client, path: str) -> None:
+    right = {"model": "demo", "messages": MESSAGES, "max_tokens": 8}
+    refused = {
+        "not JSON": (http.post(path, content=b"{"), 400, "invalid_request_error"),
+        "no messages": (http.post(path, json=right | {"messages": 5}), 400, "invalid_request_error"),
+        "a wrong role": (
+            http.post(path, json=right | {"messages": [{"role": "nobody", "content": "a"}]}),
+            400,
+            "invalid_request_error",
+        ),
+        "too long": (
+            http.post(path, json=right | {"messages": [{"role": "user", "content": "1" * 30_000}]}),
+            400,
+            "invalid_request_error",
+        ),
+        "no such model": (http.post(path, json=right | {"model": "gpt"}), 404, "not_found_error"),
+        "no such method": (http.get(path), 405, "invalid_request_error"),
+        "too large": (http.post(path, content=b" " * (2**25 + 1)), 413, "request_too_large"),
+        "encoded": (
+            http.post(path, json=right, headers={"content-encoding": "br"}),
+            415,
+            "invalid_request_error",
+        ),
+    }
+    for name, (response, status, kind) in refused.items():
+        assert response.status_code == status, (name, response.text)
+        body = response.json()
+        assert (set(body), body["type"], body["error"]["type"]) == ({"type", "error"}, "error", kind), name
+        assert body["error"]["message"], name
+
+
 def test_the_service_still_answers(http: httpx.Client) -> None:
     """Runs after the others of this file: none of them did harm."""
     assert http.post("/generate", json={"prompts": ["What is 1+1?"]}).json()["results"] == ["2"]

@@ -26,7 +26,7 @@ HARMLESS = [
     Grammar("regex", "[a-z]+", "structured_outputs.regex"),
     Grammar("grammar", 'root ::= "a" | "b"', "structured_outputs.grammar"),
     Grammar("choice", '["a", "b"]', "structured_outputs.choice"),
-    # Wrong ones too: vLLM says what is wrong with them.
+    # Wrong ones too: vLLM may only look at them.
     Grammar("json", "5", "response_format"),
     Grammar("regex", "(", "structured_outputs.regex"),
 ]
@@ -75,6 +75,59 @@ async def test_one_that_takes_long_to_compile_is_refused_with_the_limit(grammars
         assert (caught.value.status, caught.value.param) == (400, "response_format")
         # A tool's schema that no answer has to follow is not compiled.
         await grammars.check([SLOW_TO_COMPILE._replace(compiles=False)])
+
+
+TUPLE = {"type": "array", "items": [{"type": "string"}]}
+
+
+def stated(field: str, schema: object, *, compiles: bool = True) -> Grammar:
+    return Grammar("json", json.dumps(schema), field, compiles)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "others", "field", "reason"),
+    [
+        # The grammar that the request states.
+        (
+            stated("structured_outputs", {"properties": {"a": TUPLE}}),
+            [stated("text.format", {"properties": {"a": TUPLE}})],
+            "text.format",
+            "text.format: this json can't be compiled: items must be a boolean or an object "
+            "(at #/properties/a)",
+        ),
+        # One that vLLM has made of several, of which one is wrong.
+        (
+            stated("structured_outputs", {"anyOf": [{"type": "string"}, TUPLE]}),
+            [stated("tools[0]", {"type": "string"}), stated("tools[1]", TUPLE, compiles=False)],
+            "tools[1]",
+            "tools[1]: this json can't be compiled: items must be a boolean or an object",
+        ),
+        # One that has nothing to do with what the request states.
+        (
+            Grammar("grammar", "start: x", "structured_outputs"),
+            [stated("tools[0]", {"type": "string"})],
+            "structured_outputs",
+            "structured_outputs: this grammar can't be compiled: Lark error",
+        ),
+    ],
+)
+async def test_a_grammar_that_the_engine_can_not_compile_is_refused_with_the_field_that_is_wrong(
+    grammars: GrammarCheck, compiled: Grammar, others: list[Grammar], field: str, reason: str
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        # Those that are stated are only looked at.
+        await grammars.check(others)
+        with pytest.raises(RequestError) as caught:
+            await grammars.compile(compiled, others)
+    assert (caught.value.status, caught.value.param) == (400, field)
+    assert caught.value.message.startswith(reason)
+
+
+async def test_a_grammar_that_the_engine_can_compile_passes_whatever_else_is_stated(
+    grammars: GrammarCheck,
+) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await grammars.compile(HARMLESS[0], [stated("tools[0]", TUPLE, compiles=False)])
 
 
 async def test_without_a_vocabulary_grammars_are_only_parsed() -> None:

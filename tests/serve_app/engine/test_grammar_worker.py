@@ -14,8 +14,21 @@ from typing import Any
 import psutil
 import pytest
 import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
-from serve_app.engine.grammar_worker import COMPILING, NICENESS, PARSING, PASSES, READY
+from serve_app.engine.grammar_worker import (
+    COMPILING,
+    NICENESS,
+    PARSING,
+    PASSES,
+    READY,
+    REASON_BYTES,
+    REFUSED,
+    choice_grammar,
+    is_lark,
+)
 from tests.progress import STILL_S, wait_until
 
 LIMIT_S = STILL_S
@@ -121,14 +134,16 @@ def worker() -> Iterator[Worker]:
         ("choice", '["a", "\\"", "\\n", "模", 5]'),
         ("structural_tag", tag({"type": "string"})),
         ("structural_tag", older_tag({"type": "string"})),
-        # vLLM says what is wrong with the others.
-        ("json", ""),
-        ("json", "[" * 100_000),
-        ("regex", "\0"),
+        ("grammar", 'root ::= ""'),
+        ("grammar", 'root ::= "a" root | "b"'),
+        ("choice", '["\\ud83d\\ude00", "\\u007f", "a\\\\"]'),
+        ("json", "true"),
+        ("json", json.dumps({"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}})),
+        # A tree: it leads back to itself by a property that may be missing.
+        ("json", json.dumps({"type": "object", "properties": {"child": {"$ref": "#"}}})),
+        ("json", json.dumps({"const": {"$ref": "#"}})),
+        # vLLM says what is wrong with the others: they don't get as far as xgrammar.
         ("regex", "\ud800"),
-        ("regex", "(" * 100_000 + ")" * 100_000),
-        ("grammar", "root ::= root root"),
-        ("choice", "{}"),
         ("choice", '["\\ud800"]'),
         ("structural_tag", "5"),
         ("structural_tag", '{"structures": [5]}'),
@@ -138,6 +153,89 @@ def worker() -> Iterator[Worker]:
 )
 def test_a_grammar_that_takes_little_passes(worker: Worker, kind: str, text: str) -> None:
     assert worker.verdict(kind, text) == PASSES
+
+
+def schema(part: object) -> str:
+    """Return a schema with a part of another name than its neighbours."""
+    there = {"a/b": {"anyOf": [{"type": "string"}, part]}, "c": {"$ref": "#/$defs/d"}}
+    return json.dumps({"type": "object", "properties": there, "$defs": {"d": {"type": "integer"}}})
+
+
+PLACE = "#/properties/a~1b/anyOf/1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "reason"),
+    [
+        (
+            "json",
+            schema({"items": [{"type": "string"}]}),
+            f"items must be a boolean or an object (at {PLACE})",
+        ),
+        ("json", schema({"type": "string", "pattern": r"\p{L}"}), f"not supported yet (at {PLACE})"),
+        ("json", schema({"$ref": "#/$defs/none"}), f"Cannot find field none in #/$defs/none (at {PLACE})"),
+        ("json", schema({"type": 7}), f"Type should be a string (at {PLACE})"),
+        (
+            "json",
+            schema({"type": "integer", "minimum": 5, "maximum": 1}),
+            f"minimum greater than maximum (at {PLACE})",
+        ),
+        ("json", schema(False), f"cannot accept any value (at {PLACE})"),
+        (
+            "json",
+            '{"$defs": {"a": {"enum": []}}, "$ref": "#/$defs/a"}',
+            "enum array must not be empty (at #/$defs/a)",
+        ),
+        ("json", '{"$ref": "#"}', '"$ref": "#" leads to itself'),
+        (
+            "json",
+            json.dumps(
+                {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+            ),
+            "leads to itself",
+        ),
+        ("json", "", "Failed to parse JSON"),
+        ("json", "[" * 100_000, "Failed to parse JSON"),
+        ("regex", "(", "The parenthesis is not closed"),
+        ("regex", "(?=a)b", "Lookahead is not supported yet"),
+        ("regex", "\\", "Escape sequence is not finished"),
+        ("regex", "\0", "null characters"),
+        ("regex", "(" * 100_000 + ")" * 100_000, "Nest layer exceeded"),
+        ("grammar", "root ::= (", "EBNF parser error at line 1, column 11"),
+        ("grammar", 'a ::= "a"', 'The root rule with name "root" is not found'),
+        ("grammar", "start: x", "Lark error at line 1, column 8: unknown name 'x'"),
+        ("grammar", "root ::= root root", "no text matches it"),
+        ("grammar", "start: start", "no text matches it"),
+        ("choice", "{}", "EBNF parser error"),
+        ("structural_tag", "{}", "must have a format field"),
+        ("structural_tag", tag({"items": [{}], "type": "array"}), "items must be a boolean or an object"),
+        (
+            "structural_tag",
+            older_tag({"items": [{}], "type": "array"}),
+            "items must be a boolean or an object",
+        ),
+    ],
+)
+def test_a_grammar_that_can_not_be_compiled_is_refused_with_xgrammar_s_reason(
+    worker: Worker, kind: str, text: str, reason: str
+) -> None:
+    verdict, _, said = worker.verdict(kind, text).partition(" ")
+    assert verdict == REFUSED
+    assert reason in json.loads(said)
+    assert "/project/" not in said
+    assert len(said) <= REASON_BYTES
+
+
+def test_a_reason_is_told_whether_or_not_the_grammar_is_compiled(worker: Worker) -> None:
+    assert worker.verdict("regex", "(", compiles=False).startswith(REFUSED)
+    # Only the compiled grammar shows that nothing matches it.
+    assert worker.verdict("grammar", "root ::= root", compiles=False) == PASSES
+
+
+@given(st.lists(st.text(), min_size=1, max_size=3), st.text(alphabet=list("ab:=#/\n ")))
+def test_choices_and_notations_are_those_of_vllm(choices: list[str], grammar: str) -> None:
+    assert choice_grammar(choices) == choice_as_grammar(choices)
+    assert not grammar or is_lark(grammar) == grammar_is_likely_lark(grammar)
 
 
 @pytest.mark.parametrize(
