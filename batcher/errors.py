@@ -85,6 +85,7 @@ def separate(error: ErrorT) -> ErrorT | Aborted:
         if "__notes__" in error.__dict__:
             twin.__dict__["__notes__"] = list(error.__dict__["__notes__"])
     except Exception:
+        # The class can't be copied; the twin says what the error was, and has its traceback.
         twin = Aborted(f"{kind.__name__}: {described(error, str)}")
     for name in ("__cause__", "__context__", "__suppress_context__"):
         # The class may forbid assignments, as a frozen dataclass does.
@@ -97,4 +98,5 @@ def described(error: BaseException, text: Callable[[BaseException], str] = repr)
     try:
         return text(error)
     except Exception:
+        # Of an error whose text can't be made there is a name at least.
         return object.__repr__(error)

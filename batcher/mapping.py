@@ -55,6 +55,7 @@ async def map_records(
             try:
                 result = await future
             except Exception as error:
+                # The caller has asked for errors as results.
                 if not return_exceptions:
                     raise
                 result = error

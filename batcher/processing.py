@@ -133,6 +133,7 @@ class Processor(Generic[ResultT]):
                 results = checked(await self._call([entry.record for entry in tested]), len(tested))
                 ended, group = groups.send(None)
             except Exception as error:
+                # The records that end get the error, with its traceback.
                 ended, group = groups.send(error)
                 results = [error] * len(ended)
             costs = [entry.cost for entry in tested]
@@ -172,6 +173,7 @@ class Processor(Generic[ResultT]):
             try:
                 return self._process_fn(records), []
             except BaseException as error:
+                # Raised below, outside the thread.
                 return None, [error]
 
         self._threads = self._threads or ThreadPoolExecutor(self.concurrency, "DynamicBatcher")

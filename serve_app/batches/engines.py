@@ -28,7 +28,7 @@ from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.poison import MAX_LOST, PoisonError
 from serve_app.ingress.prompt_prefix import salted
-from serve_app.ingress.proxy import unavailable
+from serve_app.ingress.proxy import is_expected, unavailable
 from serve_app.ingress.quotas import key_quota
 from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.retry import back_off, ran_there
@@ -144,7 +144,10 @@ class EngineClient:
             except RequestError:
                 raise
             except Exception as error:
-                logger.warning("batches: an engine of %s failed with a row: %r", model, error)
+                if is_expected(error):
+                    logger.warning("batches: an engine of %s failed with a row: %r", model, error)
+                else:
+                    logger.error("batches: a row for %s failed by a fault", model, exc_info=error)
                 if not ran_there(error):
                     raise unavailable(error) from error
                 lost += 1
@@ -176,6 +179,7 @@ class EngineClient:
         try:
             return await replica_stats(self._engines[model], partial(self._health.running, model))
         except Exception:
+            # Without a load the pace stays as it is.
             return []
 
     def _request(
@@ -237,6 +241,7 @@ class EngineClient:
                     usage.prompt_tokens = piece.usage.prompt_tokens
                     usage.output_tokens = piece.usage.output_tokens
         except Exception:
+            # The answer is complete; what fails behind it changes nothing.
             if not complete:
                 raise
         finally:

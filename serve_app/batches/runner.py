@@ -390,7 +390,7 @@ class Runner:
             try:
                 load = await self._client.load(base)
             except Exception as error:
-                logger.debug("batches: the load of the engines is not known: %r", error)
+                logger.debug("batches: the load of the engines is not known: %r", error, exc_info=True)
                 load = None
             if not self._unwritten:
                 # Results count until they are recorded: a slow disk takes more of them at once.

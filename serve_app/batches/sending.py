@@ -1,12 +1,13 @@
 """Sends a row until it has an answer that is final."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
-from serve_app.api.errors import RequestError
+from serve_app.api.errors import RequestError, internal_error
 from serve_app.api.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.batches.client import Answer, Client, QuotaError
@@ -16,6 +17,8 @@ from serve_app.batches.stored import Batch
 from serve_app.ingress.large_bodies import look
 from serve_app.system import cancellation
 from serve_app.system.waiting import wait_for_event
+
+logger = logging.getLogger("ray.serve")
 
 Away = Callable[[], AbstractAsyncContextManager[None]]
 """Returns the context in which a row waits for its next try."""
@@ -108,8 +111,8 @@ class Sender:
         except TimeoutError:
             answer = _failed(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            answer = _failed(RequestError(503, "service_unavailable", message))
+            logger.exception("batches: a row failed by a fault of the service")
+            answer = _failed(internal_error(error))
         finally:
             one.tries.discard(task)
         if answer.status == 429:

@@ -108,6 +108,7 @@ def examine(case: Case, checks: Mapping[str, Check]) -> Iterator[tuple[str, Find
         try:
             finding = check(case)
         except Exception as error:
+            # A user reads the finding; it names the exception, and asks for a report.
             said = str(error).strip().splitlines()
             reason = said[0] if said else type(error).__name__
             text = f"the check could not run: {type(error).__name__}: {reason}"

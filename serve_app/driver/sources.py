@@ -211,6 +211,7 @@ class HubDataset:
         try:
             loaded = datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
         except Exception as error:
+            # The library has errors of its own for what can't be found or read.
             raise InputError(f"{text}: {str(error) or type(error).__name__}") from None
         self._name = text
         self._rows: Any = loaded

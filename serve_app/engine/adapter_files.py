@@ -325,5 +325,6 @@ def layer_shapes(config: Any) -> Shapes | None:
             if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
         }
     except Exception:
+        # transformers raises anything for a model that it doesn't know; vLLM may know it.
         return None
     return shapes or None

@@ -139,7 +139,8 @@ class AdapterFolder:
                 f"adapters_folder: {self.place} has a file that is no adapter: {error}"
             ) from None
         except Exception as error:
-            raise FolderError(f"adapters_folder: {self.place} can't be read: {error!r}") from None
+            # Each storage has errors of its own; the text is for the one who set it up.
+            raise FolderError(f"adapters_folder: {self.place} can't be read: {error!r}") from error
         return found
 
     def write(self, id: str, adapter: AdapterSettings) -> None:
@@ -167,7 +168,8 @@ class AdapterFolder:
         try:
             change()
         except Exception as error:
-            raise FolderError(f"adapters_folder: {self.place} can't be written: {error!r}") from None
+            # As for reading.
+            raise FolderError(f"adapters_folder: {self.place} can't be written: {error!r}") from error
 
 
 def _name(id: str) -> str:

@@ -98,6 +98,7 @@ async def run_records(
             try:
                 ticket = await submit(index, record)
             except Exception as error:
+                # The caller gets it: a refusal, or what the function's own measure of a record raises.
                 call.fail(index, record_error(error))
                 tickets.append(None)
             else:

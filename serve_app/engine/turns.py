@@ -249,6 +249,7 @@ class EngineTurns:
         try:
             await self._switch(self._engine.sleep())
         except Exception as error:
+            # `_fail` logs the stack.
             await self._fail("fall asleep", error)
             return
         self.state, self._sleep_s = "asleep", self._clock() - began
@@ -260,6 +261,7 @@ class EngineTurns:
         try:
             await self._switch(self._engine.wake_up())
         except Exception as error:
+            # `_fail` logs the stack.
             await self._fail("wake up", error)
             return
         self.state, self._wake_s = "awake", self._clock() - began
@@ -292,7 +294,8 @@ class EngineTurns:
             return
         self.state, self._failed_at = "failed", self._clock()
         self.cause = f"it failed to {what}: {str(error) or type(error).__name__}"
-        logger.error("%s: %s; its replica is replaced in %.0f s", self._place.model, self.cause, FAILED_S)
+        message = "%s: %s; its replica is replaced in %.0f s"
+        logger.error(message, self._place.model, self.cause, FAILED_S, exc_info=error)
         self._engine.release()
         await self._batcher.stop(drain=False)
 
@@ -337,6 +340,7 @@ class EngineTurns:
             async with asyncio.timeout(ASK_S):
                 order = await self._exchange(self._told)
         except (Exception, asyncio.CancelledError) as error:
+            # Turns is away, or starts again; what it raises, Ray Serve has logged there with its stack.
             if cancellation.is_own():
                 raise
             if self._answered:

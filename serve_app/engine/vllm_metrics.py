@@ -119,6 +119,7 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
             if scheduler_stats is not None:
                 self._add_scheduler(engine_idx, scheduler_stats)
         except Exception:
+            # `_fail` logs the stack.
             self._fail()
 
     def flush(self) -> None:
@@ -137,6 +138,7 @@ class EngineMetrics(RayPrometheusStatLogger):  # type: ignore[misc]
                 # The histogram of one engine has the series of all.
                 next(iter(getattr(self, name).values())).report()
         except Exception:
+            # `_fail` logs the stack.
             self._fail()
 
     def _add_scheduler(self, index: int, step: SchedulerStats) -> None:

@@ -193,7 +193,7 @@ class AdapterAdmin:
             answers = await self._all(base, "prepare_adapter", LOAD_S, adapter.id, adapter)
         except Exception as error:
             # A replica is gone: the others drop the adapter, at the latest when they look at the folder.
-            logger.warning("%s: an adapter was not loaded: %r", base, error)
+            logger.warning("%s: an adapter was not loaded: %r", base, error, exc_info=True)
             await self._refresh(base)
             message = "A replica stopped while it loaded the adapter. Nothing has changed."
             raise RequestError(503, "service_unavailable", message, retry_after_s=5.0) from None
@@ -206,7 +206,8 @@ class AdapterAdmin:
                 lists: Sequence[Sequence[JSON]] = await self._all(base, "refresh_adapters", REFRESH_S)
                 return [{adapter["id"] for adapter in served} for served in lists]
             except Exception as error:
-                logger.warning("%s: a replica has not taken over the adapters: %r", base, error)
+                message = "%s: a replica has not taken over the adapters: %r"
+                logger.warning(message, base, error, exc_info=True)
                 if not last:
                     message = "Not every replica has answered; they take over the change within seconds."
                     raise RequestError(503, "service_unavailable", message, retry_after_s=5.0) from None
@@ -228,6 +229,6 @@ class AdapterAdmin:
         except (Exception, asyncio.CancelledError) as error:
             if cancellation.is_own():
                 raise
-            logger.warning("%s: the adapters were not changed: %r", base, error)
+            logger.warning("%s: the adapters were not changed: %r", base, error, exc_info=True)
             message = "A replica stopped while it changed the adapters. Try again."
             raise RequestError(503, "service_unavailable", message, retry_after_s=5.0) from None

@@ -426,8 +426,8 @@ class SlashMiddleware:
 
 async def _not_stored(request: Request) -> Response:
     message = (
-        f"{path_of(request.scope)}: answers are not stored here, whatever `store` says; keep the answer, and send "
-        "the conversation so far with the next request"
+        f"{path_of(request.scope)}: answers are not stored here, whatever `store` says; keep the answer, and "
+        "send the conversation so far with the next request"
     )
     raise RequestError(404, "not_found_error", message, param="store")
 

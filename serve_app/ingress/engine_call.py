@@ -216,6 +216,7 @@ class EngineCall:
         try:
             return await self._served()
         except Exception as error:
+            # Its controller starts again, or is busy: it is asked again soon.
             logger.warning("Ray Serve doesn't tell whether an engine is there: %r", error)
             return False
 

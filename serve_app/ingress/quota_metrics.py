@@ -70,7 +70,7 @@ class QuotaMetrics:
         while True:
             try:
                 self.report()
-            except Exception as error:
+            except Exception:
                 # A failure of telemetry must not stop the quotas.
-                logger.warning("quotas: no metrics: %r", error)
+                logger.exception("quotas: no metrics")
             await asyncio.sleep(INTERVAL_S)

@@ -62,4 +62,5 @@ async def deployment_stats(
             raise
         return {"error": "the replica stopped while it was asked"}
     except Exception as error:
+        # The caller gets the reason; what the replica raises, Ray Serve has logged there with its stack.
         return {"error": str(error) or type(error).__name__}

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from serve_app.settings.schema import Settings
@@ -96,8 +97,11 @@ class Turns:
             await asyncio.sleep(TICK_S)
             try:
                 await self.look()
-            except Exception as error:
+            except RayError as error:
                 logger.warning("Ray doesn't tell which engines live: %r", error)
+            except Exception:
+                # The models go on to take turns.
+                logger.exception("the engines that have ended are not removed from the turns")
             if self._metrics is not None:
                 # A failure of telemetry must not stop the turns.
                 with rounds.round():

@@ -100,7 +100,7 @@ class HuggingFaceHub:
             path = self._client.hf_hub_download(
                 id, CONFIG, revision=revision, endpoint=self._endpoint, etag_timeout=TIMEOUT_S
             )
-        except Exception as error:
+        except Exception as error:  # As above.
             raise self._explain(error, id, revision) from None
         return Path(path)
 

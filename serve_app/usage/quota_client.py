@@ -260,6 +260,7 @@ class QuotaClient:
             async with asyncio.timeout(self._settings.away_s):
                 answer = await self._exchange(report)
         except (Exception, asyncio.CancelledError) as error:
+            # Quotas is away, or starts again; what it raises, Ray Serve has logged there with its stack.
             if cancellation.is_own():
                 raise
             self._fail(sent_at, error)

@@ -151,7 +151,10 @@ class QuotaService:
             self._unsaved = True
             if isinstance(error, TakenOverError):
                 self._taken_over = error
-            logger.warning("quotas: the state can't be saved: %s", error)
+            if isinstance(error, StateError):
+                logger.warning("quotas: the state can't be saved: %s", error)
+            else:
+                logger.exception("quotas: the state can't be saved")
         finally:
             self._saving = False
         for future in waiting:

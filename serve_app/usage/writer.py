@@ -118,6 +118,7 @@ class Writer:
             try:
                 self.ledger.round()
             except Exception:
+                # With its stack, once in a while.
                 self._warn_with_trace("the usage ledger fails; it is tried again")
 
     def _close(self) -> None:
@@ -131,8 +132,11 @@ class Writer:
             for step in steps:
                 try:
                     step()
-                except Exception as error:
+                except OSError as error:
                     self._warn(f"segments of the usage ledger wait: {error!r}")
+                except Exception:
+                    # With its stack, once in a while.
+                    self._warn_with_trace("segments of the usage ledger wait")
             looks += 1
             if self._stopping.wait(self._closing_s):
                 return
@@ -144,7 +148,8 @@ class Writer:
             if written:
                 self._closer.release()
         except Exception as error:
-            logger.warning("segments of the usage ledger are left to the next replica here: %r", error)
+            message = "segments of the usage ledger are left to the next replica here: %r"
+            logger.warning(message, error, exc_info=True)
 
     def _bound(self) -> None:
         """Take no more rows while too many bytes wait for their upload."""
