@@ -1,16 +1,19 @@
 """Serves a config in the foreground: check, start, progress, stop."""
 
+import os
 import sys
 import tempfile
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import IO, TextIO
 
 from serve_app.auth import bind_check
 from serve_app.cli.config_text import completed
 from serve_app.cli.dashboard import Dashboard
-from serve_app.cli.errors import LaunchError
-from serve_app.cli.log_tail import RequestLines
+from serve_app.cli.errors import LaunchError, SlowStartError
+from serve_app.cli.log_tail import LogLines
 from serve_app.cli.preflight import (
     check_port,
     forget_dead_cluster,
@@ -19,7 +22,7 @@ from serve_app.cli.preflight import (
     starts_ray,
 )
 from serve_app.cli.progress import Progress
-from serve_app.cli.readiness import wait_ready
+from serve_app.cli.readiness import last_error, wait_ready
 from serve_app.cli.runs import MARK, Run, find_runs, this_run
 from serve_app.cli.serve_config import (
     answer_s,
@@ -54,15 +57,12 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
     check_port(host, port, _end_leftovers())
     prepare_haproxy(controller_environment(config))
     forget_dead_cluster()
-    own_ray = starts_ray()
-    if own_ray:
+    if starts_ray():
         keep_token_private()
     adopt_orphans()
     signals = StopSignals()
     signals.catch()
-    lines = RequestLines(_print) if log_format else None
     progress = Progress(live=not verbose)
-    dashboard = Dashboard(port)
     with (
         tempfile.NamedTemporaryFile(prefix="saturate-", suffix=".log", delete=False) as log,
         tempfile.NamedTemporaryFile("w", prefix="saturate-", suffix=".yaml") as changed,
@@ -75,42 +75,123 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
             changed.write(whole)
             changed.flush()
             path = Path(changed.name)
-        serve = ServeRun(
-            path,
-            None if verbose else log,
-            own_ray=own_ray,
-            environment={MARK: this_run(port).mark},
-        )
+        place = Path(log.name)
+        requests = LogLines(partial(_print, sys.stdout)) if log_format else None
+        shown = LogLines(partial(_print, sys.stderr), place.parent, place.name) if verbose else None
+        if shown:
+            shown.start()
+        service = _Service(path, host, port, log, progress, signals, requests, STOP_S + answer_s(config))
         failed = False
         try:
-            url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-            if wait_ready(serve.process, url, dashboard, progress, signals):
-                progress.end(f"Ready: {url}  (Ctrl-C stops it)")
-                if lines:
-                    lines.start()
-                while serve.process.poll() is None and not signals.wait(0.2):
-                    pass
-                if not signals.asked:
-                    code = serve.process.returncode
-                    raise LaunchError(f"`serve run` ended by itself, with exit code {code}")
-                progress.end("Stopping; requests in flight are finished first (Ctrl-C cuts them off)")
-                _take_down(dashboard, signals, STOP_S + answer_s(config))
-            else:
-                progress.end("Stopping")
-        except LaunchError:
+            try:
+                service.run()
+            except SlowStartError as error:
+                progress.end(f"{error.message}: {_load()}; trying again")
+                service.run()
+        except LaunchError as error:
             failed = True
+            if isinstance(error, SlowStartError):
+                error.message += f", twice: {_load()}"
+            error.message += f"\nthe log: {place}"
+            raise
+        finally:
+            if shown:
+                shown.stop()
+            if not failed:
+                place.unlink(missing_ok=True)
+        progress.end("Stopped")
+        return 0
+
+
+class _Service:
+    """A service that is started, perhaps a second time.
+
+    Args:
+        config: Its config, complete.
+        host: Address that it listens on.
+        port: Port that it listens on.
+        log: File for the output of `serve run`.
+        progress: Shows the stages.
+        signals: The signals that stop it.
+        requests: Prints the request lines; None: they aren't printed.
+        stop_s: Seconds that its applications have to stop.
+    """
+
+    def __init__(
+        self,
+        config: Path,
+        host: str,
+        port: int,
+        log: IO[bytes],
+        progress: Progress,
+        signals: StopSignals,
+        requests: LogLines | None,
+        stop_s: float,
+    ) -> None:
+        self._config = config
+        self._url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+        self._port = port
+        self._log = log
+        self._progress = progress
+        self._signals = signals
+        self._requests = requests
+        self._stop_s = stop_s
+
+    def run(self) -> None:
+        """Start the service, and serve until a signal comes.
+
+        Raises:
+            SlowStartError: Ray or Ray Serve did not start in time; nothing of it is left.
+            LaunchError: The service failed; nothing of it is left.
+        """
+        progress, signals = self._progress, self._signals
+        begin = Path(self._log.name).stat().st_size
+        dashboard = Dashboard(self._port)
+        serve = ServeRun(
+            self._config,
+            self._log,
+            own_ray=starts_ray(),
+            environment={MARK: this_run(self._port).mark},
+        )
+        try:
+            if not wait_ready(
+                serve.process, self._url, dashboard, progress, signals, lambda: self._said(begin)
+            ):
+                progress.end("Stopping")
+                return
+            progress.end(f"Ready: {self._url}  (Ctrl-C stops it)")
+            if self._requests:
+                self._requests.start()
+            while serve.process.poll() is None and not signals.wait(0.2):
+                pass
+            if not signals.asked:
+                error = last_error(self._said(begin))
+                raise LaunchError(
+                    f"`serve run` ended by itself, with exit code {serve.process.returncode}"
+                    f"{error and f': {error}'}"
+                )
+            progress.end("Stopping; requests in flight are finished first (Ctrl-C cuts them off)")
+            _take_down(dashboard, signals, self._stop_s)
+        except SlowStartError:
+            raise
+        except LaunchError:
             progress.end("Stopping")
-            if not verbose:
-                progress.show_log(Path(log.name))
             raise
         finally:
             serve.end()
-            if lines:
-                lines.stop()
-            if verbose or not failed:
-                Path(log.name).unlink(missing_ok=True)
-        progress.end("Stopped")
-        return 0
+            if self._requests:
+                self._requests.stop()
+
+    def _said(self, begin: int) -> str:
+        """Return the log from a place on."""
+        return Path(self._log.name).read_bytes()[begin:].decode(errors="replace")
+
+
+def _load() -> str:
+    """Return how busy the machine is."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    text = f"load {load:.0f} on {cores} core{'s' if cores > 1 else ''}"
+    return f"the machine is busy ({text})" if load > cores else text
 
 
 def _end_leftovers() -> list[Run]:
@@ -135,8 +216,8 @@ def _take_down(dashboard: Dashboard, signals: StopSignals, patience_s: float) ->
         time.sleep(0.1)
 
 
-def _print(line: str) -> None:
+def _print(stream: TextIO, line: str) -> None:
     # The terminal may be closed.
     with suppress(OSError):
-        sys.stdout.write(line)
-        sys.stdout.flush()
+        stream.write(line)
+        stream.flush()

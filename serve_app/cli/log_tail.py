@@ -1,4 +1,4 @@
-"""Prints the request logs of the Ingress replicas on this machine as they grow."""
+"""Prints log files as they grow: the request logs of the Ingress replicas, and the log of a start."""
 
 import os
 import threading
@@ -8,21 +8,26 @@ from pathlib import Path
 LOGS = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray/session_latest/logs/serve")
 """Folder of Serve's logs, of the Ray that was started last on this machine."""
 
+REQUESTS = "requests_*.log*"
+"""The request logs of the Ingress replicas in that folder."""
+
 EVERY_S = 0.5
 """Seconds between two looks."""
 
 
-class RequestLines:
-    """Follows the request logs in a folder, in a thread.
+class LogLines:
+    """Follows log files in a folder, in a thread.
 
     Args:
         show: Called with each new line, its line end included.
         folder: The folder; it may be made later.
+        pattern: Names of the files.
     """
 
-    def __init__(self, show: Callable[[str], None], folder: Path = LOGS) -> None:
+    def __init__(self, show: Callable[[str], None], folder: Path = LOGS, pattern: str = REQUESTS) -> None:
         self._show = show
         self._folder = folder
+        self._pattern = pattern
         self._read: dict[int, int] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -40,7 +45,7 @@ class RequestLines:
 
     def look(self) -> None:
         """Show the lines that are new since the last look."""
-        for path in sorted(self._folder.glob("requests_*.log*")):
+        for path in sorted(self._folder.glob(self._pattern)):
             try:
                 with path.open("rb") as file:
                     # A rotated file keeps its inode number under its new name.

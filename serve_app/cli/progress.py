@@ -3,7 +3,6 @@
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 CLEAR_LINE = "\r\033[K"
 
@@ -31,11 +30,6 @@ class Progress:
     def end(self, message: str) -> None:
         """Replace the line with a message that stays."""
         self._write(f"{CLEAR_LINE if self._live else ''}[{self._seconds():3.0f} s] {message}\n")
-
-    def show_log(self, log: Path, lines: int = 40) -> None:
-        """Show the end of a log and its path."""
-        text = log.read_text(errors="replace").splitlines()[-lines:]
-        self._write("\n".join([*text, "", f"the whole log: {log}", ""]))
 
     def _seconds(self) -> float:
         return time.monotonic() - self._start

@@ -1,16 +1,44 @@
 """Wait for a service that starts: until it is ready, or until it fails, and why."""
 
 import itertools
+import os
+import re
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 
 import httpx
 
 from serve_app.api.protocol import JSON
 from serve_app.cli.dashboard import Dashboard
-from serve_app.cli.errors import LaunchError
+from serve_app.cli.errors import LaunchError, SlowStartError
 from serve_app.cli.progress import Progress
 from serve_app.cli.stop_signals import StopSignals
+from serve_app.settings.environment import RAY_START_LIMITS
+
+HEALTH_S = 5.0
+"""Seconds that the service has to say how it is, on a busy machine."""
+
+MOST_SHOWN = 500
+"""Characters of an error in the log that are shown."""
+
+SLOW = (
+    (
+        r"The current node timed out during startup",
+        "Ray did not start within {RAY_raylet_start_wait_time_s} s",
+    ),
+    (r"Timed out waiting for file", "Ray did not start within {RAY_gcs_server_port_wait_time_s} s"),
+    (r"[Pp]roxies not available after (\d+)s", "Ray Serve's proxy did not start within {0} s"),
+    (r"did not take over the admin socket within (\d+)", "HAProxy did not start within {0} s"),
+    (
+        r"ActorDiedError[\s\S]{0,400}class_name: (?:HAProxyManager|ProxyActor)",
+        "Ray Serve ended its proxy, which did not answer in time",
+    ),
+)
+"""Errors in the log of `serve run` that a busy machine causes, and their lines for its user."""
+
+SLOW_ENDS = r"(?i)timed out|time-?out ?error|deadline.exceeded|failed to connect to gcs|no node info found"
+"""Last errors that a busy machine causes."""
 
 
 def wait_ready(
@@ -19,6 +47,7 @@ def wait_ready(
     dashboard: Dashboard,
     progress: Progress,
     signals: StopSignals,
+    log: Callable[[], str] = str,
 ) -> bool:
     """Wait until a service is ready.
 
@@ -28,16 +57,18 @@ def wait_ready(
         dashboard: Its dashboard.
         progress: Shows the stages.
         signals: End the wait.
+        log: Returns the log of this start.
 
     Returns:
         Whether the service is ready; False if it was told to stop before.
 
     Raises:
+        SlowStartError: Ray or Ray Serve did not start in time.
         LaunchError: The service failed.
     """
     while (health := _health(url)).get("status") != "ok":
         if serve.poll() is not None:
-            raise LaunchError(f"`serve run` failed, with exit code {serve.returncode}")
+            raise _failure(log(), serve.returncode)
         apps = dashboard.applications()
         for name, app in apps.items():
             if app["status"] == "DEPLOY_FAILED":
@@ -51,6 +82,35 @@ def wait_ready(
         if signals.wait(0.25):
             return False
     return True
+
+
+def last_error(log: str) -> str:
+    """Return the error at the end of a log, in one line and without its stack trace; empty: there is none."""
+    # Ray colours its lines.
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", log).strip().splitlines()
+    frames = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    if frames:
+        rest = itertools.dropwhile(lambda line: line.startswith("    "), lines[frames[-1] + 1 :])
+    else:
+        rest = iter([line for line in lines if re.search("(?i)error|fail", line)][-1:] or lines[-1:])
+    return next(rest, "").strip()[:MOST_SHOWN]
+
+
+def _failure(log: str, code: int) -> LaunchError:
+    """Return the error of a `serve run` that has ended before the service was ready.
+
+    Args:
+        log: Its log.
+        code: Its exit code.
+    """
+    for pattern, message in SLOW:
+        if found := re.search(pattern, log):
+            limits = {name: os.environ.get(name, value) for name, value in RAY_START_LIMITS.items()}
+            return SlowStartError(message.format(*found.groups(), **limits))
+    error = last_error(log)
+    if re.search(SLOW_ENDS, error):
+        return SlowStartError(f"Ray did not start in time ({error})")
+    return LaunchError(f"`serve run` failed, with exit code {code}{error and f': {error}'}")
 
 
 def _cause(app: JSON) -> str:
@@ -74,6 +134,6 @@ def _without_trace(message: str) -> str:
 def _health(url: str) -> JSON:
     """Return the service's report of its health; empty while it can't be reached."""
     with suppress(httpx.HTTPError, ValueError):
-        report: JSON = httpx.get(f"{url}/health", timeout=2).json()
+        report: JSON = httpx.get(f"{url}/health", timeout=HEALTH_S).json()
         return report
     return {}

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from serve_app.settings.environment import RAY_START_LIMITS
 from serve_app.system.processes import KILL_S, end_descendants
 from serve_app.system.supervisor import GRACE_S
 
@@ -24,7 +25,7 @@ class ServeRun:
 
     Args:
         config: Path of the config.
-        log: File for its output; None: the terminal.
+        log: File for its output.
         own_ray: Whether it starts a Ray of its own.
         environment: Environment variables, beside those of this process.
     """
@@ -32,7 +33,7 @@ class ServeRun:
     def __init__(
         self,
         config: Path,
-        log: IO[bytes] | None,
+        log: IO[bytes],
         *,
         own_ray: bool,
         environment: Mapping[str, str],
@@ -50,6 +51,7 @@ class ServeRun:
             env={
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",
+                **RAY_START_LIMITS,
                 **os.environ,
                 **environment,
             },

@@ -95,6 +95,36 @@ CONNECTIONS = Variable(
 LIMITS = (CONNECTIONS, PREPARATION)
 """For the controller; the processes of the proxies inherit its environment."""
 
+START_LIMITS = (
+    Variable(
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S",
+        "60",
+        "Seconds of a start, long enough for a busy machine: of Serve's proxy until it answers, three times "
+        "over, and of HAProxy until it listens. Ray Serve's own 5 s end a proxy that only starts slowly.",
+    ),
+    Variable("RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S", "120"),
+    Variable(
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S",
+        "30",
+        "Seconds that the proxy has for the answer to a health check.",
+    ),
+)
+"""For the controller: the limits of Ray Serve for its proxy, longer."""
+
+RAY_START_LIMITS = {
+    "RAY_raylet_start_wait_time_s": "120",
+    "RAY_gcs_server_port_wait_time_s": "120",
+    "RAY_gcs_rpc_server_connect_timeout_s": "60",
+    "RAY_py_gcs_connect_timeout_s": "60",
+    "RAY_worker_register_timeout_seconds": "180",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "180",
+}
+"""For the Ray that `saturate serve` starts: the limits of Ray's own processes, longer.
+
+Ray gives the raylet 30 s, and a connection to its GCS 5 s, which a busy machine with two cores exceeds.
+"""
+
 LONG_ANSWERS = (
     Variable(
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",
@@ -143,7 +173,8 @@ def controller_variables(*, long_answers: bool) -> tuple[Variable, ...]:
     Args:
         long_answers: Answers may take minutes; else two minutes, Ray Serve's default.
     """
-    return (*TRANSPORT, *HAPROXY, *LIMITS, CLIENT_HEADERS, *(LONG_ANSWERS if long_answers else ()))
+    answers = LONG_ANSWERS if long_answers else ()
+    return (*TRANSPORT, *HAPROXY, *LIMITS, CLIENT_HEADERS, *START_LIMITS, *answers)
 
 
 def replica_variables(

@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -139,8 +139,11 @@ class Command:
 SERVE = """#!{python}
 import http.server, json, os, signal, subprocess, sys, yaml
 print("serve's own log", flush=True)
-if {fails}:
-    sys.exit(3)
+for number, error in enumerate({failures}):
+    if not os.path.exists(f"failed.{{number}}"):
+        open(f"failed.{{number}}", "w").close()
+        print(error, flush=True)
+        sys.exit(3)
 port = yaml.safe_load(open(sys.argv[2]))["http_options"]["port"]
 # Processes that outlive `serve run`, in sessions of their own, as Ray's are; one ignores every signal.
 subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
@@ -181,8 +184,9 @@ class Service(Command):
 
     Args:
         folder: Its working directory.
-        fails: `serve run` ends at once.
+        failures: Errors in the log of the first starts, which end with them.
         busy: The applications never end.
+        arguments: Its options.
         before: Called in its process first.
     """
 
@@ -190,17 +194,18 @@ class Service(Command):
         self,
         folder: Path,
         *,
-        fails: bool = False,
+        failures: Sequence[str] = (),
         busy: bool = False,
+        arguments: Sequence[str] = (),
         before: Callable[[], None] = _nothing,
     ) -> None:
         self.port = free_port()
         serve = folder / "serve"
-        serve.write_text(SERVE.format(python=sys.executable, fails=fails))
+        serve.write_text(SERVE.format(python=sys.executable, failures=repr(list(failures))))
         serve.chmod(0o755)
         self.config = write(folder, config(self.port))
         dashboard = f"http://127.0.0.1:{self.port}/dashboard" if busy else ""
-        super().__init__(folder, str(self.config), dashboard=dashboard, before=before)
+        super().__init__(folder, str(self.config), *arguments, dashboard=dashboard, before=before)
 
     def hear_ready(self) -> None:
         self.hear(f"Ready: http://127.0.0.1:{self.port}")

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable
@@ -176,14 +177,99 @@ def test_a_second_service_on_one_port_names_the_first(start: Start, tmp_path: Pa
     )
 
 
-def test_a_failed_start_shows_the_end_of_the_log_and_keeps_it(start: Start) -> None:
-    service = start(fails=True)
-    assert service.wait() == 1
-    assert "error: `serve run` failed, with exit code 3" in service.said
-    assert "serve's own log" in service.said
-    (log,) = service.logs()
-    assert f"the whole log: {log}" in service.said
+TRACE = """\
+2026-11-27 10:00:00,000 ERROR scripts.py:600 -- Received unexpected error, see console logs for more details.
+Traceback (most recent call last):
+  File "scripts.py", line 580, in run
+    serve.start()
+    ^^^^^^^^^^^^^
+{error}
+"""
+"""The end of the log of a `serve run` that fails."""
+
+PROXY_DIED = (
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n"
+    "\tclass_name: HAProxyManager\n\tactor_id: 1f"
+)
+
+SLOW = {
+    "Exception: The current node timed out during startup. This could happen because some of the raylet": (
+        "Ray did not start within 120 s"
+    ),
+    "TimeoutError: HTTP proxies not available after 60s.": "Ray Serve's proxy did not start within 60 s",
+    "RuntimeError: HAProxy (pid=5) did not take over the admin socket within 120 seconds.": (
+        "HAProxy did not start within 120 s"
+    ),
+    PROXY_DIED: "Ray Serve ended its proxy, which did not answer in time",
+    "RuntimeError: Timed out waiting for file /tmp/ray/gcs_server_port": "Ray did not start within 120 s",
+    "ray.exceptions.RpcError: Deadline Exceeded": (
+        "Ray did not start in time (ray.exceptions.RpcError: Deadline Exceeded)"
+    ),
+}
+
+
+@pytest.mark.parametrize("error", SLOW)
+def test_a_start_that_is_too_slow_is_tried_once_more_and_says_so(start: Start, error: str) -> None:
+    service = start(failures=[TRACE.format(error=error)])
+    service.hear_ready()
+    (line,) = [line for line in service.said.splitlines() if "trying again" in line]
+    assert f"] {SLOW[error]}: " in line
+    assert re.search(r"load \d+ on \d+ core", line)
     assert "Traceback" not in service.said
+    service.signal(signal.SIGTERM)
+    assert service.wait() == 0
+    assert service.processes() == []
+    assert service.logs() == []
+
+
+def test_a_start_that_is_too_slow_twice_is_an_error_of_one_line_and_a_log(start: Start) -> None:
+    trace = TRACE.format(error="TimeoutError: HTTP proxies not available after 60s.")
+    service = start(failures=[trace, trace, "not a third time"])
+    assert service.wait() == 1
+    error, log = service.said.splitlines()[-2:]
+    assert error.startswith("error: Ray Serve's proxy did not start within 60 s, twice: ")
+    assert log == f"the log: {service.logs()[0]}"
+    assert service.logs()[0].read_text().count("Traceback") == 2
+    assert "Traceback" not in service.said
+    assert service.processes() == []
+
+
+def test_a_signal_after_a_start_that_was_too_slow_stops_the_second_one(start: Start) -> None:
+    service = start(failures=[TRACE.format(error=PROXY_DIED)], before=_signal_with_the_retry)
+    assert service.wait() == 0
+    assert "Ready" not in service.said
+    assert service.processes() == []
+
+
+def _signal_with_the_retry() -> None:
+    end = Progress.end
+
+    def say(self: Progress, message: str) -> None:
+        end(self, message)
+        if message.endswith("trying again"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    Progress.end = say  # type: ignore[method-assign]
+
+
+def test_a_failed_start_says_the_last_error_and_names_the_log_with_the_stack(start: Start) -> None:
+    service = start(failures=[TRACE.format(error="ValueError: no such thing")] * 2)
+    assert service.wait() == 1
+    (log,) = service.logs()
+    error = "error: `serve run` failed, with exit code 3: ValueError: no such thing"
+    assert service.said.splitlines()[-2:] == [error, f"the log: {log}"]
+    assert "serve's own log" in log.read_text()
+    # An error that the machine did not cause is not tried again.
+    assert log.read_text().count("Traceback") == 1
+    assert "Traceback" not in service.said
+
+
+def test_with_verbose_the_log_is_shown_as_it_grows(start: Start) -> None:
+    service = start(failures=[TRACE.format(error="ValueError: no such thing")], arguments=["--verbose"])
+    assert service.wait() == 1
+    assert "serve's own log\n" in service.said
+    assert "Traceback" in service.said
+    assert service.said.splitlines()[-1] == f"the log: {service.logs()[0]}"
 
 
 def test_a_service_that_ends_by_itself_is_an_error_and_leaves_nothing(start: Start) -> None:
@@ -191,7 +277,8 @@ def test_a_service_that_ends_by_itself_is_an_error_and_leaves_nothing(start: Sta
     service.hear_ready()
     service.kill(service.serve_run)
     assert service.wait() == 1
-    assert "error: `serve run` ended by itself, with exit code 137" in service.said
+    assert "error: `serve run` ended by itself, with exit code 137: serve's own log\n" in service.said
+    assert service.said.endswith(f"the log: {service.logs()[0]}\n")
     assert service.processes() == []
 
 

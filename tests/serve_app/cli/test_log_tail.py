@@ -1,13 +1,13 @@
-"""Request lines that the launcher prints from the logs of the Ingress replicas."""
+"""Lines that the launcher prints from log files that grow."""
 
 from pathlib import Path
 
-from serve_app.cli.log_tail import RequestLines
+from serve_app.cli.log_tail import LogLines
 
 
 def test_lines_are_shown_once_and_whole_also_after_a_rotation(tmp_path: Path) -> None:
     shown: list[str] = []
-    lines = RequestLines(shown.append, tmp_path / "logs")
+    lines = LogLines(shown.append, tmp_path / "logs")
     lines.look()
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "requests_a.log"
@@ -25,7 +25,7 @@ def test_lines_are_shown_once_and_whole_also_after_a_rotation(tmp_path: Path) ->
 
 def test_the_last_lines_are_shown_at_the_end(tmp_path: Path) -> None:
     shown: list[str] = []
-    lines = RequestLines(shown.append, tmp_path)
+    lines = LogLines(shown.append, tmp_path)
     lines.start()
     (tmp_path / "requests_a.log").write_text("one\n")
     lines.stop()
@@ -35,5 +35,5 @@ def test_the_last_lines_are_shown_at_the_end(tmp_path: Path) -> None:
 def test_nothing_is_shown_without_a_start(tmp_path: Path) -> None:
     shown: list[str] = []
     (tmp_path / "requests_a.log").write_text("of an earlier service\n")
-    RequestLines(shown.append, tmp_path).stop()
+    LogLines(shown.append, tmp_path).stop()
     assert shown == []

@@ -1,7 +1,5 @@
 """Progress on standard error."""
 
-from pathlib import Path
-
 import pytest
 
 from serve_app.cli.progress import Progress
@@ -15,13 +13,6 @@ def test_without_a_terminal_each_stage_is_one_line(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().err.splitlines()
     assert [line.split("] ")[1] for line in lines] == ["starting Ray", "demo: starting", "Ready"]
     assert all(line.startswith("[  0 s] ") for line in lines)
-
-
-def test_the_end_of_a_log_is_shown_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = tmp_path / "serve.log"
-    log.write_bytes(b"\xff\n" + b"".join(b"line %d\n" % i for i in range(100)))
-    Progress().show_log(log, lines=3)
-    assert capsys.readouterr().err == f"line 97\nline 98\nline 99\n\nthe whole log: {log}\n"
 
 
 def test_a_closed_terminal_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
