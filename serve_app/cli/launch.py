@@ -87,11 +87,11 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
                 service.run()
             except SlowStartError as error:
                 progress.end(f"{error.message}: {_load()}; trying again")
-                service.run()
+                service.run(patient=True)
         except LaunchError as error:
             failed = True
             if isinstance(error, SlowStartError):
-                error.message += f", twice: {_load()}"
+                error.message += f", in a second try either: {_load()}"
             error.message += f"\nthe log: {place}"
             raise
         finally:
@@ -137,8 +137,11 @@ class _Service:
         self._requests = requests
         self._stop_s = stop_s
 
-    def run(self) -> None:
+    def run(self, *, patient: bool = False) -> None:
         """Start the service, and serve until a signal comes.
+
+        Args:
+            patient: Give it more time to start.
 
         Raises:
             SlowStartError: Ray or Ray Serve did not start in time; nothing of it is left.
@@ -152,10 +155,17 @@ class _Service:
             self._log,
             own_ray=starts_ray(),
             environment={MARK: this_run(self._port).mark},
+            patient=patient,
         )
         try:
             if not wait_ready(
-                serve.process, self._url, dashboard, progress, signals, lambda: self._said(begin)
+                serve.process,
+                self._url,
+                dashboard,
+                progress,
+                signals,
+                log=lambda: self._said(begin),
+                limits=serve.limits,
             ):
                 progress.end("Stopping")
                 return

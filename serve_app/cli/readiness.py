@@ -1,11 +1,11 @@
 """Wait for a service that starts: until it is ready, or until it fails, and why."""
 
 import itertools
-import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 
 import httpx
 
@@ -14,7 +14,6 @@ from serve_app.cli.dashboard import Dashboard
 from serve_app.cli.errors import LaunchError, SlowStartError
 from serve_app.cli.progress import Progress
 from serve_app.cli.stop_signals import StopSignals
-from serve_app.settings.environment import RAY_START_LIMITS
 
 HEALTH_S = 5.0
 """Seconds that the service has to say how it is, on a busy machine."""
@@ -48,6 +47,7 @@ def wait_ready(
     progress: Progress,
     signals: StopSignals,
     log: Callable[[], str] = str,
+    limits: Mapping[str, str] = MappingProxyType({}),
 ) -> bool:
     """Wait until a service is ready.
 
@@ -58,6 +58,7 @@ def wait_ready(
         progress: Shows the stages.
         signals: End the wait.
         log: Returns the log of this start.
+        limits: The limits of Ray's processes for their start, by their environment variables.
 
     Returns:
         Whether the service is ready; False if it was told to stop before.
@@ -68,7 +69,7 @@ def wait_ready(
     """
     while (health := _health(url)).get("status") != "ok":
         if serve.poll() is not None:
-            raise _failure(log(), serve.returncode)
+            raise _failure(log(), serve.returncode, limits)
         apps = dashboard.applications()
         for name, app in apps.items():
             if app["status"] == "DEPLOY_FAILED":
@@ -96,16 +97,16 @@ def last_error(log: str) -> str:
     return next(rest, "").strip()[:MOST_SHOWN]
 
 
-def _failure(log: str, code: int) -> LaunchError:
+def _failure(log: str, code: int, limits: Mapping[str, str]) -> LaunchError:
     """Return the error of a `serve run` that has ended before the service was ready.
 
     Args:
         log: Its log.
         code: Its exit code.
+        limits: The limits of Ray's processes for their start.
     """
     for pattern, message in SLOW:
         if found := re.search(pattern, log):
-            limits = {name: os.environ.get(name, value) for name, value in RAY_START_LIMITS.items()}
             return SlowStartError(message.format(*found.groups(), **limits))
     error = last_error(log)
     if re.search(SLOW_ENDS, error):

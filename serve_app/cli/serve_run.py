@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from serve_app.settings.environment import RAY_START_LIMITS
+from serve_app.settings.environment import PATIENCE, PROXY_START_S, RAY_START_LIMITS
 from serve_app.system.processes import KILL_S, end_descendants
 from serve_app.system.supervisor import GRACE_S
 
@@ -28,6 +28,11 @@ class ServeRun:
         log: File for its output.
         own_ray: Whether it starts a Ray of its own.
         environment: Environment variables, beside those of this process.
+        patient: Whether it gets more time to start: an earlier try was too slow.
+
+    Attributes:
+        process: The process of the supervisor.
+        limits: The limits of Ray's processes for their start, by their environment variables.
     """
 
     def __init__(
@@ -37,10 +42,16 @@ class ServeRun:
         *,
         own_ray: bool,
         environment: Mapping[str, str],
+        patient: bool = False,
     ) -> None:
+        factor = PATIENCE if patient else 1
+        limits = {name: str(factor * int(value)) for name, value in RAY_START_LIMITS.items()}
+        self.limits = {name: os.environ.get(name, value) for name, value in limits.items()}
         self._interrupt_s = OWN_RAY_S if own_ray else SHARED_RAY_S
         supervisor = [sys.executable, "-m", "serve_app.system.supervisor", str(self._interrupt_s)]
         command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
+        if patient:
+            command = [sys.executable, "-m", "serve_app.system.patient_serve", str(PROXY_START_S), *command]
         self.process = subprocess.Popen(
             [*supervisor, *command],
             # It closes when this process ends, of whatever cause.
@@ -51,8 +62,8 @@ class ServeRun:
             env={
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_worker_niceness": "0",
-                **RAY_START_LIMITS,
                 **os.environ,
+                **self.limits,
                 **environment,
             },
             # A session of its own: Ctrl-C reaches only this process, which stops the service in order.

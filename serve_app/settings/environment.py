@@ -125,6 +125,12 @@ RAY_START_LIMITS = {
 Ray gives the raylet 30 s, and a connection to its GCS 5 s, which a busy machine with two cores exceeds.
 """
 
+PATIENCE = 3
+"""Factor of these limits for a second try."""
+
+PROXY_START_S = 300
+"""Seconds that `serve run` waits for Ray Serve's proxy in a second try; Ray Serve's own 60 s in the first."""
+
 LONG_ANSWERS = (
     Variable(
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S",

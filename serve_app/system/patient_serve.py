@@ -1,0 +1,38 @@
+"""Runs the command `serve` with more time for Ray Serve's proxy to start.
+
+    python -m serve_app.system.patient_serve SECONDS SERVE [ARGUMENT ...]
+
+`serve run` waits 60 s for the proxy, a constant of Ray Serve without a setting. A machine with more work than
+cores needs longer.
+"""
+
+import runpy
+import sys
+
+from ray.serve._private import api, client
+
+NAME = "HTTP_PROXY_TIMEOUT"
+"""The constant, which both modules have imported."""
+
+
+def main() -> None:
+    """Run the command line."""
+    wait_for_proxies(int(sys.argv[1]))
+    sys.argv = sys.argv[2:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def wait_for_proxies(seconds: int) -> None:
+    """Set how long `serve run` waits for Ray Serve's proxies.
+
+    Raises:
+        AttributeError: This version of Ray keeps the constant elsewhere.
+    """
+    for module in (api, client):
+        # Without the check, a constant that has moved would silently be set to no effect.
+        getattr(module, NAME)
+        setattr(module, NAME, seconds)
+
+
+if __name__ == "__main__":
+    main()
