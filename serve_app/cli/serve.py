@@ -137,9 +137,10 @@ def serve(
       a cluster              saturate serve config.yaml --print-config > complete.yaml,
                              serve deploy complete.yaml
 
-    Any option of `vllm serve` is taken by its own long name and goes to the engine (--max-model-len,
-    --enforce-eager, --quantization fp8, --revision). Exit codes: 0 stopped, 1 refused or failed, 2 wrong
-    usage.
+    Any option of `vllm serve` is taken as vLLM spells it (--max-model-len 8k, -tp 2, --enforce-eager,
+    --speculative-config.model NAME). It goes to the engine, or becomes a setting of this service
+    (--served-model-name, --lora-modules, --allowed-origins), or is refused with the setting that does it.
+    Exit codes: 0 stopped, 1 refused or failed, 2 wrong usage.
 
     The service stays in the foreground. To stop, it lets requests in flight finish; a second Ctrl-C cuts them
     off. However it ends, no process of it is left: neither after a closed terminal nor after SIGKILL.

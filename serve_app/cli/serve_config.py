@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
+from pydantic import ValidationError
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
@@ -13,7 +14,9 @@ from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import LaunchError
 from serve_app.ingress import haproxy
 from serve_app.ingress.health import engine_name
+from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import IMPORT_PATH, complete_config
+from serve_app.settings.messages import plain_errors, suggestion
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
@@ -30,9 +33,10 @@ def read_config(path: Path) -> ServeDeploySchema:
         config = ServeDeploySchema.model_validate(content)
         # Serve itself ignores unknown keys, and with them typos.
         if unknown := sorted(set(content) - set(ServeDeploySchema.model_fields)):
-            raise ValueError(
-                f"{unknown[0]}: unknown key; allowed: {', '.join(ServeDeploySchema.model_fields)}"
-            )
+            known = suggestion(unknown[0], ServeDeploySchema.model_fields, few="allowed here:")
+            raise ValueError(f"{unknown[0]}: unknown key{known}")
+        if not 0 < config.http_options.port < 65536:
+            raise ValueError(f"http_options.port: must be from 1 to 65535, not {config.http_options.port}")
         config = ServeDeploySchema.model_validate(complete_config(content))
         haproxy.read_limits(controller_environment(config))
         for app in config.applications:
@@ -46,10 +50,13 @@ def read_config(path: Path) -> ServeDeploySchema:
                 if deployment.name in languages and isinstance(deployment.user_config, dict):
                     parse_user_config(deployment.user_config)
             for model in settings.models:
+                check_engine(model)
                 if isinstance(model, LLMSettings):
                     _check_gpus(app, model)
     except OSError as error:
         raise LaunchError(f"{path}: {error.strerror}") from None
+    except ValidationError as error:
+        raise LaunchError(f"{path}: {plain_errors(error)}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise LaunchError(f"{path}: {error}") from None
     return config

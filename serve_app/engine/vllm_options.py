@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -44,6 +46,11 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
         args.scheduling_policy = "priority"
     args.model = settings.path
     args.served_model_name = [settings.id]
+    # The launcher of `vllm serve` does this; vLLM's application takes their parsers by name.
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
     return args
 
 

@@ -55,7 +55,7 @@ class ContextLengths:
                 for replica in await self._replicas(name):
                     self._known[name] = replica["max_model_len"]
                 self._answers[name] += 1
-        return self._known.get(name, model.engine.max_model_len)
+        return self._known.get(name, model.engine.context)
 
     def refusal(self, name: str, error: RequestError) -> RequestError:
         """Return the error of a request that its quotas don't allow.
@@ -68,7 +68,7 @@ class ContextLengths:
             error: The error of the quotas.
         """
         model = self._routing.find(name)
-        known = isinstance(model, FunctionSettings) or name in self._known or model.engine.max_model_len
+        known = isinstance(model, FunctionSettings) or name in self._known or model.engine.context
         if error.status != 400 or known:
             return error
         if name not in self._starting:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.models import installed_vllm
@@ -13,6 +14,7 @@ from serve_app.models.choose import GOOD_CONTEXT, SEQUENCES, Choice, choose
 from serve_app.models.demo import NAME, demo_service
 from serve_app.models.devices import Machine
 from serve_app.models.document import put
+from serve_app.models.engine_check import check_engine
 from serve_app.models.errors import ModelError, OptionError
 from serve_app.models.hub import Hub
 from serve_app.models.memory import gb
@@ -20,6 +22,7 @@ from serve_app.models.model_service import context_reason, model_service, servic
 from serve_app.models.overrides import Override, check, engine_options, value_at
 from serve_app.models.service import ServeConfig, Service, serve_config
 from serve_app.models.source import read_source
+from serve_app.settings.messages import plain_errors
 from serve_app.settings.schema import SettingsError, parse
 
 SET = "Set on the command line."
@@ -68,6 +71,9 @@ def generate(
         config = _with(serve_config(replace(service, id=id) if id else service), overrides)
         return Generated(_checked(config), (*_demo_summary(service, found), *notes, *_address(config)))
     given = engine_options(overrides)
+    if given.get("max_model_len") == -1:
+        # The choice is the longest context that fits, too.
+        del given["max_model_len"]
     files = read_source(name, given.get("revision"), hub)
     found, notes = _usable(machine(), needs_device=True)
     copies = value_at(overrides, "deployment", "num_replicas")
@@ -144,11 +150,14 @@ def _checked(config: ServeConfig) -> str:
     content: Any = yaml.safe_load(text)
     try:
         (app,) = ServeDeploySchema.model_validate(content).applications
-        parse(app.args)
+        for model in parse(app.args).models:
+            check_engine(model)
     except SettingsError as error:
         raise OptionError(str(error)) from None
+    except ValidationError as error:
+        raise OptionError(f"Ray Serve refuses a value that was set: {plain_errors(error)}") from None
     except ValueError as error:
-        raise OptionError(f"Ray Serve refuses a value that was set: {error}") from None
+        raise OptionError(str(error)) from None
     return text
 
 

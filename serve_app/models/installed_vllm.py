@@ -1,19 +1,88 @@
 """Options, parsers and models of the installed vLLM, read from its files: importing it takes seconds."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 REGISTRY = "model_executor/models/registry.py"
-OPTIONS = {
-    "engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs"),
-    "entrypoints/launchers/cli_args.py": ("BaseFrontendArgs", "FrontendArgs"),
+ENGINE = "engine/arg_utils.py"
+SERVER = "entrypoints/launchers/cli_args.py"
+"""The files that make the parser of `vllm serve`: for the engine, and for the server in front of it."""
+
+TEXTS = frozenset({"str", "None"})
+"""Types of an option whose text is taken as it is."""
+
+SEVERAL = frozenset({"list", "set", "tuple"})
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of `vllm serve`.
+
+    Attributes:
+        name: Its name, with underscores.
+        strings: Its forms on the command line, such as "--tensor-parallel-size" and "-tp".
+        server: True: it is one of vLLM's HTTP server; False: of its engine.
+        flag: It takes no value.
+        negatable: It is a flag that `--no-...` takes back.
+        types: Names of the types that its value may have; "other": one that is not checked, or a list of
+            values that is looked up when it is needed.
+        annotation: Its type in the source; None: `types` says all.
+        file: The file with the annotation.
+    """
+
+    name: str
+    strings: tuple[str, ...]
+    server: bool = False
+    flag: bool = False
+    negatable: bool = False
+    types: frozenset[str] = frozenset({"other"})
+    annotation: ast.expr | None = None
+    file: str = ENGINE
+
+    @property
+    def several(self) -> bool:
+        """True if it takes several words."""
+        return bool(self.types & SEVERAL)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values that it may have; empty: any of its types."""
+        return self._allowed()[1]
+
+    def _allowed(self) -> tuple[frozenset[str], tuple[Any, ...]]:
+        """Return its types and choices, with the lists of values that the source has elsewhere."""
+        return (self.types, ()) if self.annotation is None else _types(self.annotation, self.file)
+
+    def mistake(self, value: Any) -> str | None:
+        """Return what is wrong with a value; None: nothing, as far as that is known."""
+        types, choices = self._allowed()
+        if value is None or "other" in types or value in choices:
+            return None
+        kind = type(value).__name__
+        if kind in types or (kind == "int" and "float" in types) or (kind == "list" and self.several):
+            return None
+        kinds = dict.fromkeys(TYPES[name] for name in TYPES if name in types)
+        shown = [f"one of {', '.join(map(str, choices))}"] if choices else []
+        return f"must be {' or '.join([*shown, *kinds])}, not {value!r}"
+
+
+TYPES = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a text",
+    "dict": "a mapping",
+    "list": "a list",
+    "set": "a list",
+    "tuple": "a list",
 }
-"""The dataclasses of the options of `vllm serve`, by their files."""
+"""Types as messages name them."""
 
 
 @cache
@@ -35,24 +104,125 @@ def build() -> Literal["cpu", "gpu"] | None:
 
 
 @cache
-def options() -> dict[str, bool]:
-    """Return the options of `vllm serve` by name, with underscores; True: it is a flag.
+def options() -> Mapping[str, Option]:
+    """Return the options of `vllm serve` by name.
 
     They are empty if vLLM is not installed, or keeps them elsewhere.
     """
-    found: dict[str, bool] = {}
-    for file, classes in OPTIONS.items():
-        for node in ast.walk(_parse(file)):
-            if isinstance(node, ast.ClassDef) and node.name in classes:
-                found |= dict(_fields(node))
-    return found
+    found: list[Option] = []
+    for node in _parse(SERVER).body:
+        if isinstance(node, ast.ClassDef) and node.name in ("BaseFrontendArgs", "FrontendArgs"):
+            for name, annotation in _fields(node).items():
+                found.append(_option((f"--{name.replace('_', '-')}",), annotation, SERVER, {}))
+        elif isinstance(node, ast.FunctionDef) and node.name == "make_arg_parser":
+            found += _added(node, {}, SERVER)
+    for node in _parse(ENGINE).body:
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs"):
+            found += _added(node, _fields(node), ENGINE)
+    return {option.name: option for option in found}
 
 
-def _fields(node: ast.ClassDef) -> Iterator[tuple[str, bool]]:
-    for statement in node.body:
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            kinds = ast.unparse(statement.annotation).split(" | ")
-            yield statement.target.id, "bool" in kinds and set(kinds) <= {"bool", "None"}
+def _fields(node: ast.ClassDef) -> dict[str, ast.expr]:
+    """Return the annotations of a dataclass by the names of its fields."""
+    return {
+        statement.target.id: statement.annotation
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+
+
+def _added(node: ast.AST, fields: Mapping[str, ast.expr], file: str) -> Iterator[Option]:
+    """Yield the options that a part of a file adds to a parser.
+
+    Args:
+        node: The part.
+        fields: The annotations of the options, by name.
+        file: The file.
+    """
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call) or getattr(call.func, "attr", "") != "add_argument":
+            continue
+        texts = [part.value for part in call.args if isinstance(part, ast.Constant)]
+        strings = tuple(text for text in texts if isinstance(text, str) and text.startswith("-"))
+        if strings:
+            said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg}
+            yield _option(strings, fields.get(_name(strings)), file, said)
+
+
+def _name(strings: Sequence[str]) -> str:
+    return strings[0].lstrip("-").replace("-", "_")
+
+
+def _option(
+    strings: tuple[str, ...], annotation: ast.expr | None, file: str, said: Mapping[str, str]
+) -> Option:
+    """Return an option.
+
+    Args:
+        strings: Its forms.
+        annotation: Its type in the source; None: there is none.
+        file: The file that it is in.
+        said: What the parser is told of it, as source text.
+    """
+    types = frozenset({"other"}) if annotation is None else _types(annotation, file, deep=False)[0]
+    if kind := said.get("type"):
+        # A function that makes a value of the text is not called here.
+        annotation, types = None, frozenset({kind if kind in TYPES else "other", "None"})
+    stored, both = (
+        str(said.get("action")).endswith(kind) for kind in ("store_true'", "BooleanOptionalAction")
+    )
+    flag = stored or both or ("bool" in types and types <= {"bool", "None"})
+    if stored or both:
+        annotation, types = None, frozenset({"bool"})
+    return Option(_name(strings), strings, file == SERVER, flag, flag and not stored, types, annotation, file)
+
+
+def _types(annotation: ast.expr, file: str, *, deep: bool = True) -> tuple[frozenset[str], tuple[Any, ...]]:
+    """Return the names of the types of an annotation, and the values that it lists.
+
+    Args:
+        annotation: The annotation.
+        file: The file that it is in.
+        deep: Look up the lists of values that have a name.
+    """
+    match annotation:
+        case ast.BinOp(left=left, right=right):
+            (types, choices), (more, others) = (_types(part, file, deep=deep) for part in (left, right))
+            return types | more, () if "str" in types | more else (*choices, *others)
+        case ast.Constant(value=None):
+            return frozenset({"None"}), ()
+        case ast.Constant(value=str(text)):
+            return _types(ast.parse(text, mode="eval").body, file, deep=deep)
+        case ast.Name(id=name) if name in TYPES:
+            return frozenset({name}), ()
+        case ast.Name(id=name) if deep and (place := _definition(name, file)):
+            return _types(*place)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=slice):
+            values: list[Any] = []
+            for one in slice.elts if isinstance(slice, ast.Tuple) else [slice]:
+                # A list of values may be a part of another one.
+                values += [one.value] if isinstance(one, ast.Constant) else _types(one, file, deep=deep)[1]
+            return frozenset(), tuple(values)
+        case ast.Subscript(value=ast.Name(id="Annotated"), slice=ast.Tuple(elts=[first, *_])):
+            return _types(first, file, deep=deep)
+        case ast.Subscript(value=ast.Name(id=name)) if name in TYPES:
+            return frozenset({name}), ()
+    return frozenset({"other"}), ()
+
+
+def _definition(name: str, file: str) -> tuple[ast.expr, str] | None:
+    """Return the list of values that a name stands for, and its file; None: it is something else."""
+    for node in _parse(file).body:
+        match node:
+            case (
+                ast.Assign(targets=[ast.Name(id=found)], value=ast.Subscript() | ast.BinOp() as value)
+                | ast.AnnAssign(target=ast.Name(id=found), value=ast.Subscript() | ast.BinOp() as value)
+            ) if found == name:
+                return value, file
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("vllm."):
+                if any((alias.asname or alias.name) == name for alias in names):
+                    return _definition(name, f"{module.removeprefix('vllm.').replace('.', '/')}.py")
+    return None
 
 
 @cache
@@ -84,6 +254,9 @@ def _parse(file: str) -> ast.Module:
     """Return the syntax tree of a file of vLLM; an empty one if there is none."""
     place = folder()
     path = place / file if place else None
-    if path is None or not path.is_file():
-        return ast.Module([], [])
+    return _tree(path) if path and path.is_file() else ast.Module([], [])
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())

@@ -1,33 +1,35 @@
 """Values that the user of `saturate serve` sets: by `--set PATH=VALUE`, or as options of `vllm serve`."""
 
+import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from serve_app.models import installed_vllm
 from serve_app.models.errors import OptionError
+from serve_app.models.installed_vllm import TEXTS, Option
+from serve_app.settings.messages import suggestion
 from serve_app.settings.models import EngineSettings, LLMSettings
 from serve_app.settings.schema import Settings, SettingsError, parse
+from serve_app.settings.serve_options import DONE, MOVED, REFUSED, refusal
 
 Part = Literal["http", "args", "model", "deployment"]
 
-SOMEWHERE_ELSE = {
-    "model": "name the model as the argument: saturate serve MODEL",
-    "api_key": "`saturate keys new` makes keys; --set access.keys_file=/etc/saturate/keys.yaml asks for them",
-    "data_parallel_size": "--set deployment.num_replicas=N gives the copies of the model",
-    "uds": "the service listens on --host and --port",
-}
-"""Options of `vllm serve` that have no place in this service, and what to use."""
-
 PATHS = {"host": "http.host", "port": "http.port", "served_model_name": "id"}
-"""Options of `vllm serve` that are no options of its engine, and the paths of the same settings."""
+"""Options of `vllm serve` that are settings of this service with one value, and the paths of these."""
 
+FILES = {"chat_template", "tool_parser_plugin", "reasoning_parser_plugin"}
+"""Options that may name a file; the engine has another working directory."""
+
+LARGE_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
+POWERS = "kmgt"
 
 MODEL_PATHS = set(LLMSettings.model_fields) - {"kind", "source", "simulate", "share"}
 """Beginnings of paths below the entry of the model."""
@@ -84,41 +86,141 @@ def read_setting(text: str) -> Override:
 def read_options(words: Sequence[str], own: Iterable[str]) -> tuple[list[str], list[Override]]:
     """Return the arguments and the options of `vllm serve` that some words have.
 
+    The forms are those of vLLM's parser: `--name value`, `--name=value`, underscores for dashes, short names
+    such as `-tp`, `--no-name` for flags, `-O3`, and `--name.key value` for a part of a mapping.
+
     Args:
         words: Words of a command line, without the options of this command.
         own: The options of this command, for close matches.
 
     Raises:
-        OptionError: There is no such option; the message names a close one.
+        OptionError: There is no such option, with close ones; this service does it by another setting; or
+            its value is wrong.
     """
-    options = _known_options()
-    arguments, overrides = [], []
+    arguments: list[str] = []
+    overrides: list[Override] = []
+    parts: dict[str, Any] = {}
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
             arguments.append(word)
             continue
-        written, equals, value = word.partition("=")
-        name = written[2:].replace("-", "_") if written.startswith("--") else ""
-        if name in SOMEWHERE_ELSE:
-            raise OptionError(f"{written}: {SOMEWHERE_ELSE[name]}")
-        if name.startswith("no_") and options.get(name[3:]) and not equals:
-            overrides.append(_engine(name[3:], False, written))
+        written, equals, value = _split(word)
+        head, _, key = written.partition(".")
+        option, negated = _find(head, own)
+        if reason := REFUSED.get(option.name):
+            raise OptionError(f"{written}: {reason}")
+        if option.server and option.name not in DONE and option.name not in MOVED:
+            raise OptionError(f"{written}: an option of vLLM's own server, which this service doesn't have")
+        if key:
+            text = value if equals else _next(rest, written)
+            _put(parts.setdefault(option.name, {}), key, text, written)
             continue
-        if name not in options and name not in PATHS:
-            raise OptionError(_unknown_option(written, options, own))
-        if options.get(name) and not equals:
-            overrides.append(_engine(name, True, written))
+        if option.flag and not equals:
+            overrides.append(_engine(option.name, not negated, written))
             continue
-        if not equals:
-            if not rest or rest[0].startswith("--"):
-                raise OptionError(f"{written} needs a value: {written} VALUE")
-            value = rest.pop(0)
-        overrides.append(
-            _override(PATHS[name], value, written) if name in PATHS else _engine(name, value, written)
-        )
+        texts = [value] if equals else _words(option, rest, written)
+        overrides.append(_moved(option, texts, written) or _engine_texts(option, texts, written))
+    overrides += [_engine(name, value, f"--{name.replace('_', '-')}") for name, value in parts.items()]
     return arguments, overrides
+
+
+def _split(word: str) -> tuple[str, str, str]:
+    """Return the name of an option as it is written, "=" if there is a value behind it, and that value."""
+    if level := re.fullmatch(r"-O=?(.+)", word):
+        return "--optimization-level", "=", level[1]
+    return word.partition("=")
+
+
+def _find(written: str, own: Iterable[str]) -> tuple[Option, bool]:
+    """Return the option that has a form, and whether the form negates it.
+
+    Raises:
+        OptionError: None has.
+    """
+    forms = _forms()
+    if written == "-O":
+        written = "--optimization-level"
+    dashed = f"--{written[2:].replace('_', '-')}" if written.startswith("--") else written
+    if option := forms.get(dashed):
+        return option, False
+    option = forms.get(f"--{dashed[5:]}") if dashed.startswith("--no-") else None
+    if option and option.negatable:
+        return option, True
+    raise OptionError(f"no such option: {written}{suggestion(dashed, [*own, *forms])}")
+
+
+def _forms() -> Mapping[str, Option]:
+    """Return the options of `vllm serve` by their forms, such as "--tensor-parallel-size" and "-tp"."""
+    return {form: option for option in _known_options().values() for form in option.strings}
+
+
+def _next(rest: list[str], written: str) -> str:
+    """Take the value of an option from the words behind it."""
+    if not rest or rest[0].startswith("--"):
+        raise OptionError(f"{written} needs a value: {written} VALUE")
+    return rest.pop(0)
+
+
+def _words(option: Option, rest: list[str], written: str) -> list[str]:
+    """Take the words of an option's value: all up to the next option, if it takes several."""
+    found = [_next(rest, written)]
+    # vLLM reads a JSON list from one word here.
+    if option.several and option.name != "allowed_origins" and not found[0].startswith("["):
+        while rest and not rest[0].startswith("-"):
+            found.append(rest.pop(0))
+    return found
+
+
+def _put(section: dict[str, Any], key: str, text: str, written: str) -> None:
+    """Set a part of a mapping, as `--name.key.key VALUE` does; `key+` appends to a list."""
+    *outer, last = key.removesuffix("+").split(".")
+    for part in outer:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            raise OptionError(f"{written}: {part} has a value of its own already")
+    if key.endswith("+"):
+        section[last] = [*section.get(last, []), *text.split(",")]
+    else:
+        section[last] = _yaml(text, written)
+
+
+def _moved(option: Option, texts: list[str], written: str) -> Override | None:
+    """Return the setting of this service that an option of vLLM's server becomes; None: it becomes none."""
+    match option.name:
+        case "lora_modules":
+            return Override("model", ("adapters",), [_adapter(text, written) for text in texts])
+        case "allowed_origins":
+            origins = _yaml(texts[0], written) if texts[0].startswith("[") else texts
+            return Override("args", ("ingress", "allow_origins"), origins)
+        case name if name in PATHS:
+            if len(texts) > 1:
+                raise OptionError(
+                    f"{written}: one name, not {len(texts)}: the service knows a model by its `id`"
+                )
+            return _override(PATHS[name], texts[0], written)
+    return None
+
+
+def _adapter(text: str, written: str) -> dict[str, str]:
+    """Return the adapter that `NAME=PATH`, or a JSON object with name and path, stands for."""
+    try:
+        fields = json.loads(text) if text.startswith("{") else None
+        name, path = (fields["name"], fields["path"]) if fields else text.split("=", 1)
+    except (ValueError, KeyError, TypeError):
+        raise OptionError(f"{written}: write NAME=PATH, not {text!r}") from None
+    # An adapter's source is absolute, since each replica reads it.
+    return {"id": name, "source": str(Path(path).absolute()) if Path(path).is_dir() else path}
+
+
+def _engine_texts(option: Option, texts: list[str], written: str) -> Override:
+    """Return the option of the engine that words set."""
+    if not option.several:
+        return _engine(option.name, texts[0], written)
+    if len(texts) == 1 and (texts[0].startswith("[") or "str" in option.types):
+        return _engine(option.name, _yaml(texts[0], written), written)
+    return _engine(option.name, [_yaml(text, written) for text in texts], written)
 
 
 def check(overrides: Iterable[Override]) -> None:
@@ -144,44 +246,82 @@ def check(overrides: Iterable[Override]) -> None:
         raise OptionError(str(error)) from None
 
 
-def _known_options() -> Mapping[str, bool]:
-    """Return the options of the engine by name; True: it is a flag."""
-    flags = {
-        name: bool in _kinds(field.annotation)
-        for name, field in EngineSettings.model_fields.items()
-        if name != "extra"
-    }
-    return {**flags, **installed_vllm.options()}
-
-
-def _unknown_option(written: str, options: Iterable[str], own: Iterable[str]) -> str:
-    if not written.startswith("--"):
-        return f"no such option: {written}; options of `vllm serve` are taken by their long names"
-    names = [*own, *(f"--{name.replace('_', '-')}" for name in (*options, *PATHS))]
-    close = get_close_matches(written.replace("_", "-"), names, n=1)
-    return f"no such option: {written}" + (f"; did you mean {close[0]}?" if close else "")
+def _known_options() -> Mapping[str, Option]:
+    """Return the options of `vllm serve` by name; without vLLM those that are checked here."""
+    checked = {}
+    for name, field in EngineSettings.model_fields.items():
+        if name != "extra":
+            flag = bool in _kinds(field.annotation)
+            checked[name] = Option(name, (f"--{name.replace('_', '-')}",), flag=flag, negatable=flag)
+    named = {name: Option(name, (f"--{name.replace('_', '-')}",), server=True) for name in (*REFUSED, *MOVED)}
+    return {**named, **checked, **installed_vllm.options()}
 
 
 def _engine(name: str, value: Any, written: str) -> Override:
-    """Return an option of the engine that was set; those that aren't checked here belong under `extra`."""
+    """Return an option of the engine that was set; those that aren't checked here belong under `extra`.
+
+    Raises:
+        OptionError: The value is wrong.
+    """
+    option = _known_options()[name]
+    if isinstance(value, str):
+        value = _value_of(option, value, written)
     if name in EngineSettings.model_fields:
-        place: tuple[str, ...] = ("engine", name)
-        kind = EngineSettings.model_fields[name].annotation
-    else:
-        place, kind = ("engine", "extra", name), None
-    return Override("model", place, _value(value, kind, written) if isinstance(value, str) else value)
+        return Override("model", ("engine", name), value)
+    if mistake := option.mistake(value):
+        raise OptionError(f"{written}: {mistake}")
+    return Override("model", ("engine", "extra", name), value)
+
+
+def _value_of(option: Option, text: str, written: str) -> Any:
+    """Return the value of an option's text, as vLLM's parser takes it."""
+    field = EngineSettings.model_fields.get(option.name)
+    kinds = _kinds(field.annotation) if field else []
+    if option.name == "max_model_len" and text.lower() == "auto":
+        return -1
+    if "int" in option.types and (large := LARGE_NUMBER.fullmatch(text)):
+        number, letter = large.groups()
+        base = 1000 if letter.islower() else 1024
+        return int(float(number) * base ** (POWERS.index(letter.lower()) + 1))
+    plain = kinds == [str] if field else bool(option.types) and option.types <= TEXTS
+    if plain and text not in ("", "null"):
+        return str(Path(text).absolute()) if option.name in FILES and Path(text).is_file() else text
+    return _yaml(text, written)
 
 
 def _override(path: str, text: str, written: str) -> Override:
     part, place, root = _root(path.split("."), written)
     match place:
-        case ("engine", name) if name not in EngineSettings.model_fields:
-            if name in SOMEWHERE_ELSE:
-                raise OptionError(f"{written}: {SOMEWHERE_ELSE[name]}")
-            if name not in _known_options():
-                raise OptionError(_unknown_key(written, name, _known_options()))
+        case ("engine", "extra", name) | ("engine", name) if part == "model" and name != "extra":
+            known = _known_options()
+            if reason := refusal(name):
+                raise OptionError(f"{written}: {reason}")
+            if name not in known or (known[name].server and name not in DONE):
+                fields = [one for one in known if refusal(one) is None]
+                elsewhere = "`vllm serve --help=all` has the options of the engine"
+                raise OptionError(f"{written}: there is no {name!r}{suggestion(name, fields, elsewhere)}")
             return _engine(name, text, written)
-    return Override(part, place, _value(text, _annotation(root, place, written), written))
+    value = _value(text, _annotation(root, place, written), written)
+    if part in ("http", "deployment"):
+        _check_value(root, place, value, written)
+    return Override(part, place, value)
+
+
+def _check_value(schema: type[BaseModel], place: Sequence[str], value: Any, written: str) -> None:
+    """Check a value of Ray Serve's part of the config.
+
+    Raises:
+        OptionError: It is wrong.
+    """
+    if len(place) == 1:
+        field = schema.model_fields[place[0]]
+        kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        try:
+            TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
+            raise OptionError(f"{written}: {error.errors()[0]['msg']}, not {value!r}") from None
+    if schema.__name__ == "HTTPOptionsSchema" and place == ("port",) and not 0 < value < 65536:
+        raise OptionError(f"{written}: must be a port from 1 to 65535, not {value}")
 
 
 def _root(parts: Sequence[str], written: str) -> tuple[Part, tuple[str, ...], type[BaseModel]]:
@@ -222,10 +362,7 @@ def _annotation(schema: type[BaseModel], place: Sequence[str], written: str) -> 
 
 
 def _unknown_key(written: str, key: str, names: Iterable[str]) -> str:
-    close = get_close_matches(key, names, n=1)
-    if close:
-        return f"{written}: there is no {key!r}; did you mean {close[0]!r}?"
-    return f"{written}: there is no {key!r}; there are {', '.join(sorted(names))}"
+    return f"{written}: there is no {key!r}{suggestion(key, sorted(names), 'configs/README.md has them all')}"
 
 
 def _kinds(annotation: Any) -> list[Any]:
@@ -243,6 +380,11 @@ def _value(text: str, annotation: Any, written: str) -> Any:
     kinds = _kinds(annotation) if annotation is not None else []
     if text and kinds == [str] and text != "null":
         return text
+    return _yaml(text, written)
+
+
+def _yaml(text: str, written: str) -> Any:
+    """Return the value of a text that is YAML, and so may be JSON."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

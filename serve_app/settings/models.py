@@ -35,15 +35,26 @@ from serve_app.settings.fields import (
     Strict,
     Weights,
 )
+from serve_app.settings.serve_options import refusal
 from serve_app.settings.sources import DEMO_FOLDER, DEMO_MODEL
 from serve_app.simulation.profiles import Profile, read_profile
+
+
+def _context(tokens: int) -> int:
+    if tokens < 1 and tokens != -1:
+        raise ValueError(f"must be a number of tokens, or -1 for the longest context that fits, not {tokens}")
+    return tokens
+
+
+Context = Annotated[int, Field(strict=True), AfterValidator(_context)]
+"""A context in tokens, or -1: the longest that fits."""
 
 
 class EngineSettings(Strict):
     """vLLM's own settings, named as in `vllm serve --help`, with underscores.
 
-    A setting left out keeps vLLM's default. `extra` takes any other `vllm serve` option; vLLM
-    checks its value when the engine starts.
+    A setting left out keeps vLLM's default. `extra` takes any other option of vLLM's engine, and those of its
+    server that work behind the Ingress. `max_model_len` -1 is the longest context that fits.
     """
 
     tokenizer: str | None = None
@@ -53,7 +64,7 @@ class EngineSettings(Strict):
     load_format: str | None = None
     trust_remote_code: Flag | None = None
     seed: Annotated[int, Field(strict=True)] | None = None
-    max_model_len: Positive | None = None
+    max_model_len: Context | None = None
     gpu_memory_utilization: Annotated[float, Field(strict=True, gt=0, le=1)] | None = None
     kv_cache_memory_bytes: Positive | None = None
     tensor_parallel_size: Positive | None = None
@@ -84,6 +95,11 @@ class EngineSettings(Strict):
         return self.model_dump(exclude={"extra"}, exclude_none=True) | self.extra
 
     @property
+    def context(self) -> int | None:
+        """`max_model_len`; None: it is known once the engine has started."""
+        return None if self.max_model_len == -1 else self.max_model_len
+
+    @property
     def pooling_routes(self) -> tuple[str, ...]:
         """Routes that a pooling model may serve, by its settings; none: it isn't said to be one."""
         if self.runner != "pooling" and self.convert not in ("embed", "classify"):
@@ -97,8 +113,8 @@ class EngineSettings(Strict):
         for name in self.extra:
             if name in type(self).model_fields:
                 raise ValueError(f"extra.{name}: put {name} directly under engine, where it is checked")
-            if name in {"model", "served_model_name", "host", "port", "uds", "api_key"}:
-                raise ValueError(f"extra.{name}: saturate sets this itself; leave it out")
+            if reason := refusal(name):
+                raise ValueError(f"extra.{name}: {reason}")
         return self
 
 

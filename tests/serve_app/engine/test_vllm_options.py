@@ -1,9 +1,11 @@
 """vLLM's options and the limits of admission, from the settings of a model."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.tool_parsers import ToolParserManager
 
 from serve_app.engine.vllm_options import Limits, batcher_of, limits_of, vllm_args
 from serve_app.settings.models import LLMSettings
@@ -35,6 +37,21 @@ def test_options_reach_vllm_by_their_names() -> None:
 def test_an_option_that_vllm_has_not_is_refused_with_its_path() -> None:
     with pytest.raises(SettingsError, match=r"engine\.extra\.nope: this vLLM has no such option"):
         vllm_args(settings(engine={"extra": {"nope": 1}}))
+
+
+def test_a_parser_of_tool_calls_comes_from_a_file(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from vllm.tool_parsers import ToolParserManager\n"
+        "from vllm.tool_parsers.abstract_tool_parser import ToolParser\n"
+        "@ToolParserManager.register_module('of_a_test')\n"
+        "class Mine(ToolParser):\n    pass\n"
+    )
+    with pytest.raises(KeyError):
+        ToolParserManager.get_tool_parser("of_a_test")
+    extra = {"tool_parser_plugin": str(plugin)}
+    assert vllm_args(settings(engine={"tool_call_parser": "of_a_test", "extra": extra}))
+    assert ToolParserManager.get_tool_parser("of_a_test").__name__ == "Mine"
 
 
 @pytest.mark.parametrize(

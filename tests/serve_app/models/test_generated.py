@@ -257,10 +257,16 @@ def test_scaling_takes_the_place_of_a_number(models: FakeHub) -> None:
     ("setting", "message"),
     [
         ("engine.max_model_len=x", "engine.max_model_len: Input should be a valid integer"),
-        ("http.port=x", "Ray Serve refuses a value that was set: "),
-        ("deployment.num_replicas=-1", "Ray Serve refuses a value that was set: "),
+        ("http.port=x", "--set http.port: Input should be a valid integer"),
+        (
+            "deployment.num_replicas=-1",
+            "--set deployment.num_replicas: Input should be greater than 0, not -1",
+        ),
         ("deployment.num_replicas=many", "Ray Serve refuses a value that was set: "),
-        ("deployment.num_replicas=[1]", "Ray Serve refuses a value that was set: "),
+        (
+            "deployment.num_replicas=[1]",
+            r"--set deployment.num_replicas: Input should be a valid integer, not \[1\]",
+        ),
         ("id=a b", "id: String should match pattern"),
     ],
 )

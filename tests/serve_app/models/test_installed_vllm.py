@@ -11,13 +11,13 @@ from tests.progress import run
 def test_options_are_known_with_their_flags() -> None:
     options = installed_vllm.options()
     assert len(options) > 100
-    assert not options["max_model_len"]
-    assert not options["hf_overrides"]
-    assert options["enforce_eager"]
+    assert not options["max_model_len"].flag
+    assert not options["hf_overrides"].flag
+    assert options["enforce_eager"].flag
     # One that can be left to vLLM is a flag too.
-    assert options["enable_prefix_caching"]
+    assert options["enable_prefix_caching"].flag
     # One of the OpenAI server.
-    assert options["enable_auto_tool_choice"]
+    assert options["enable_auto_tool_choice"].flag
 
 
 def test_architectures_are_known() -> None:

@@ -63,7 +63,7 @@ def test_settings_of_a_batcher_that_contradict_each_other() -> None:
 
 def test_keys_of_one_kind_are_unknown_to_the_other() -> None:
     (line,) = mistakes(one(target="a:B"))
-    assert line.startswith("args.models[0].target: unknown key; allowed here: id, kind, source")
+    assert line.startswith("args.models[0].target: unknown key; configs/README.md has them all")
     (line,) = mistakes(function(source="x"))
     assert line.startswith("args.models[0].source: unknown key; allowed here: id, kind, target")
 
@@ -142,7 +142,21 @@ def test_extra_refuses_options_that_are_settings() -> None:
     assert "extra.max_num_seqs: put max_num_seqs directly under engine" in line
 
 
-@pytest.mark.parametrize("key", ["model", "served_model_name", "host", "port", "uds", "api_key"])
-def test_extra_refuses_options_that_saturate_sets(key: str) -> None:
+@pytest.mark.parametrize(
+    "key", ["model", "served_model_name", "host", "port", "uds", "api_key", "ssl_keyfile"]
+)
+def test_extra_refuses_options_that_do_nothing_there(key: str) -> None:
+    # tests/serve_app/models/test_vllm_options.py has all of them, with their reasons.
     (line,) = mistakes(one(engine={"extra": {key: "x"}}))
-    assert f"extra.{key}: saturate sets this itself" in line
+    assert f"args.models[0].engine: extra.{key}: " in line
+
+
+def test_the_longest_context_that_fits_is_minus_one_as_in_vllm() -> None:
+    model = only(one(engine={"max_model_len": -1}))
+    assert (model.engine.max_model_len, model.engine.context) == (-1, None)
+    for value in (0, -2):
+        (line,) = mistakes(one(engine={"max_model_len": value}))
+        assert line == (
+            "args.models[0].engine.max_model_len: must be a number of tokens, or -1 for the longest context "
+            f"that fits, not {value}"
+        )
