@@ -337,9 +337,11 @@ class QuotaBook:
         for (subject, thing, period, name), (*values, windows) in accounts:
             lease = LeaseID(subject, thing)
             found = [self._totals.since(lease, span, starts_at) for span, starts_at in windows]
-            *numbers, closed = values
-            amounts = map(int, numbers)
-            entry = BookEntry(lease, period, name, tuple(filter(None, found)), *amounts, closed=closed)
+            granted, used, returned, reserved, closed = values
+            entry = BookEntry(
+                *(lease, period, name, tuple(filter(None, found))),
+                *(int(granted), int(used), int(returned), int(reserved), bool(closed)),
+            )
             self._holders.setdefault(name, _Holder(at)).entries[lease, period] = entry
             # Its use is in the stored totals already.
             for total in entry.totals:

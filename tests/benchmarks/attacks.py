@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,10 @@ class Target:
     key: str
     engines: tuple[int, ...]
     seconds: float
+
+
+Attack = Callable[[Target], Coroutine[Any, Any, Counter[str]]]
+"""Attacks for a time; returns how many of each end its requests had."""
 
 
 @dataclass
@@ -130,7 +134,7 @@ async def send(target: Target, path: str, body: bytes, answers: Counter[str]) ->
     answers[f"status {answer.status_code}"] += 1
 
 
-def costly_field(copies: int) -> Callable[[Target], Awaitable[Counter[str]]]:
+def costly_field(copies: int) -> Attack:
     """Return an attack by bodies of ten megabytes whose numbers nothing reads."""
 
     async def attack(target: Target) -> Counter[str]:
@@ -155,7 +159,7 @@ async def repetitions(target: Target) -> Counter[str]:
     return answers
 
 
-def connections(statistics: bool, first: bytes) -> Callable[[Target], Awaitable[Counter[str]]]:
+def connections(statistics: bool, first: bytes) -> Attack:
     """Return an attack by connections that stay.
 
     Args:
@@ -197,7 +201,7 @@ async def death(target: Target) -> Counter[str]:
     return Counter({"killed": len(target.engines)})
 
 
-ATTACKS: dict[str, Callable[[Target], Awaitable[Counter[str]]]] = {
+ATTACKS: dict[str, Attack] = {
     "1 body of 10 MB of numbers": costly_field(1),
     "3 bodies of 10 MB of numbers": costly_field(3),
     "15 bodies of 10 MB of numbers": costly_field(15),
