@@ -24,7 +24,7 @@ from serve_app.api.errors import RequestError
 from serve_app.system.private_files import close_session, close_to_others, private_folder, token_file
 
 FOLDER = Path(f"/tmp/saturate-{os.geteuid()}")
-"""Folder of HAProxy's files and sockets. A socket's path has 107 bytes at most, of which Ray takes 70."""
+"""Folder of HAProxy's files and sockets. Ray Serve and HAProxy add 80 bytes to a path, which may have 107."""
 
 FILES: Mapping[str, Path] = {
     "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": FOLDER / "haproxy.cfg",
