@@ -1,6 +1,7 @@
 """Admission in front of vLLM's engine client."""
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
@@ -18,6 +19,8 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from batcher import ContinuousBatcher
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
+from serve_app.engine.grammar_check import GrammarCheck
+from serve_app.engine.grammars import Grammar
 from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm_refusal import RefusedError
 from tests.serve_app.engine.vllm_doubles import BLOCK, CONTEXT, LIMIT_S, TEN, Script, gated, output, run
@@ -62,6 +65,45 @@ async def test_a_request_that_is_closed_early_frees_its_slot_and_its_engine(
     await results.aclose()
     assert batcher.stats.running == 0
     assert script.closed == 1
+
+
+TUPLE: dict[str, Any] = {"type": "array", "items": [{"type": "string"}]}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "refused"),
+    [
+        ({"json": TUPLE}, "text.format: this json can't be compiled: items must be"),
+        ({"regex": "("}, "structured_outputs: this regex can't be compiled"),
+        ({"choice": ["a", "\U0001f600"]}, ""),
+        ({"json_object": True}, ""),
+        ({"grammar": 'start: "a"'}, ""),
+    ],
+)
+async def test_a_grammar_is_checked_as_the_engine_will_compile_it_before_the_request_is_admitted(
+    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, outputs: dict[str, Any], refused: str
+) -> None:
+    script = Script(output(1, finish="stop"))
+    llm = gated(monkeypatch, script, batcher)
+    llm.grammars = check = GrammarCheck(5.0, 5.0)
+    stated = (Grammar("json", json.dumps(TUPLE), "text.format"),) if "json" in outputs else ()
+    result = AdmissionResult()
+    set_current(AdmissionRequest(grammars=stated), result)
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**outputs))
+    try:
+        async with asyncio.timeout(60):
+            if refused:
+                with pytest.raises(RefusedError) as caught:
+                    await run(llm, params=params)
+                assert caught.value.error.status == 400
+                assert caught.value.error.message.startswith(refused)
+                assert result.refusal is caught.value.error
+            else:
+                await run(llm, params=params)
+    finally:
+        await check.stop()
+    assert len(script.calls) == (0 if refused else 1)
+    assert result.constrained
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
