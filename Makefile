@@ -17,6 +17,7 @@ install: .venv/installed ## Install into .venv, for the CPU, with all that the t
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "saturate needs Python 3.11 or newer; name one with make PYTHON=python3.12 ...")'
+	@echo 'Installing vLLM, torch and Ray into .venv: 5 GB on the disk, 2 to 10 minutes. Compiling byte code comes last, and says nothing.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade uv
 	$(BIN)/uv pip install --python $(BIN)/python $(TORCH) --compile-bytecode --editable '.[cpu,test]'
