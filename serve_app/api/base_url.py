@@ -9,11 +9,14 @@ def base_url(url: str) -> str:
     """Return the base URL of a service, without a slash at its end.
 
     Args:
-        url: The URL. The one that OpenAI's clients take ends in `/v1`, which is left out.
+        url: The URL. The one that OpenAI's clients take ends in `/v1`, which is left out. An address
+            without a scheme, such as localhost:8000, is one of HTTP.
 
     Raises:
         ValueError: It can't be that of a service; the message begins with it.
     """
+    if url and "://" not in url:
+        url = f"http://{url}"
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{url}: must begin with http:// or https://")
     try:

@@ -1,14 +1,12 @@
 """Requests and responses of `/generate` and `/process`, over HTTP and over the handle."""
 
-from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
-from serve_app.api.validation import field_path
+from serve_app.api.validation import field_path, suggestion
 
 JSON = dict[str, Any]
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -16,11 +14,7 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 MAX_NAME = 1_000
 """Most characters of the path of a field that errors quote."""
 
-MAX_TYPO = 64
-"""Most characters of an unknown field that is compared with the known ones."""
-
-SUGGESTED = 3
-"""Most fields that the error for an unknown one suggests."""
+LISTED = "GET /docs lists the fields of each route"
 
 Probability = Annotated[float, Field(strict=True, gt=0, le=1)]
 Penalty = Annotated[float, Field(strict=True, ge=-2, le=2)]
@@ -221,8 +215,9 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         return RequestError(400, "invalid_request_error", "The body must be a JSON object")
     match item["type"]:
         case "extra_forbidden":
-            own = fields if len(item["loc"]) == 1 else []
-            message = f"{param}: unknown field; {_suggestion(str(item['loc'][-1]), own)}"
+            *parents, name = item["loc"]
+            known = f"; {LISTED}" if parents else suggestion(str(name), fields, LISTED, "allowed are")
+            message = f"{param}: unknown field{known}"
         case "missing":
             message = f"{param}: required, but missing"
         case "value_error":
@@ -230,12 +225,3 @@ def _bad_field(error: ValidationError, fields: list[str]) -> RequestError:
         case _:
             message = f"{param}: {item['msg']}"
     return RequestError(400, "invalid_request_error", message, param=param)
-
-
-def _suggestion(name: str, fields: Sequence[str]) -> str:
-    """Return the advice for an unknown field: the closest fields, if any is close."""
-    close = get_close_matches(name.lower(), fields, SUGGESTED) if len(name) <= MAX_TYPO else []
-    if not close:
-        return "GET /docs lists the fields of each route"
-    *most, last = [f"`{field}`" for field in close]
-    return f"did you mean {', '.join(most)} or {last}?" if most else f"did you mean {last}?"

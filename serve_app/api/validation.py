@@ -1,6 +1,33 @@
-"""Paths of values in JSON and YAML, for messages about pydantic's errors."""
+"""Paths of values in JSON and YAML, and close names, for messages about mistakes."""
 
 from collections.abc import Iterable
+from difflib import get_close_matches
+
+MOST_CLOSE, FEW, SURE = 3, 8, 0.85
+"""Most names that a message suggests, the number up to which it lists all, and the likeness of a sure one."""
+
+MOST_LETTERS = 100
+"""Letters of an unknown name that are compared."""
+
+
+def suggestion(name: str, names: Iterable[str], elsewhere: str = "", few: str = "there are") -> str:
+    """Return the end of a message about an unknown name: the closest names, or all if there are few.
+
+    Args:
+        name: The unknown name.
+        names: The known ones.
+        elsewhere: Where they are, if none is close.
+        few: Begins the list of all.
+    """
+    # Clients choose the name, and they are to cost little.
+    name, known = name[:MOST_LETTERS], list(names)
+    if len(known) <= FEW:
+        return f"; {few} {', '.join(known) or 'none'}"
+    sure = get_close_matches(name, known, n=1, cutoff=SURE)
+    if close := sure or get_close_matches(name, known, n=MOST_CLOSE):
+        *most, last = close
+        return f"; did you mean {', '.join(most)}{' or ' * bool(most)}{last}?"
+    return elsewhere and f"; {elsewhere}"
 
 
 def field_path(parts: Iterable[int | str], root: str = "") -> str:

@@ -20,7 +20,7 @@ import yaml
 from serve_app.auth.keys import Key, expired_keys, hash_key, new_key, plain_keys, read_keys
 from serve_app.auth.rotation import RotationError, add_secret, drop_old_secret, entry_of
 from serve_app.settings.schema import SettingsError
-from serve_app.system.command_line import run
+from serve_app.system.command_line import WrongInput, run
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -34,7 +34,11 @@ def main() -> None:
 
 @click.group()
 def keys() -> None:
-    """Make and change API keys of the file that `access.keys_file` of a config names."""
+    """Make and change API keys of the file that `access.keys_file` of a config names.
+
+    Exit codes: 0 done; 1 `check` has found a mistake, or the file can't be written; 2 the command or the file
+    is wrong, and nothing was changed.
+    """
 
 
 def _list_option(name: str, help: str, metavar: str) -> Callable[[Command], Command]:
@@ -112,7 +116,7 @@ def new(
     try:
         read_keys(text, "the key")
     except SettingsError as error:
-        raise click.ClickException(str(error)) from None
+        raise WrongInput(str(error)) from None
     print(text, end="", flush=True)
     _show(entry["name"], key)
 
@@ -143,7 +147,11 @@ def check(file: Path) -> None:
     warning, on standard error, is not.
     """
     text = _text(file)
-    found = _read(file, text)
+    try:
+        found = _read(file, text)
+    except WrongInput as error:
+        # The check has found it.
+        raise click.ClickException(error.message) from None
     for line in expired_keys(found, time.time()):
         print(f"warning: {file}: {line}", file=sys.stderr)
     for name in plain_keys(text, found):
@@ -176,7 +184,7 @@ def rotate(name: str, in_place: bool, finish: bool, file: Path) -> None:
         changed = drop_old_secret(text, name) if finish else add_secret(text, name, hash_key(key.encode()))
         entry = "" if in_place else entry_of(changed, name)
     except (RotationError, SettingsError) as error:
-        raise click.ClickException(str(error)) from None
+        raise WrongInput(str(error)) from None
     print(entry, end="", flush=True)
     if key:
         _show(name, key)
@@ -203,16 +211,16 @@ def _text(file: Path) -> str:
         with file.open(newline="", encoding="utf-8") as opened:
             return opened.read()
     except OSError as error:
-        raise click.ClickException(f"{file}: {error.strerror}") from None
+        raise WrongInput(f"{file}: {error.strerror}") from None
     except ValueError:
-        raise click.ClickException(f"{file}: it is not UTF-8") from None
+        raise WrongInput(f"{file}: it is not UTF-8") from None
 
 
 def _read(file: Path, text: str) -> list[Key]:
     try:
         return read_keys(text, str(file))
     except SettingsError as error:
-        raise click.ClickException(str(error)) from None
+        raise WrongInput(str(error)) from None
 
 
 def _write(file: Path, text: str) -> None:

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, 
 from serve_app.api.addresses import Network
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
-from serve_app.api.validation import field_path
+from serve_app.api.validation import field_path, suggestion
 from serve_app.settings.batches import BatchLimits
 from serve_app.settings.fields import Positive, ServedId, Strict, Weight
 from serve_app.settings.schema import SettingsError
@@ -281,7 +281,8 @@ def _describe(place: tuple[int | str, ...], type: str, message: str) -> str:
         place = place[:2] + place[3:]
     if type == "extra_forbidden":
         fields = _SECTIONS.get(place[-2], Key).model_fields
-        message = f"unknown field; allowed are {', '.join(fields)}"
+        known = suggestion(str(place[-1]), fields, "serve_app/README.md has them all", "allowed are")
+        message = f"unknown field{known}"
         if not _FIELD.fullmatch(str(place[-1])):
             place = place[:-1]
     return f"{field_path(place)}: {message.removeprefix('Value error, ')}"

@@ -36,9 +36,10 @@ class Dashboard:
         """Return the state of each application; empty while the dashboard can't be reached."""
         for url in [self.url] if self.url else DASHBOARDS:
             details = self._ask(url, "GET")
-            if details.get("http_options", {}).get("port") == self._port:
+            options = details.get("http_options")
+            if isinstance(options, dict) and options.get("port") == self._port:
                 self.url = url
-                applications: JSON = details["applications"]
+                applications: JSON = details.get("applications", {})
                 return applications
         return {}
 
@@ -71,8 +72,10 @@ class Dashboard:
     @staticmethod
     def _ask(url: str, method: str, body: JSON | None = None) -> JSON:
         with suppress(httpx.HTTPError, ValueError):
-            answer: JSON = httpx.request(method, url, json=body, headers=token_headers(), timeout=10).json()
-            return answer
+            answer = httpx.request(method, url, json=body, headers=token_headers(), timeout=10).json()
+            # Another program may have that port.
+            if isinstance(answer, dict) and isinstance(answer.get("applications", {}), dict):
+                return answer
         return {}
 
 

@@ -70,7 +70,7 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
     warning  a service starts, but is slower, or fails in some case
     problem  a service can't start, or fails
 
-    Exit code: 0 without a problem, also with warnings; 1 with one.
+    Exit codes: 0 without a problem, also with warnings; 1 with one; 2 there is no such CONFIG.
 
     \b
     Examples:
@@ -78,6 +78,8 @@ def doctor(config: Path | None, address: str | None, as_json: bool) -> int:
       saturate doctor configs/qwen2.5-7b-l4.yaml
       saturate doctor --json | jq '.findings[] | select(.level != "ok")'
     """
+    if config is not None and not config.is_file():
+        raise click.UsageError(f"{config}: there is no such file")
     plan = Plan() if config is None else read_plan(config)
     address = address or os.environ.get("RAY_ADDRESS")
     case = Case(Machine(), plan, None if address == "local" else address)

@@ -2,9 +2,17 @@
 
 import click
 
+from serve_app.system.command_line import USAGE
+
 
 class LaunchError(click.ClickException):
     """The service can't start; the message tells its user the reason."""
+
+
+class ConfigError(LaunchError):
+    """The config or the model is wrong: the same command would fail again."""
+
+    exit_code = USAGE
 
 
 class SlowStartError(LaunchError):

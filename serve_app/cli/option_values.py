@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import click
@@ -38,6 +39,16 @@ def between(least: float, most: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def check_folder(option: str, file: Path | None) -> None:
+    """Check, before the work, that there is a folder for the file of an option.
+
+    Raises:
+        click.UsageError: There is none.
+    """
+    if file is not None and not file.absolute().parent.is_dir():
+        raise click.UsageError(f"{option} {file}: there is no folder {file.parent}")
 
 
 def moment(text: str) -> datetime:

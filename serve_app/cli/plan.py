@@ -5,6 +5,7 @@ import sys
 
 import click
 
+from serve_app.api.validation import suggestion
 from serve_app.cli.option_values import between, parsed
 from serve_app.simulation.profiles import PROFILES, Profile, read_profile
 from serve_app.system.home import below_home
@@ -24,8 +25,8 @@ def _device(value: str) -> Profile:
     """Return the profile of a name or of a file."""
     path = below_home(value)
     if value not in PROFILES and not path.is_file():
-        names = ", ".join(PROFILES)
-        raise ValueError(f"{value!r} is neither a device ({names}) nor a file")
+        known = suggestion(value, PROFILES, few="the devices are")
+        raise ValueError(f"{value!r} is neither a device nor a file{known}")
     found: Profile = read_profile(value if value in PROFILES else str(path.absolute()))
     return found
 

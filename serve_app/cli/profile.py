@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
+from serve_app.api.base_url import base_url
 from serve_app.cli.api_key import read_api_key
+from serve_app.cli.option_values import check_folder, parsed
 from serve_app.cli.progress import Progress
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.measuring import Measurement
@@ -19,7 +21,7 @@ BAD_FIT = 3
 
 
 @click.command()
-@click.argument("url")
+@click.argument("url", callback=parsed(base_url))
 @click.option("--model", metavar="ID", help="Model to measure; needed if the service has several.")
 @click.option("--api-key-env", metavar="NAME", help="Environment variable that holds the API key.")
 @click.option(
@@ -63,8 +65,8 @@ def profile(
     \b
     Exit codes:
       0  the profile describes what was measured
-      1  the service can't be measured
-      2  an option is wrong
+      1  there is no service, or it can't be measured
+      2  an option is wrong; nothing was measured
       3  the profile is written, but describes it badly; the table of residuals shows where
 
     \b
@@ -74,6 +76,7 @@ def profile(
     """
     if output is not None and output.exists() and not overwrite:
         raise click.UsageError(f"--output {output}: exists; add --overwrite to replace it")
+    check_folder("--output", output)
     key = read_api_key(api_key_env)
     progress = Progress()
     try:

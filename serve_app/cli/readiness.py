@@ -135,6 +135,8 @@ def _without_trace(message: str) -> str:
 def _health(url: str) -> JSON:
     """Return the service's report of its health; empty while it can't be reached."""
     with suppress(httpx.HTTPError, ValueError):
-        report: JSON = httpx.get(f"{url}/health", timeout=HEALTH_S).json()
-        return report
+        report = httpx.get(f"{url}/health", timeout=HEALTH_S).json()
+        # Another program may answer on this port.
+        if isinstance(report, dict) and isinstance(report.get("models"), dict):
+            return report
     return {}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from serve_app.cli.errors import LaunchError
+from serve_app.cli.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from serve_app.models.generated import Generated
@@ -140,7 +140,8 @@ def serve(
     Any option of `vllm serve` is taken as vLLM spells it (--max-model-len 8k, -tp 2, --enforce-eager,
     --speculative-config.model NAME). It goes to the engine, or becomes a setting of this service
     (--served-model-name, --lora-modules, --allowed-origins), or is refused with the setting that does it.
-    Exit codes: 0 stopped, 1 refused or failed, 2 wrong usage.
+    Exit codes: 0 stopped; 1 the service failed, or something else has its port; 2 the command, the config or
+    the model is wrong, and nothing was started.
 
     The service stays in the foreground. To stop, it lets requests in flight finish; a second Ctrl-C cuts them
     off. However it ends, no process of it is left: neither after a closed terminal nor after SIGKILL.
@@ -188,7 +189,7 @@ def _complete_text(name: str) -> str:
     """Return a config with what it leaves out, for Ray Serve's own commands and KubeRay.
 
     Raises:
-        LaunchError: The config is wrong.
+        ConfigError: The config is wrong.
     """
     from serve_app.cli.config_text import completed
     from serve_app.cli.serve_config import read_config
@@ -207,17 +208,20 @@ def _generate(name: str, overrides: "Sequence[Override]", words: Sequence[str]) 
     """Return the config for a model on this machine.
 
     Raises:
-        LaunchError: The model can't be served here.
+        ConfigError: The model can't be served here.
+        LaunchError: The hub can't be reached.
         click.UsageError: A value that was set is wrong.
     """
     from serve_app.models.devices import find_machine
     from serve_app.models.errors import ModelError, OptionError
     from serve_app.models.generated import generate
-    from serve_app.models.hub import HuggingFaceHub
+    from serve_app.models.hub import HubAwayError, HuggingFaceHub
 
     try:
         return generate(name, overrides, words=words, machine=find_machine, hub=HuggingFaceHub)
-    except ModelError as error:
+    except HubAwayError as error:
         raise LaunchError(str(error)) from None
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
     except OptionError as error:
         raise click.UsageError(str(error)) from None

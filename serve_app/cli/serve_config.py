@@ -10,13 +10,14 @@ from pydantic import ValidationError
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
+from serve_app.api.validation import suggestion
 from serve_app.auth.middleware import KeyStore
-from serve_app.cli.errors import LaunchError
+from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
 from serve_app.ingress.health import engine_name
 from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import IMPORT_PATH, complete_config
-from serve_app.settings.messages import plain_errors, suggestion
+from serve_app.settings.messages import plain_errors
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import parse
 from serve_app.settings.user_config import parse_user_config
@@ -26,7 +27,7 @@ def read_config(path: Path) -> ServeDeploySchema:
     """Read a Serve config, complete it and check it, with the args of this project's applications in it.
 
     Raises:
-        LaunchError: It can't be read, or a value in it is wrong.
+        ConfigError: It can't be read, or a value in it is wrong.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -54,11 +55,11 @@ def read_config(path: Path) -> ServeDeploySchema:
                 if isinstance(model, LLMSettings):
                     _check_gpus(app, model)
     except OSError as error:
-        raise LaunchError(f"{path}: {error.strerror}") from None
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except ValidationError as error:
-        raise LaunchError(f"{path}: {plain_errors(error)}") from None
+        raise ConfigError(f"{path}: {plain_errors(error)}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise LaunchError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
     return config
 
 

@@ -23,7 +23,7 @@ def stop(port: int | None, every: bool, now: bool) -> int:
     gone, those that a killed launcher has left behind too. It finds the services of this user by a mark in
     the environment of their processes.
 
-    Exit code: 0 if nothing runs any more, also if nothing ran before.
+    Exit codes: 0 nothing runs any more, also if nothing ran before; 2 the command is wrong.
 
     \b
     Examples:

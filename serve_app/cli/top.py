@@ -9,8 +9,10 @@ from dataclasses import asdict
 
 import click
 
+from serve_app.api.base_url import base_url
 from serve_app.cli.api_key import read_api_key
 from serve_app.cli.figures import View
+from serve_app.cli.option_values import parsed
 from serve_app.cli.reading import view
 from serve_app.cli.stats_client import StatsClient
 from serve_app.driver.options import DEFAULT_URL
@@ -23,7 +25,7 @@ WIDE = 160
 
 
 @click.command()
-@click.argument("url", default=DEFAULT_URL)
+@click.argument("url", default=DEFAULT_URL, callback=parsed(base_url))
 @click.option(
     "--api-key-env",
     metavar="NAME",
@@ -58,7 +60,7 @@ def top(url: str, api_key_env: str | None, interval: float, once: bool, as_json:
     Percentiles of a model with several replicas are those of its slowest one. A narrow terminal shows fewer
     columns; the JSON has all figures.
 
-    Exit code: 0, also after Ctrl-C; 1 if there is no service, or it refuses the key.
+    Exit codes: 0, also after Ctrl-C; 1 there is no service, or it refuses the key; 2 the command is wrong.
 
     \b
     Examples:

@@ -11,8 +11,9 @@ from typing import Literal
 import click
 from click.core import ParameterSource
 
+from serve_app.api.base_url import base_url
 from serve_app.cli.api_key import read_api_key
-from serve_app.cli.option_values import moment, parsed
+from serve_app.cli.option_values import check_folder, moment, parsed
 from serve_app.cli.plan import NO_PLAN
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig, read_config, write_config
@@ -21,7 +22,6 @@ from serve_app.driver.errors import DriverError, RowError
 from serve_app.driver.options import DEFAULT_URL
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.sources import open_source
-from serve_app.system.command_line import USAGE
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
 from serve_app.tuning.guidellm import GuideLLM, check_guidellm
@@ -40,14 +40,8 @@ MOST_PROMPTS = 10_000
 GENERATORS = {"own": Generator, "guidellm": GuideLLM}
 
 
-class ServiceFailure(click.ClickException):
-    """The service can't be measured."""
-
-    exit_code = USAGE
-
-
 @click.command()
-@click.argument("url", default=DEFAULT_URL)
+@click.argument("url", default=DEFAULT_URL, callback=parsed(base_url))
 @click.option("--model", metavar="ID", help="Model to load; needed if the service has several.")
 @click.option(
     "--goal",
@@ -216,7 +210,8 @@ def tune(
     \b
     Exit codes:
       0  a load holds the goals
-      2  an option is wrong, or the service can't be measured
+      1  there is no service, or it can't be measured
+      2  an option is wrong; nothing was measured
       3  no load holds the goals (a lone request misses them, or --rate does), or they don't hold with the
          settings; the best that was seen is shown
 
@@ -256,6 +251,8 @@ def tune(
         raise click.UsageError("--generator: guidellm takes prompts that are texts; with chats, take own")
     if write is not None:
         read_config(write)
+    check_folder("--json", json_file)
+    check_folder("--plot", plot)
     question = Question(
         url=url,
         model=model,
@@ -272,6 +269,9 @@ def tune(
         seed=seed,
         beside_batch=beside_batch,
     )
+    if calls is not None and (model or not calls.models):
+        # Before the service is asked.
+        question.requests(model or "any model")
     config = RunningConfig(url) if apply_ else None
     progress = Progress()
     run = TuneRun(question, config, progress, service=Service, generator=GENERATORS[generator])
@@ -290,7 +290,7 @@ def tune(
             _warn(run)
             _write_files(run, json_file, None)
         if isinstance(error, ServiceError):
-            raise ServiceFailure(str(error)) from None
+            raise click.ClickException(str(error)) from None
         raise
     found = run.found
     click.echo(text(found), nl=False)

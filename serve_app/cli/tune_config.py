@@ -95,7 +95,7 @@ def read_config(path: Path) -> JSON:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise click.UsageError(f"--write {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise click.UsageError(f"--write {path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict) or not isinstance(content.get("applications"), list):
         raise click.UsageError(f"--write {path}: is no config of Ray Serve: it has no applications")

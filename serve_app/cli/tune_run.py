@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import click
+
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.tuning.choice import MARGIN, choose
@@ -79,15 +81,15 @@ class Question:
         """Return the requests to a model.
 
         Raises:
-            ServiceError: The ledger has no calls of it.
+            click.UsageError: The ledger has no calls of it.
         """
         if self.ledger is None:
             return Requests(model, self.input, self.output, self.prompts, tier=tier)
         calls = self.ledger.of(model)
         if not calls:
             others = ", ".join(self.ledger.models) or "none"
-            raise ServiceError(
-                f"the ledger has no answered call of {model} in this time (models with calls: {others}); "
+            raise click.UsageError(
+                f"--ledger: it has no answered call of {model} in this time (models with calls: {others}); "
                 "take an earlier --since, or --input and --output"
             )
         input, output = (

@@ -15,6 +15,7 @@ from serve_app.cli.option_values import moment, parsed
 from serve_app.settings.completion import IMPORT_PATH
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
+from serve_app.system.command_line import WrongInput
 from serve_app.usage.files import PRICES
 from serve_app.usage.prices import Prices, prices_of, unpack
 from serve_app.usage.reading import Files, LedgerError, open_ledger, read
@@ -91,6 +92,9 @@ def usage(
     Calls that run now are in it with their tokens so far (outcome `running`), and so are those of a replica
     that was killed (`lost`): at most their last second is missing. Lost and failed calls cost nothing.
 
+    Exit codes: 0, also without calls; 1 a file can't be read; 2 there is no such ledger or config, or it is
+    wrong.
+
     \b
     Examples:
       saturate usage /var/lib/saturate/usage
@@ -111,7 +115,7 @@ def usage(
         read(files, folder, report)
         prices = prices_of(settings) or _kept_prices(files, folder)
     except (LedgerError, ImportError) as error:
-        raise click.ClickException(str(error)) from None
+        raise WrongInput(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{place}: {error.strerror or error}") from None
     if report.wrong:
@@ -127,14 +131,14 @@ def _settings(path: Path) -> UsageSettings:
         apps = content["applications"] if isinstance(content, dict) else []
         found = [parse(app.get("args") or {}).usage for app in apps if app.get("import_path") == IMPORT_PATH]
     except OSError as error:
-        raise click.ClickException(f"{path}: {error.strerror}") from None
+        raise WrongInput(f"{path}: {error.strerror}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise click.ClickException(f"{path}: {error}") from None
+        raise WrongInput(f"{path}: {error}") from None
     except (KeyError, TypeError, AttributeError):
-        raise click.ClickException(f"{path}: this is no config of Ray Serve") from None
+        raise WrongInput(f"{path}: this is no config of Ray Serve") from None
     with_ledger = [each for each in found if each.ledger]
     if len({each.ledger.folder for each in with_ledger if each.ledger}) > 1:
-        raise click.ClickException(f"{path}: its applications have several ledgers; name one of them")
+        raise WrongInput(f"{path}: its applications have several ledgers; name one of them")
     return next(iter([*with_ledger, *found]), UsageSettings())
 
 

@@ -27,6 +27,9 @@ RUN = "saturate_run"
 
 PIECE_BYTES = 1 << 20
 
+FIELDS = ("id", "status", "request_counts", "output_file_id", "error_file_id", "errors")
+"""Fields of a batch."""
+
 Sleep = Callable[[float], None]
 
 
@@ -196,7 +199,7 @@ class APIRun:
                 form = {"purpose": "batch"}
                 return self._http.post("/v1/files", data=form, files={"file": (self._input.name, file)})
 
-        return str(self._call("upload", send)["id"])
+        return str(self._call("upload", send, "id")["id"])
 
     def _create(self, note: JSON, endpoint: str) -> str:
         body = {
@@ -215,23 +218,21 @@ class APIRun:
             return self._http.post("/v1/batches", json=body)
 
         # A note without a batch may be that of a run which ended before it had the answer.
-        if found := self._call("list", lambda: self._http.get("/v1/batches", params={"limit": 100})):
-            for batch in found["data"]:
-                if (batch["metadata"] or {}).get(RUN) == note["run"]:
-                    return str(batch["id"])
-        return str(self._call("create", send)["id"])
+        found = self._call("list", lambda: self._http.get("/v1/batches", params={"limit": 100}), "data")
+        if batch := _of_run(found, note["run"]):
+            return str(batch["id"])
+        return str(self._call("create", send, "id")["id"])
 
     def _created(self, run: str) -> JSON | None:
         response = self._http.get("/v1/batches", params={"limit": 100})
-        if not response.is_success:
-            return None
-        found: list[JSON] = response.json()["data"]
-        return next((batch for batch in found if (batch["metadata"] or {}).get(RUN) == run), None)
+        return _of_run(_json(response), run) if response.is_success else None
 
     def _wait(self, note: JSON) -> JSON:
         wait_s = FIRST_POLL_S
         while True:
-            batch = self._call("poll", lambda: self._http.get(f"/v1/batches/{note['batch']}"), patient=True)
+            batch = self._call(
+                "poll", lambda: self._http.get(f"/v1/batches/{note['batch']}"), *FIELDS, patient=True
+            )
             self._display.update(batch)
             if batch["status"] in ENDED:
                 return batch
@@ -263,12 +264,15 @@ class APIRun:
         except OSError as error:
             raise output_error(path, error) from None
 
-    def _call(self, what: str, send: Callable[[], httpx.Response], patient: bool = False) -> JSON:
+    def _call(
+        self, what: str, send: Callable[[], httpx.Response], *fields: str, patient: bool = False
+    ) -> JSON:
         """Make a call until it is answered; return its JSON.
 
         Args:
             what: Its name, for messages.
             send: Makes it once.
+            fields: Fields that its answer has.
             patient: A service that is gone is waited for without end: the batch is safe there.
         """
         tried = 0
@@ -281,7 +285,13 @@ class APIRun:
                 message = f"{self._http.base_url}: {str(error) or type(error).__name__}"
             else:
                 if response.is_success:
-                    answer: JSON = response.json()
+                    answer = _json(response)
+                    if missing := [field for field in fields if field not in answer]:
+                        # Such as the page of a proxy that asks for a login.
+                        raise DriverError(
+                            f"{what}: {self._http.base_url} answers {response.status_code} without "
+                            f"{missing[0]!r}, so it isn't saturate: {response.text.strip()[:100]!r}"
+                        )
                     return answer
                 message = _message(response)
                 # Ray Serve's proxy answers 404 in its own words while nothing is deployed.
@@ -327,6 +337,16 @@ def _endpoint(input: Path, line: bytes) -> str:
             '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {...}}'
         )
     return url
+
+
+def _of_run(found: JSON, run: str) -> JSON | None:
+    """Return the batch of a run in a list of batches; None: it isn't there."""
+    batches = found.get("data")
+    for batch in batches if isinstance(batches, list) else []:
+        metadata = batch.get("metadata") if isinstance(batch, dict) else None
+        if isinstance(metadata, dict) and metadata.get(RUN) == run and "id" in batch:
+            return dict(batch)
+    return None
 
 
 def _json(response: httpx.Response) -> JSON:

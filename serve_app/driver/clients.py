@@ -102,15 +102,21 @@ class HTTPClient:
             answer: JSON = from_json(response.content)
         except ValueError:
             raise RequestError(502, "service_unavailable", f"{self.url}: the answer is not JSON") from None
-        if failed := isinstance(answer, dict) and answer.get("error"):
+        if not isinstance(answer, dict):
+            raise RequestError(502, "service_unavailable", f"{self.url}: the answer is no JSON object")
+        if failed := answer.get("error"):
             # The answer had begun before the call failed.
-            raise RequestError(
-                failed["code"],
-                failed["type"],
-                failed["message"],
-                param=failed["param"],
-                final=failed.get("should_retry") is False,
-            )
+            try:
+                raise RequestError(
+                    int(failed["code"]),
+                    failed["type"],
+                    str(failed["message"]),
+                    param=failed.get("param"),
+                    final=failed.get("should_retry") is False,
+                )
+            except (KeyError, TypeError, ValueError, AttributeError):
+                message = f"{self.url}: the answer is an error of another form: {failed!r:.200}"
+                raise RequestError(502, "service_unavailable", message) from None
         return answer
 
     async def replicas(self) -> list[JSON] | None:

@@ -65,8 +65,8 @@ Examples:
 \b
 Exit codes:
   0    every row has a result
-  1    the run could not go on
-  2    an error in the command
+  1    the run could not go on: there is no service, or it refuses the calls
+  2    the command or the input is wrong
   3    some rows have an error
   4    the disk of the output is full, or fails
   130  interrupted

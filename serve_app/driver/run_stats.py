@@ -67,13 +67,24 @@ class Utilization:
     _last: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def update(self, replicas: list[JSON]) -> None:
-        """Add the statistics of all replicas at one time."""
-        self.replicas = len(replicas)
-        self.load = engine_load(replicas)
-        for replica in replicas:
-            times = (replica["batcher"]["busy_time_s"], replica["batcher"]["idle_time_s"])
-            self._first.setdefault(replica["replica"], times)
-            self._last[replica["replica"]] = times
+        """Add the statistics of all replicas at one time.
+
+        Statistics of another form, as of another version, are left out: the run goes on without them.
+        """
+        try:
+            load = engine_load(replicas)
+            times = {
+                replica["replica"]: tuple(
+                    float(replica["batcher"][name]) for name in ("busy_time_s", "idle_time_s")
+                )
+                for replica in replicas
+            }
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return
+        self.load, self.replicas = load, len(replicas)
+        for name, (busy, idle) in times.items():
+            self._first.setdefault(name, (busy, idle))
+            self._last[name] = (busy, idle)
 
     @property
     def share(self) -> float | None:

@@ -165,8 +165,10 @@ class Sender:
         finally:
             self._stats.in_flight -= 1
         count = len(body[self._field])
-        if len(answer.get("results") or ()) != count or len(answer.get("details") or ()) != count:
-            message = f"an answer with {len(answer.get('results') or ())} results for {count} prompts"
+        lists = [answer.get(name) for name in ("results", "details")]
+        lengths = [len(found) if isinstance(found, list) else 0 for found in lists]
+        if lengths != [count, count]:
+            message = f"an answer with {lengths[0]} results for {count} prompts"
             raise RequestError(502, "service_unavailable", message)
         self._stats.calls += 1
         self._stats.trouble = ""

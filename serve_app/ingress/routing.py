@@ -6,10 +6,14 @@ from typing import NamedTuple
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import EMBEDDINGS, POOLING, TOKENIZING, listed, named
+from serve_app.api.validation import suggestion
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import FunctionSettings, ModelSettings
 
 PROCESS = "/process"
+
+MOST_COMPARED = 100
+"""Names that an unknown one is compared with: thousands of adapters would hold the event loop."""
 
 
 class Adapter(NamedTuple):
@@ -126,15 +130,14 @@ class Routing(Collection[str]):
         """
         if name in self and (allowed is None or name in allowed):
             return self._models[self.base_of(name)]
-        there = ", ".join(self.visible(allowed))
+        there = self.visible(allowed)[:MOST_COMPARED]
+        elsewhere = "GET /v1/models lists those that do"
         if allowed is None:
-            message = f"The model {name!r} does not exist; served here: {there}"
+            message = f"The model {name!r} does not exist{suggestion(name, there, elsewhere, 'served here:')}"
         else:
             # As in OpenAI's API.
-            message = (
-                f"The model {name!r} does not exist, or this API key has no access to it; it has access to: "
-                f"{there or 'none'}"
-            )
+            known = suggestion(name, there, elsewhere, "it has access to:")
+            message = f"The model {name!r} does not exist, or this API key has no access to it{known}"
         raise RequestError(404, "not_found_error", message, param="model")
 
 

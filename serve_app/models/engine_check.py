@@ -1,7 +1,7 @@
 """Check of a model's engine against the installed vLLM, before anything starts."""
 
+from serve_app.api.validation import suggestion
 from serve_app.models import installed_vllm
-from serve_app.settings.messages import suggestion
 from serve_app.settings.models import FunctionSettings, LLMSettings
 from serve_app.settings.serve_options import DONE, refusal
 

@@ -53,7 +53,7 @@ def read_model(id: str, revision: str | None, hub: Hub) -> ModelFiles:
     except HubAwayError as error:
         folder = hub.cached(id, revision)
         if folder is None:
-            raise ModelError(f"{id}: {error}, and the model was not downloaded before") from None
+            raise HubAwayError(f"{id}: {error}, and the model was not downloaded before") from None
         try:
             return read_folder(folder, id)
         except ModelError as incomplete:

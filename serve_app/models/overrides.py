@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from serve_app.api.validation import suggestion
 from serve_app.models import installed_vllm
 from serve_app.models.errors import OptionError
 from serve_app.models.installed_vllm import TEXTS, Option
-from serve_app.settings.messages import suggestion
 from serve_app.settings.models import EngineSettings, LLMSettings
 from serve_app.settings.schema import Settings, SettingsError, parse
 from serve_app.settings.serve_options import DONE, MOVED, REFUSED, refusal

@@ -1,38 +1,14 @@
 """pydantic's errors about a config, as lines for its author."""
 
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
 
 from pydantic import BaseModel, ValidationError
 
-from serve_app.api.validation import field_path
+from serve_app.api.validation import field_path, suggestion
 
 Place = tuple[int | str, ...]
 Sections = Mapping[tuple[str, ...], type[BaseModel]]
 """The model of each section, by its path; the key behind "models" is a model's kind, and "*" is any key."""
-
-
-MOST_CLOSE, FEW, SURE = 3, 8, 0.85
-"""Most names that a message suggests, the number up to which it lists all, and the likeness of a sure one."""
-
-
-def suggestion(name: str, names: Iterable[str], elsewhere: str = "", few: str = "there are") -> str:
-    """Return the end of a message about an unknown name: the closest names, or all if there are few.
-
-    Args:
-        name: The unknown name.
-        names: The known ones.
-        elsewhere: Where they are, if none is close.
-        few: Begins the list of all.
-    """
-    known = list(names)
-    if len(known) <= FEW:
-        return f"; {few} {', '.join(known) or 'none'}"
-    sure = get_close_matches(name, known, n=1, cutoff=SURE)
-    if close := sure or get_close_matches(name, known, n=MOST_CLOSE):
-        *most, last = close
-        return f"; did you mean {', '.join(most)}{' or ' * bool(most)}{last}?"
-    return elsewhere and f"; {elsewhere}"
 
 
 def plain_errors(error: ValidationError, root: str = "") -> str:

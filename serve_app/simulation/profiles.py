@@ -37,7 +37,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from serve_app.api.validation import field_path
+from serve_app.api.validation import field_path, suggestion
 
 BLOCK = 16
 """Tokens of a KV block, as on a GPU."""
@@ -202,7 +202,8 @@ def _lines(error: ValidationError) -> list[str]:
             case "missing":
                 lines.append(f"{path}: required, but missing")
             case "extra_forbidden":
-                lines.append(f"{path}: unknown key; allowed here: {', '.join(Profile.model_fields)}")
+                known = suggestion(str(item["loc"][-1]), Profile.model_fields, few="allowed here:")
+                lines.append(f"{path}: unknown key{known}")
             case "value_error":
                 lines.append(str(item["ctx"]["error"]))
             case _:

@@ -1,14 +1,29 @@
-"""Runs a click command; each error of its user is one line, without a stack trace."""
+"""Runs a click command; each error is one line, without a stack trace.
+
+serve_app/README.md has the rule of the exit codes.
+"""
 
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 import click
 
-USAGE, INTERRUPTED = 2, 130
-"""Exit codes, beside 0 and the 1 of other errors."""
+FAILED, USAGE, PARTLY, INTERRUPTED = 1, 2, 3, 130
+"""Exit codes, beside 0: the work failed, the command is wrong, the work is done in part, Ctrl-C."""
+
+
+class WrongInput(click.ClickException):
+    """A file that the command names, or its content, is wrong: nothing was done."""
+
+    exit_code = USAGE
+
+
+MOST_SHOWN = 300
+"""Characters of an unexpected error that are shown."""
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoReturn:
@@ -38,8 +53,20 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoRet
             name = f"{error.filename}: " if error.filename else ""
             print(f"error: {name}{error.strerror or error}", file=sys.stderr)
         _flush()
-        code = 1
+        code = FAILED
+    except Exception as error:
+        text = " ".join(str(error).split())[:MOST_SHOWN]
+        print(f"error: {type(error).__name__}: {text}; the stack is in {_keep_stack()}", file=sys.stderr)
+        _flush()
+        code = FAILED
     sys.exit(code)
+
+
+def _keep_stack() -> str:
+    """Write the stack of the current exception to a file; return its path."""
+    with tempfile.NamedTemporaryFile("w", prefix="saturate-", suffix=".log", delete=False) as file:
+        file.write(traceback.format_exc())
+        return file.name
 
 
 def _flush() -> None:

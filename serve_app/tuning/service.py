@@ -12,6 +12,7 @@ import httpx
 
 from serve_app.api.base_url import base_url
 from serve_app.api.protocol import JSON
+from serve_app.api.validation import FEW, suggestion
 
 TOKENS = range(33, 127)
 """Token ids of prompts: every vocabulary has them, and few tokenizers have special ones among them."""
@@ -130,11 +131,10 @@ class Service:
         if not names:
             raise ServiceError(f"{self.url}: it serves no language model that this key may use")
         if model is None and len(names) > 1:
-            raise ServiceError(
-                f"{self.url}: it serves several models; choose with --model: {', '.join(names)}"
-            )
+            shown = ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+            raise ServiceError(f"{self.url}: it serves several models; choose with --model: {shown}")
         if model is not None and model not in names:
-            raise ServiceError(f"{self.url}: it has no model {model!r}; there is {', '.join(names)}")
+            raise ServiceError(f"{self.url}: it has no model {model!r}{suggestion(model, names)}")
         return model or names[0]
 
     async def count_tokens(self, model: str, text: str) -> int:
@@ -144,7 +144,10 @@ class Service:
             ServiceError: The service doesn't answer, or not as saturate does.
         """
         answer = await self._ask("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
-        return int(answer["count"])
+        try:
+            return int(answer["count"])
+        except (KeyError, TypeError, ValueError):
+            raise self._foreign("/tokenize has no count") from None
 
     async def facts(self, model: str) -> Facts:
         """Return the facts about a model.
@@ -158,11 +161,17 @@ class Service:
         if report.get("error") or not replicas:
             reason = report.get("error") or "it has no replica"
             raise ServiceError(f"{self.url}: /stats has nothing about {model}: {reason}")
-        batchers = [replica["batcher"] for replica in replicas]
+        try:
+            return self._facts(model, card, [replica["batcher"] for replica in replicas])
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._foreign(f"/stats has no {error}") from None
+
+    @staticmethod
+    def _facts(model: str, card: JSON, batchers: Sequence[JSON]) -> Facts:
         return Facts(
             model=model,
             max_model_len=int(card.get("max_model_len") or 0),
-            replicas=len(replicas),
+            replicas=len(batchers),
             kv_tokens=min(int(each["capacity"]) for each in batchers),
             max_num_seqs=min(int(each["max_running"] or each["capacity"]) for each in batchers),
             in_flight=sum(int(each["running"]) + int(each["queue_depth"]) for each in batchers),
@@ -213,7 +222,10 @@ class Service:
         if not line.startswith("data: {"):
             return
         now = self.clock()
-        event = json.loads(line[6:])
+        try:
+            event = json.loads(line[6:])
+        except ValueError:
+            raise self._foreign("an event of a stream is no JSON") from None
         if error := event.get("error"):
             raise ServiceError(f"{self.url}: an answer broke off: {error.get('message', error)}")
         if event.get("choices"):
@@ -225,7 +237,7 @@ class Service:
     async def _cards(self) -> list[JSON]:
         cards: Any = (await self._ask("/v1/models")).get("data")
         if not isinstance(cards, list) or not all(
-            isinstance(card, dict) and card.get("owned_by") == "saturate" for card in cards
+            isinstance(card, dict) and card.get("owned_by") == "saturate" and "id" in card for card in cards
         ):
             raise ServiceError(f"{self.url}: a server answers, but it isn't saturate")
         return cards
@@ -240,7 +252,7 @@ class Service:
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if response.status_code == 404:
-            raise ServiceError(f"{self.url}: a server answers, but it isn't saturate: it has no {path}")
+            raise self._foreign(f"it has no {path}")
         if response.status_code != 200:
             raise self._refusal(response)
         try:
@@ -248,8 +260,11 @@ class Service:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise ServiceError(f"{self.url}: a server answers, but it isn't saturate: {path} is no JSON")
+            raise self._foreign(f"{path} is no JSON")
         return answer
+
+    def _foreign(self, reason: str) -> ServiceError:
+        return ServiceError(f"{self.url}: a server answers, but it isn't saturate: {reason}")
 
     def _unreachable(self, error: httpx.HTTPError) -> ServiceError:
         reason = str(error) or type(error).__name__

@@ -7,7 +7,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serve_app.api.scheduling import Tenant
-from serve_app.api.validation import field_path
+from serve_app.api.validation import field_path, suggestion
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import Quota, QuotasSettings
 from serve_app.settings.watched_file import WatchedFile
@@ -44,7 +44,8 @@ def read_quotas(text: str, source: str) -> dict[str, Quota]:
         for item in error.errors():
             path = field_path(item["loc"])
             if item["type"] == "extra_forbidden":
-                lines.append(f"{path}: unknown key; allowed are {', '.join(Quota.model_fields)}")
+                known = suggestion(str(item["loc"][-1]), Quota.model_fields, few="allowed are")
+                lines.append(f"{path}: unknown key{known}")
             else:
                 lines.append(f"{path}: {item['msg'].removeprefix('Value error, ')}, not {item['input']!r}")
         raise SettingsError(f"{source}: " + "; ".join(lines)) from None

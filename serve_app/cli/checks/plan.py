@@ -73,7 +73,7 @@ def read_plan(path: Path) -> Plan:
     """Read the needs of a config; what is wrong in it is left out, since another check tells it."""
     try:
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, ValueError, yaml.YAMLError):
         return Plan(path)
     config = complete_config(_mapping(content))
     http = _mapping(config.get("http_options"))

@@ -11,6 +11,9 @@ from serve_app.api.base_url import base_url
         ("http://localhost:8000/v1", "http://localhost:8000"),
         ("http://localhost/llm/v1/", "http://localhost/llm"),
         ("http://[::1]:8000/v1", "http://[::1]:8000"),
+        ("localhost:8000", "http://localhost:8000"),
+        ("127.0.0.1:8000/v1", "http://127.0.0.1:8000"),
+        ("llm.example.org", "http://llm.example.org"),
     ],
 )
 def test_a_slash_and_v1_at_the_end_are_left_out(url: str, base: str) -> None:
@@ -21,7 +24,8 @@ def test_a_slash_and_v1_at_the_end_are_left_out(url: str, base: str) -> None:
     ("url", "said"),
     [
         ("", ": must begin with http:// or https://"),
-        ("localhost:8000", "localhost:8000: must begin with http:// or https://"),
+        ("ftp://localhost", "ftp://localhost: must begin with http:// or https://"),
+        ("localhost:x", "http://localhost:x: is no URL: "),
         ("http://", "http://: must have a host"),
         ("http:///v1", "http:///v1: must have a host"),
         ("http://h:0", "http://h:0: must have a host, and a port from 1 to 65535 if any"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.api.validation import field_path
+from serve_app.api.validation import field_path, suggestion
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,14 @@ def test_keys_follow_a_dot_and_indices_stand_in_brackets(
     parts: tuple[int | str, ...], root: str, path: str
 ) -> None:
     assert field_path(parts, root) == path
+
+
+def test_an_unknown_name_gets_the_closest_ones_or_all_where_there_are_few() -> None:
+    assert suggestion("x", []) == "; there are none"
+    assert suggestion("x", ["a", "b", "c"]) == "; there are a, b, c"
+    many = [f"setting_{letter}" for letter in "abcdefghij"]
+    assert suggestion("seting_d", many) == "; did you mean setting_d?"
+    assert suggestion("sett_a", many) == "; did you mean setting_a, setting_j or setting_i?"
+    assert suggestion("set", ["sat", "sit", "sex", "bet", *many]) == "; did you mean sit, sex or sat?"
+    assert suggestion("other", many) == ""
+    assert suggestion("other", many, "the page has them") == "; the page has them"

@@ -100,7 +100,10 @@ def test_no_plan_has_an_exit_code_and_the_best_that_was_seen() -> None:
         ({"goal": "ttft_p99<x"}, "--goal: 'ttft_p99<x': 'x' is no bound"),
         ({"input": "many"}, "--input: 'many' is no length; write tokens, as in 300, or MEAN:SPREAD"),
         ({"output": "0"}, "--output: '0' is no length"),
-        ({"device": "tpu"}, "--device: 'tpu' is neither a device (l4-7b, h100-8b, h100-70b-tp4) nor a file"),
+        (
+            {"device": "tpu"},
+            "--device: 'tpu' is neither a device nor a file; the devices are l4-7b, h100-8b, h100-70b-tp4",
+        ),
         ({"device": "~no user/gpu.yaml"}, "--device: '~no user/gpu.yaml' is neither a device"),
         ({"rate": 0}, "--rate: must be a number from 1e-06 to 1e+06, not '0'"),
         ({"rate": "nan"}, "--rate: must be a number from 1e-06 to 1e+06, not 'nan'"),

@@ -77,8 +77,8 @@ def test_a_bad_fit_is_told_and_has_an_exit_code(
 
 def test_an_error_is_one_line(engine: VirtualEngine, capsys: pytest.CaptureFixture[str]) -> None:
     assert ask("http://there", "--model", "n") == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: http://there: it has no model 'n'; there is m"
-    assert ask("there") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: http://there: it has no model 'n'; there are m"
+    assert ask("ftp://there") == 2
     assert "must begin with http://" in capsys.readouterr().err
     assert ask("http://there", "--api-key-env", "NO_SUCH_VARIABLE") == 2
     assert "--api-key-env NO_SUCH_VARIABLE: no such variable" in capsys.readouterr().err

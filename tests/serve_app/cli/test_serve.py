@@ -23,7 +23,7 @@ def test_the_module_is_a_command(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
     done = progress.run([sys.executable, "-m", "serve_app.cli", "serve", str(path)])
     assert (done.returncode, done.stdout, done.stderr) == (
-        1,
+        2,
         "",
         f"error: {path}: No such file or directory\n",
     )
@@ -122,7 +122,7 @@ def test_a_config_is_printed_as_it_is_run(
 def test_a_wrong_config_is_not_printed(launched: list[tuple[Path, dict[str, Any]]], tmp_path: Path) -> None:
     path = write(tmp_path, config(nonsense=1))
     printed = run(str(path), "--print-config")
-    assert (printed.exit_code, printed.stdout) == (1, "")
+    assert (printed.exit_code, printed.stdout) == (2, "")
     assert "args.nonsense: unknown key" in printed.stderr
 
 
@@ -195,11 +195,11 @@ def test_a_mistake_is_one_of_usage(arguments: list[str], message: str, here: Pat
         (["Qwen/Qwen2.5-7B", "--max-model-len", "999999"], "the model doesn't fit one NVIDIA L4"),
     ],
 )
-def test_a_model_that_is_refused_ends_with_1(
+def test_a_model_that_is_refused_ends_with_2(
     arguments: list[str], message: str, here: Path, texts: list[str]
 ) -> None:
     result = run(*arguments)
-    assert (result.exit_code, texts) == (1, [])
+    assert (result.exit_code, texts) == (2, [])
     assert message in result.stderr
 
 

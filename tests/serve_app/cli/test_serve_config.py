@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_app.cli.errors import LaunchError
+from serve_app.cli.errors import ConfigError
 from serve_app.cli.serve_config import answer_s, read_config, with_request_log
 from tests.serve_app.cli.services import config, write
 
@@ -20,7 +20,7 @@ def test_the_config_in_this_repository_is_read() -> None:
 
 
 def problem(path: Path) -> str:
-    with pytest.raises(LaunchError) as caught:
+    with pytest.raises(ConfigError) as caught:
         read_config(path)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")

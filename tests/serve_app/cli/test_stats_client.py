@@ -55,7 +55,7 @@ def test_no_service() -> None:
     assert "`saturate serve` starts one" in message
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", ""])
+@pytest.mark.parametrize("url", ["ftp://host", ""])
 def test_a_url_of_another_kind(url: str) -> None:
     with pytest.raises(StatsError, match="must begin with http:// or https://"):
         StatsClient(url)

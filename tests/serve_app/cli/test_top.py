@@ -109,7 +109,7 @@ def test_the_key_comes_from_the_environment(service: FakeService, monkeypatch: p
     [
         (["--api-key-env", "NO_SUCH_KEY"], "--api-key-env NO_SUCH_KEY: no such variable in the environment"),
         (["--interval", "0"], "0"),
-        (["host:8000"], "must begin with http:// or https://"),
+        (["ftp://host"], "must begin with http:// or https://"),
     ],
 )
 def test_a_mistake_is_told(arguments: list[str], message: str) -> None:

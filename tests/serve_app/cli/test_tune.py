@@ -123,6 +123,14 @@ def test_a_ledger_without_calls_of_the_model_is_told(tmp_path: Path) -> None:
         "no answered call of m in this time (models with calls: other); take an earlier --since"
         in message(result)
     )
+    # What can be known without the service is told without it.
+    for arguments in (
+        ["--ledger", place, "--model", "m"],
+        ["--ledger", ledger(tmp_path / "old", call(1, time=datetime(2020, 1, 1, tzinfo=UTC)))],
+    ):
+        result = ask("http://127.0.0.1:9", *GOAL, *arguments)
+        assert code(result) == 2
+        assert "--ledger: it has no answered call of " in message(result)
 
 
 def test_other_traffic_is_told() -> None:
@@ -170,11 +178,11 @@ def test_a_mistake_is_told_before_any_load(arguments: tuple[object, ...], said: 
 def test_a_service_that_is_not_saturate_is_told() -> None:
     # Port 9 has no server.
     result = ask("http://127.0.0.1:9", *GOAL)
-    assert code(result) == 2
+    assert code(result) == 1
     assert "the service doesn't answer" in message(result)
     with served() as server:
         result = ask(f"{server.url}/elsewhere", *GOAL)
-    assert code(result) == 2
+    assert code(result) == 1
     assert "it isn't saturate: it has no /v1/models" in message(result)
 
 

@@ -147,7 +147,7 @@ def test_a_service_on_this_machine_is_found_by_its_port(dashboard: Play) -> None
     ("url", "said"),
     [
         ("http://gpu-7:8000", "gpu-7 isn't this machine; run the command there"),
-        ("localhost:8000", "localhost:8000: must begin with http://"),
+        ("ftp://localhost", "ftp://localhost: must begin with http://"),
         ("http://127.0.0.1:80000", "http://127.0.0.1:80000: is no URL: Port out of range"),
         ("http://[::1:8000", "http://[::1:8000: is no URL: "),
     ],

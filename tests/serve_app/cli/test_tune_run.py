@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
+import click
 import pytest
 
 from serve_app.api.protocol import JSON
@@ -266,7 +267,7 @@ def test_a_ledger_without_calls_of_the_model_names_those_that_it_has(
 ) -> None:
     question = replace(QUESTION, ledger=ledger(**calls))
     with pytest.raises(
-        ServiceError, match=rf"no answered call of m in this time \(.* calls: {models}\); take"
+        click.UsageError, match=rf"no answered call of m in this time \(.* calls: {models}\); take"
     ):
         question.requests("m")
 

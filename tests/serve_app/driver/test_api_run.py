@@ -1,7 +1,9 @@
 """`saturate batch --api` against the routes, on a port of this machine."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,38 @@ def url(tmp_path: Path) -> Iterator[str]:
 @pytest.fixture
 def requests(tmp_path: Path) -> Path:
     return write(tmp_path / "requests.jsonl", "a", "b")
+
+
+@pytest.fixture
+def httpserver() -> Iterator[Callable[[Any], str]]:
+    """Starts a server that answers everything with one page, a text or JSON; returns its URL."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(page: Any) -> str:
+        content = page if isinstance(page, str) else json.dumps(page)
+
+        class Handler(BaseHTTPRequestHandler):
+            def _answer(self) -> None:
+                self.rfile.read(int(self.headers.get("content-length") or 0))
+                self.send_response(200)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content.encode())
+
+            do_GET = do_POST = _answer  # noqa: N815
+
+            def log_message(self, *args: object) -> None:
+                """Log nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
 def write(path: Path, *ids: str) -> Path:
@@ -136,6 +170,47 @@ def test_a_refusal_is_not_repeated(url: str, requests: Path) -> None:
     with pytest.raises(DriverError, match="upload: not now"):
         run_of(requests, url, calls).run()
     assert calls.made == [("POST", "/v1/files")]
+
+
+PAGES: dict[str, Any] = {
+    "a login page": "<html>Please log in</html>",
+    "a list": [],
+    "an object without an id": {"object": "file"},
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_200_of_something_else_is_one_line(
+    page: str, requests: Path, capsys: pytest.CaptureFixture[str], httpserver: Callable[[Any], str]
+) -> None:
+    url = httpserver(PAGES[page])
+    assert batch(requests, "--url", url, "--retries", "0") == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: upload: {url} answers 200 without 'id', so it isn't saturate: ")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/batches", {"data": 5}),
+        ("/v1/batches", {"data": [5, {}, {"metadata": 5}, {"metadata": {RUN: "x"}}]}),
+        ("/v1/batches", ["x"]),
+    ],
+)
+def test_a_list_of_something_else_is_no_batch(url: str, requests: Path, path: str, body: Any) -> None:
+    class Odd(Calls):
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            if (request.method, request.url.path) == ("GET", path):
+                return httpx.Response(200, request=request, json=body)
+            return super().handle_request(request)
+
+    run = run_of(requests, url, Odd(lambda request, count: None))
+    if isinstance(body, dict):
+        assert run.run()["status"] == "completed"
+    else:
+        with pytest.raises(DriverError, match=r"list: .* answers 200 without 'data'"):
+            run.run()
 
 
 def test_an_interrupted_run_goes_on_with_its_batch(url: str, requests: Path) -> None:

@@ -60,6 +60,9 @@ async def test_an_error_of_the_service_keeps_its_fields() -> None:
         # Ray Serve's proxy, while the application isn't deployed.
         (httpx.Response(404, text="Path '/generate' not found."), 503, "404 Not Found"),
         (httpx.Response(200, text="no json"), 502, "not JSON"),
+        (httpx.Response(200, json=["x"]), 502, "no JSON object"),
+        (httpx.Response(200, json={"error": "login"}), 502, "an error of another form: 'login'"),
+        (httpx.Response(200, json={"error": {"code": "x"}}), 502, "an error of another form"),
     ],
 )
 async def test_an_answer_in_another_form_is_an_error_with_its_text(
@@ -96,9 +99,10 @@ async def test_statistics_are_those_of_the_model_or_none(
     assert await http_client(lambda _: httpx.Response(200, json=stats), **options).replicas() == replicas
 
 
-def test_a_url_without_a_scheme_is_an_error() -> None:
-    with pytest.raises(DriverError, match="must begin with http"):
-        HTTPClient("localhost:8000")
+def test_an_address_without_a_scheme_is_one_of_http() -> None:
+    assert HTTPClient("localhost:8000").url == "http://localhost:8000"
+    with pytest.raises(DriverError, match="--url ftp://localhost: must begin with http"):
+        HTTPClient("ftp://localhost")
 
 
 SILENCE_S = 3.0

@@ -1,5 +1,7 @@
 """Statistics of a run."""
 
+from typing import Any
+
 import pytest
 
 from serve_app.api.engine_load import EngineLoad
@@ -35,6 +37,20 @@ def test_utilization_is_that_of_the_run_over_all_replicas() -> None:
     utilization.update([replica("a", 109, 901, 4, 2), replica("b", 2, 8, 1), replica("c", 50, 50)])
     assert utilization.share == pytest.approx(11 / 20)
     assert (utilization.load, utilization.replicas) == (EngineLoad(5, 2), 3)
+
+
+@pytest.mark.parametrize(
+    "replica",
+    [{}, {"replica": "b"}, {"replica": "b", "batcher": {"running": 1}}, {"replica": "b", "batcher": None}, 5],
+)
+def test_statistics_of_another_form_are_left_out(replica: Any) -> None:
+    used = Utilization()
+    batcher = {"busy_time_s": 1.0, "idle_time_s": 1.0, "running": 2, "queue_depth": 3}
+    used.update([{"replica": "a", "batcher": batcher}])
+    used.update([{"replica": "a", "batcher": batcher | {"busy_time_s": 2.0}}, replica])
+    assert (used.replicas, used.load.running, used.share) == (1, 2, None)
+    used.update([{"replica": "a", "batcher": batcher | {"busy_time_s": 2.0}}])
+    assert used.share == 1.0
 
 
 def test_percentiles_of_latencies() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from serve_app.settings.messages import Sections, describe_errors, suggestion
+from serve_app.settings.messages import Sections, describe_errors
 
 
 class Inner(BaseModel):
@@ -46,14 +46,3 @@ def test_several_errors() -> None:
         "args.parts[1].seize: unknown key; allowed here: size",
         "args.y: unknown key; allowed here: inner, parts",
     ]
-
-
-def test_an_unknown_name_gets_the_closest_ones_or_all_where_there_are_few() -> None:
-    assert suggestion("x", []) == "; there are none"
-    assert suggestion("x", ["a", "b", "c"]) == "; there are a, b, c"
-    many = [f"setting_{letter}" for letter in "abcdefghij"]
-    assert suggestion("seting_d", many) == "; did you mean setting_d?"
-    assert suggestion("sett_a", many) == "; did you mean setting_a, setting_j or setting_i?"
-    assert suggestion("set", ["sat", "sit", "sex", "bet", *many]) == "; did you mean sit, sex or sat?"
-    assert suggestion("other", many) == ""
-    assert suggestion("other", many, "the page has them") == "; the page has them"

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_app.api.protocol import JSON, SamplingFields
+from serve_app.api.validation import FEW
 from serve_app.settings.ingress import AccessSettings, IngressSettings
-from serve_app.settings.messages import FEW
 from serve_app.settings.models import (
     BatcherSettings,
     EngineSettings,

@@ -95,7 +95,7 @@ def test_a_name_that_does_not_exist_says_which_do() -> None:
         ({"load_s": "fast"}, "load_s: Input should be a valid number, not 'fast'"),
         ({"wake_s": float("inf")}, "wake_s: Input should be a finite number, not inf"),
         ({"kv_tokens": 1.5}, "kv_tokens: Input should be a valid integer, not 1.5"),
-        ({"per_token_ms": 1.0}, "per_token_ms: unknown key; allowed here: name, base_ms"),
+        ({"per_token_ms": 1.0}, "per_token_ms: unknown key; did you mean per_kv_token_ms?"),
         ({"kv_tokens": 256}, "kv_tokens: 256 is below max_model_len (512)"),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_mistake_in_fields_is_named_with_its_path() -> None:
     said = refusal(fields | {"wake_s": -1.0, "typo": 1})
     assert "args.models[0].simulate.base_ms: required, but missing" in said
     assert "args.models[0].simulate.wake_s: Input should be greater than or equal to 0, not -1.0" in said
-    assert "args.models[0].simulate.typo: unknown key; allowed here: name, base_ms" in said
+    assert "args.models[0].simulate.typo: unknown key; " in said
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:

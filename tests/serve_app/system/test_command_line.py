@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import pytest
 
-from serve_app.system.command_line import run
+from serve_app.system.command_line import WrongInput, run
 
 
 @click.group()
@@ -25,6 +25,10 @@ def paint(size: int, color: str | None) -> int:
         raise click.ClickException("7 is not for paint")
     if size == 8:
         raise KeyboardInterrupt
+    if size == 9:
+        raise KeyError("busy_time_s")
+    if size == 10:
+        raise WrongInput("no such paint")
     return size
 
 
@@ -49,6 +53,7 @@ def test_the_exit_code_is_the_result_of_the_command() -> None:
             "--color: 'x' is not one of 'red', 'blue' (see `pytest paint --help`)",
         ),
         (["paint", "7"], 1, "7 is not for paint"),
+        (["paint", "10"], 2, "no such paint"),
     ],
 )
 def test_an_error_is_one_line(
@@ -68,13 +73,23 @@ def test_without_arguments_the_help_is_shown(capsys: pytest.CaptureFixture[str])
     assert "Commands:\n  paint  Paint." in capsys.readouterr().err
 
 
+def test_an_unexpected_error_is_one_line_and_its_stack_is_in_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert end("paint", "9") == 1
+    (log,) = tmp_path.iterdir()
+    assert capsys.readouterr().err == f"error: KeyError: 'busy_time_s'; the stack is in {log}\n"
+    assert "in paint\n" in log.read_text()
+
+
 def test_an_interrupt_has_its_exit_code() -> None:
     assert end("paint", "8") == 130
 
 
 @pytest.mark.parametrize("write", ["click.echo('key')", "print('key')"])
 def test_a_full_disk_is_one_line(write: str) -> None:
-    script = "import click; from serve_app.system.command_line import run\n"
+    script = "import click; from serve_app.system.command_line import WrongInput, run\n"
     script += f"run(click.Command('tool', callback=lambda: {write}))"
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", script]

@@ -105,7 +105,7 @@ async def test_adapters_and_functions_are_no_models_to_measure() -> None:
 @pytest.mark.parametrize(
     ("answer", "model", "message"),
     [
-        (cards(LLM), "n", "it has no model 'n'; there is m"),
+        (cards(LLM), "n", "it has no model 'n'; there are m"),
         (cards(LLM, LLM | {"id": "n"}), None, "several models; choose with --model: m, n"),
         (cards(), None, "it serves no language model"),
         (cards(LLM | {"owned_by": "vllm"}), None, "it isn't saturate"),
@@ -157,6 +157,7 @@ async def test_a_full_queue_is_told() -> None:
             await found.streams("m", [5], 6)
 
 
-def test_a_url_needs_its_scheme() -> None:
+def test_an_address_without_a_scheme_is_one_of_http() -> None:
+    assert Service("127.0.0.1:8000").url == "http://127.0.0.1:8000"
     with pytest.raises(ServiceError, match="must begin with http://"):
-        Service("127.0.0.1:8000")
+        Service("ftp://127.0.0.1:8000")
