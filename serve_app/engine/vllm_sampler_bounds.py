@@ -90,11 +90,9 @@ def _compared(params: SamplingParams) -> int:
     It tries each size of a pattern, as long as the answer is long enough for all repetitions of it.
     """
     detection = params.repetition_detection
-    smallest, largest, count = (
-        max(1, detection.min_pattern_size),
-        detection.max_pattern_size,
-        detection.min_count,
-    )
+    count: int = detection.min_count
+    smallest: int = max(1, detection.min_pattern_size)
+    largest: int = detection.max_pattern_size
     if largest < 1 or count < 2:
         return 0
     if params.max_tokens is not None:

@@ -104,10 +104,12 @@ def made(path: str, body: bytes) -> int | None:
 
 def _stated(request: Any) -> int | None:
     """Return the length of an answer that a chat or a response states."""
+    stated: int | None
     if isinstance(request, ResponsesRequest):
-        return request.max_output_tokens
-    stated: int | None = request.max_completion_tokens
-    return stated if stated is not None else request.max_tokens
+        stated = request.max_output_tokens
+    elif (stated := request.max_completion_tokens) is None:
+        stated = request.max_tokens
+    return stated
 
 
 def reserved(path: str, body: bytes) -> int | None:
