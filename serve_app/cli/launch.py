@@ -90,10 +90,8 @@ def launch(path: Path, *, verbose: bool, log_format: str | None = None) -> int:
                 service.run(patient=True)
         except LaunchError as error:
             failed = True
-            if isinstance(error, SlowStartError):
-                error.message += f", in a second try either: {_load()}"
-            error.message += f"\nthe log: {place}"
-            raise
+            again = f", in a second try either: {_load()}" if isinstance(error, SlowStartError) else ""
+            raise type(error)(f"{error.message}{again}\nthe log: {place}") from None
         finally:
             if shown:
                 shown.stop()

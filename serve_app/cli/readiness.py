@@ -3,7 +3,7 @@
 import itertools
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 
@@ -90,6 +90,7 @@ def last_error(log: str) -> str:
     # Ray colours its lines.
     lines = re.sub(r"\x1b\[[0-9;]*m", "", log).strip().splitlines()
     frames = [number for number, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    rest: Iterator[str]
     if frames:
         rest = itertools.dropwhile(lambda line: line.startswith("    "), lines[frames[-1] + 1 :])
     else:

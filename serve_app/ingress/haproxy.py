@@ -16,9 +16,10 @@ import re
 import resource
 import sys
 from collections.abc import Mapping, MutableMapping
+from importlib import import_module
 from ipaddress import ip_network
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.system.private_files import close_session, close_to_others, private_folder, token_file
@@ -130,7 +131,8 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     import ray._private.worker
 
     close_to_others(token_file(environment))
-    if (node := ray._private.worker._global_node) is not None:
+    node: Any = ray._private.worker._global_node
+    if node is not None:
         close_session(Path(node.get_session_dir_path()))
     for name, path in FILES.items():
         environment.setdefault(name, str(path))
@@ -140,8 +142,7 @@ def prepare(environment: MutableMapping[str, str] = os.environ) -> None:
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = read_limits(environment, allowed)
     environment[MAXCONN] = str(limits.connections)
-    from ray.serve._private import haproxy
-
+    haproxy: Any = import_module("ray.serve._private.haproxy")
     haproxy.HAPROXY_CONFIG_TEMPLATE = with_limits(haproxy.HAPROXY_CONFIG_TEMPLATE, limits)
 
 

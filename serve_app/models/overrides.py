@@ -315,7 +315,7 @@ def _check_value(schema: type[BaseModel], place: Sequence[str], value: Any, writ
     """
     if len(place) == 1:
         field = schema.model_fields[place[0]]
-        kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+        kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
         try:
             TypeAdapter(kind).validate_python(value)
         except ValidationError as error:

@@ -133,7 +133,10 @@ def around(part: object) -> dict[str, object]:
     return {"type": "object", "properties": {"a": part}, "required": ["a"]}
 
 
-CYCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+CYCLE: dict[str, object] = {
+    "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+    "$ref": "#/$defs/a",
+}
 SCHEMAS: list[tuple[dict[str, object], str]] = [
     (
         around({"type": "array", "items": [{"type": "string"}]}),

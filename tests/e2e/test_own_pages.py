@@ -32,9 +32,9 @@ def outcome(url: str, path: str, body: object) -> str:
         return type(error).__name__
     if answer.status_code == 200:
         return "200"
-    error = answer.json()["error"]
-    assert error["message"]
-    assert error["type"] in ("service_unavailable", "overloaded_error")
+    told = answer.json()["error"]
+    assert told["message"]
+    assert told["type"] in ("service_unavailable", "overloaded_error")
     return f"{answer.status_code}, after {int(answer.headers['retry-after'])} s"
 
 

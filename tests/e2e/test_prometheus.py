@@ -263,7 +263,7 @@ def test_every_counter_grows_by_what_was_produced(service: Service, prometheus: 
             (replica,) = client.get("/stats").json()["models"]["demo"]["replicas"]
             return replica["batcher"]["total_completed"], replica["batcher"]["output_tokens"]
 
-        grown = []
+        grown: list[list[float]] = []
         # On a busy machine counts of earlier tests may still be under way: then it is counted again.
         while len(grown) < TRIES and grown[-1:] != [[160.0] * len(counters)]:
             before = settled()

@@ -10,7 +10,8 @@ from tests.e2e.waiting import batcher, wait_until_idle
 from tests.progress import ANSWER_S
 
 PROMPTS = ["once upon"] * 40
-LONG = {"model": "demo", "prompt": PROMPTS, "max_tokens": 1900, "ignore_eos": True}
+TOKENS = 1900
+LONG = {"model": "demo", "prompt": PROMPTS, "max_tokens": TOKENS, "ignore_eos": True}
 """Keeps the engine busy for some ten seconds."""
 
 
@@ -55,7 +56,7 @@ def test_a_client_that_leaves_frees_its_place_at_once(http: httpx.Client, stream
         else:
             with pytest.raises(httpx.ReadTimeout):
                 leaver.post("/v1/completions", json=LONG, timeout=0.5)
-    check_that_it_was_dropped(http, before, LONG["max_tokens"])
+    check_that_it_was_dropped(http, before, TOKENS)
 
 
 def check_that_it_was_dropped(http: httpx.Client, before: dict[str, float], tokens: int) -> None:

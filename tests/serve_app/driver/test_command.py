@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -374,7 +375,7 @@ def test_a_run_that_is_killed_five_times_ends_like_an_undisturbed_one(
         service.release.clear()
         service.held_from = 3 * kill
         driver = start(*arguments)
-        wait_until(lambda kill=kill: len(service.calls) == 4 + 3 * kill)
+        wait_until(partial(lambda kill: len(service.calls) == 4 + 3 * kill, kill))
         driver.kill()
         driver.communicate(timeout=LIMIT_S)
         service.release.set()

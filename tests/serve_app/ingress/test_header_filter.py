@@ -20,7 +20,8 @@ async def through(headers: Headers) -> Headers:
     async def unused(*_: Any) -> Any:
         raise AssertionError
 
-    assert HeaderFilter in [one.cls for one in middlewares()]
+    kinds: list[Any] = [one.cls for one in middlewares()]
+    assert HeaderFilter in kinds
     await HeaderFilter(app)({"type": "http", "headers": headers}, unused, unused)
     (kept,) = seen
     return list(kept)
