@@ -110,6 +110,9 @@ class Sender:
             answer = _failed(error)
         except TimeoutError:
             answer = _failed(RequestError(504, "timeout_error", f"no answer in {self._timeout_s:g} s"))
+        except OSError as error:
+            message = f"{type(error).__name__}: {error}"
+            answer = _failed(RequestError(503, "service_unavailable", message))
         except Exception as error:
             logger.exception("batches: a row failed by a fault of the service")
             answer = _failed(internal_error(error))

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from pydantic_core import from_json
+from ray.serve.exceptions import ReplicaUnavailableError
 
 from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.pacing import RETRYABLE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.keys import hash_key
@@ -235,11 +237,19 @@ async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.
     assert dying.most == 1
 
 
-async def test_an_error_of_the_handle_becomes_one_that_is_tried_again() -> None:
-    engine = Engine(answer(ValueError("broken")))
+@pytest.mark.parametrize(
+    ("error", "status"), [(ReplicaUnavailableError("a"), 503), (ValueError("broken"), 500)]
+)
+async def test_an_error_of_the_handle_becomes_one_that_is_tried_again(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(answer(error))
     with pytest.raises(RequestError) as raised:
         await client_of({"demo": engine}).send(CHAT, BODY, ANNA)
-    assert raised.value.status == 503
+    assert raised.value.status == status
+    assert status in RETRYABLE
+    stacks = [record.exc_info[0] for record in caplog.records if record.exc_info]
+    assert stacks == ([ValueError] if status == 500 else [])
 
 
 class Stuck:
