@@ -39,6 +39,8 @@ EMPTY = {
     "Prompt tokens found in the prefix cache: {{model_name}}": "a prompt is shorter than a block",
     "SaturateErrorsFast": "nothing fails",
     "SaturateErrorsSlow": "nothing fails",
+    "SaturateFaults": "the service has none",
+    "Faults: {{deployment}}": "the service has none",
     "SaturateFirstTokenSlow": "with this load, streams begin in time; a slow machine may say otherwise",
     "SaturateQueueFull": "the queue has room",
     "SaturateEngineHung": "the engine works",
