@@ -10,12 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.exceptions import VLLMClientError
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_refusal import RefusedError
+from serve_app.engine.vllm_refusal import RefusedError, is_fault
 
 
 class Prompts:
@@ -86,7 +85,12 @@ class Prompts:
         except ValidationError as error:
             item = error.errors(include_url=False)[0]
             return RequestError(400, "invalid_request_error", str(item["msg"]))
-        except (VLLMClientError, ValueError, TypeError) as error:
+        except RefusedError:
+            raise
+        except Exception as error:
+            # The chat's fault has its reason in the answer; the service's goes on, to where it is logged.
+            if is_fault(error):
+                raise
             return RequestError(400, "invalid_request_error", str(error))
         if isinstance(rendered, ErrorResponse):
             return RequestError(400, "invalid_request_error", rendered.error.message)

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from vllm.exceptions import VLLMValidationError
 from vllm.tokenizers import get_tokenizer
 
@@ -25,6 +26,13 @@ async def prompts() -> AsyncIterator[Prompts]:
     await texts.stop()
 
 
+def of_vllm() -> None:
+    """Raise, in a module of vLLM's, what a chat template raises."""
+    module: dict[str, Any] = {"__name__": "vllm.renderers.hf", "TemplateError": TemplateError}
+    exec("def render(): raise TemplateError('roles must alternate')", module)
+    module["render"]()
+
+
 class Renderer:
     """Stands for vLLM's renderer: the text of the last message says what it does."""
 
@@ -34,6 +42,10 @@ class Renderer:
                 raise RefusedError(RequestError(429, "rate_limit_error", "full"))
             case "wrong":
                 raise VLLMValidationError("no such role")
+            case "unbalanced":
+                of_vllm()
+            case "broken":
+                raise KeyError("inside")
             case "image":
                 return None, ({"type": "multimodal"},)
         return None, ({"type": "token", "prompt_token_ids": [1, 2]},)
@@ -69,6 +81,17 @@ async def test_a_chat_that_can_not_be_rendered_is_an_error_beside_the_others(pro
     assert isinstance(image, RequestError)
     assert (wrong.status, wrong.message) == (400, "no such role")
     assert (image.status, "only text" in image.message) == (400, True)
+
+
+async def test_a_chat_that_the_template_refuses_is_its_caller_s_fault(prompts: Prompts) -> None:
+    (error,) = await prompts.render([chat("unbalanced")])
+    assert isinstance(error, RequestError)
+    assert (error.status, error.message) == (400, "roles must alternate")
+
+
+async def test_a_fault_while_a_chat_is_rendered_is_not_that_of_the_chat(prompts: Prompts) -> None:
+    with pytest.raises(KeyError):
+        await prompts.render([chat("broken")])
 
 
 async def test_a_refusal_while_a_chat_is_rendered_is_that_of_the_whole_list(prompts: Prompts) -> None:
