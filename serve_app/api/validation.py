@@ -30,6 +30,12 @@ def suggestion(name: str, names: Iterable[str], elsewhere: str = "", few: str = 
     return elsewhere and f"; {elsewhere}"
 
 
+def is_port(value: object) -> bool:
+    """Return whether a value is a port that a program can listen on."""
+    # YAML's `true` is an int to Python, and would be port 1.
+    return type(value) is int and 0 < value < 65536
+
+
 def field_path(parts: Iterable[int | str], root: str = "") -> str:
     """Return the path of a value, such as `models[0].engine.seed`.
 

@@ -93,6 +93,10 @@ def last_error(log: str) -> str:
     rest: Iterator[str]
     if frames:
         rest = itertools.dropwhile(lambda line: line.startswith("    "), lines[frames[-1] + 1 :])
+        # HAProxy's own lines follow: its version first, the reason behind "[ALERT]".
+        first, *more = [*rest] or [""]
+        alerts = [line.partition(":")[2].strip() for line in more if line.startswith("[ALERT]")]
+        rest = iter([": ".join([first.partition("[NOTICE]")[0].rstrip(" :"), *alerts])])
     else:
         rest = iter([line for line in lines if re.search("(?i)error|fail", line)][-1:] or lines[-1:])
     return next(rest, "").strip()[:MOST_SHOWN]

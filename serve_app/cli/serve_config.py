@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
-from serve_app.api.validation import suggestion
+from serve_app.api.validation import is_port, suggestion
 from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
@@ -36,8 +36,9 @@ def read_config(path: Path) -> ServeDeploySchema:
         if unknown := sorted(set(content) - set(ServeDeploySchema.model_fields)):
             known = suggestion(unknown[0], ServeDeploySchema.model_fields, few="allowed here:")
             raise ValueError(f"{unknown[0]}: unknown key{known}")
-        if not 0 < config.http_options.port < 65536:
-            raise ValueError(f"http_options.port: must be from 1 to 65535, not {config.http_options.port}")
+        port = (content.get("http_options") or {}).get("port")
+        if isinstance(port, bool) or not is_port(config.http_options.port):
+            raise ValueError(f"http_options.port: must be from 1 to 65535, not {port!r}")
         config = ServeDeploySchema.model_validate(complete_config(content))
         haproxy.read_limits(controller_environment(config))
         for app in config.applications:

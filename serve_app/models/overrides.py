@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from serve_app.api.validation import suggestion
+from serve_app.api.validation import is_port, suggestion
 from serve_app.models import installed_vllm
 from serve_app.models.errors import OptionError
 from serve_app.models.installed_vllm import TEXTS, Option
@@ -207,7 +207,7 @@ def _adapter(text: str, written: str) -> dict[str, str]:
     """Return the adapter that `NAME=PATH`, or a JSON object with name and path, stands for."""
     try:
         fields = json.loads(text) if text.startswith("{") else None
-        name, path = (fields["name"], fields["path"]) if fields else text.split("=", 1)
+        name, path = (str(fields["name"]), str(fields["path"])) if fields else text.split("=", 1)
     except (ValueError, KeyError, TypeError):
         raise OptionError(f"{written}: write NAME=PATH, not {text!r}") from None
     # An adapter's source is absolute, since each replica reads it.
@@ -320,7 +320,7 @@ def _check_value(schema: type[BaseModel], place: Sequence[str], value: Any, writ
             TypeAdapter(kind).validate_python(value)
         except ValidationError as error:
             raise OptionError(f"{written}: {error.errors()[0]['msg']}, not {value!r}") from None
-    if schema.__name__ == "HTTPOptionsSchema" and place == ("port",) and not 0 < value < 65536:
+    if schema.__name__ == "HTTPOptionsSchema" and place == ("port",) and not is_port(value):
         raise OptionError(f"{written}: must be a port from 1 to 65535, not {value}")
 
 
@@ -388,4 +388,4 @@ def _yaml(text: str, written: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise OptionError(f"{written}: {text!r} is not YAML: {error}") from None
+        raise OptionError(f"{written}: {text!r} is not YAML: {' '.join(str(error).split())}") from None

@@ -264,6 +264,20 @@ def test_a_failed_start_says_the_last_error_and_names_the_log_with_the_stack(sta
     assert "Traceback" not in service.said
 
 
+def test_the_reason_of_haproxy_is_shown_and_not_its_version(start: Start) -> None:
+    error = (
+        "RuntimeError: HAProxy crashed during startup: [NOTICE]   (5) : haproxy version is 2.8.25\n"
+        "[NOTICE]   (5) : path to executable is haproxy\n"
+        "[ALERT]    (5) : Starting frontend stats: cannot bind socket [0.0.0.0:8404]"
+    )
+    service = start(failures=[TRACE.format(error=error)])
+    assert service.wait() == 1
+    assert (
+        "exit code 3: RuntimeError: HAProxy crashed during startup: Starting frontend stats: cannot bind "
+        "socket [0.0.0.0:8404]\n"
+    ) in service.said
+
+
 def test_with_verbose_the_log_is_shown_as_it_grows(start: Start) -> None:
     service = start(failures=[TRACE.format(error="ValueError: no such thing")], arguments=["--verbose"])
     assert service.wait() == 1

@@ -53,6 +53,10 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
             "http_options: {port: 81110}\napplications: []",
             "http_options.port: must be from 1 to 65535, not 81110",
         ),
+        (
+            "http_options: {port: true}\napplications: []",
+            "http_options.port: must be from 1 to 65535, not True",
+        ),
         ("aplications: []\napplications: []", "aplications: unknown key; allowed here: proxy_location, "),
     ],
 )

@@ -71,6 +71,7 @@ def test_a_path_names_a_place_of_the_config(text: str, part: str, place: str, va
         ("engine.max_logprobs=many", "--set engine.max_logprobs: must be a whole number, not 'many'"),
         ("engine.kv_cache_dtype=fp7", "--set engine.kv_cache_dtype: must be one of auto, float16, "),
         ("http.port=abc", "--set http.port: Input should be a valid integer"),
+        ("http.port=true", "--set http.port: must be a port from 1 to 65535, not True"),
         ("http.port=81110", "--set http.port: must be a port from 1 to 65535, not 81110"),
     ],
 )
@@ -171,6 +172,7 @@ def test_adapters_and_origins_of_vllms_server_go_to_settings(
         ("--port abc", "--port: Input should be a valid integer"),
         ("--served-model-name a b", "--served-model-name: one name, not 2: "),
         ("--lora-modules capitals", "--lora-modules: write NAME=PATH, not 'capitals'"),
+        ('--lora-modules {"name":1}', "--lora-modules: write NAME=PATH, not "),
         ("--max-logprobs many", "--max-logprobs: must be a whole number, not 'many'"),
         ("--logprobs-mode x", "--logprobs-mode: must be one of raw_logits, raw_logprobs, "),
         ("--override-generation-config x", "--override-generation-config: must be a mapping, not 'x'"),
