@@ -108,9 +108,9 @@ class AdapterLoader:
         try:
             await self._llm.add_lora(request)
         except Exception as error:
+            # An adapter that vLLM refuses is no fault of the service: its own words go to the client.
             if self._llm.errored:
                 raise
-            # The engine's own words, without its stack.
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             raise AdapterError(f"is refused by vLLM: {reason[0]}") from None
 

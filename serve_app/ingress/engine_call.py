@@ -80,6 +80,7 @@ async def _accepts(actor: str, find: Callable[[str], Any]) -> bool:
             address = found["Address"]
             _, writer = await asyncio.open_connection(address["IPAddress"], address["Port"])
     except Exception as error:
+        # A process that is gone, or can't be asked, is what this looks for: its stack says no more.
         logger.warning("the process of a silent engine (actor %s) accepts no connection: %r", actor, error)
         return False
     writer.close()

@@ -91,6 +91,7 @@ async def _run(arguments: list[str]) -> bytes:
     lines = errors.decode(errors="replace").strip().splitlines() or ["saturate usage failed"]
     # Of "error: --by: 'x' is no column (see `... --help`)" the middle is for clients.
     message = OPTION.sub(r"\1", lines[-1].removeprefix("error: ").partition(" (see `")[0])
-    wrong = process.returncode == USAGE_ERROR
+    # A folder that is missing is no option, and no mistake of the client.
+    wrong = process.returncode == USAGE_ERROR and OPTION.search(lines[-1]) is not None
     type: ErrorType = "invalid_request_error" if wrong else "service_unavailable"
     raise RequestError(400 if wrong else 503, type, message)

@@ -55,6 +55,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> NoRet
         _flush()
         code = FAILED
     except Exception as error:
+        # The stack is for a file: the user of a command reads one line.
         text = " ".join(str(error).split())[:MOST_SHOWN]
         print(f"error: {type(error).__name__}: {text}; the stack is in {_keep_stack()}", file=sys.stderr)
         _flush()
