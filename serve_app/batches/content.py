@@ -69,6 +69,10 @@ class Drafts:
         return Draft(self._folder / uuid4().hex)
 
 
+FOLDER = "files"
+"""The folder of the contents, beside the database."""
+
+
 class Contents(Protocol):
     """Contents by id, on a disk or elsewhere; see `Content` for its methods."""
 
@@ -97,7 +101,7 @@ class Content:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._files = folder / "files"
+        self._files = folder / FOLDER
         self._files.mkdir(0o700, parents=True, exist_ok=True)
         self._drafts = Drafts(folder)
         _sync(folder)

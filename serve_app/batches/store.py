@@ -9,8 +9,9 @@ from typing import Literal, TypeVar
 from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
+from serve_app.batches.content import FOLDER
 from serve_app.batches.database import Database, Row, SQLite, Transaction
-from serve_app.batches.errors import InUseError, NotFoundError, StateError, TooManyError
+from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
 from serve_app.batches.schema import prepare
 from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
 from serve_app.batches.stored import Batch, Counts, File, Page, Summary
@@ -28,13 +29,18 @@ class Store:
 
     Raises:
         HeldError: Another process has it open.
-        StoreError: It belongs to another version.
+        StoreError: It belongs to another version, or is new beside contents of an earlier one.
         DatabaseError: It fails.
     """
 
     def __init__(self, where: Path | Database) -> None:
         self._database = SQLite(where) if isinstance(where, Path) else where
         try:
+            if isinstance(where, Path) and not self._database.version() and any((where / FOLDER).glob("*")):
+                raise StoreError(
+                    f"{self._database.place}: it is missing or empty, and {where / FOLDER} has files; "
+                    "restore it from a backup, or move the folder away to begin anew"
+                )
             prepare(self._database)
         except BaseException:
             self.close()

@@ -338,10 +338,9 @@ class QuotaBook:
             lease = LeaseID(subject, thing)
             found = [self._totals.since(lease, span, starts_at) for span, starts_at in windows]
             granted, used, returned, reserved, closed = values
-            entry = BookEntry(
-                *(lease, period, name, tuple(filter(None, found))),
-                *(int(granted), int(used), int(returned), int(reserved), bool(closed)),
-            )
+            totals = tuple(total for total in found if total)
+            amounts = int(granted), int(used), int(returned), int(reserved)
+            entry = BookEntry(lease, period, name, totals, *amounts, closed=closed)
             self._holders.setdefault(name, _Holder(at)).entries[lease, period] = entry
             # Its use is in the stored totals already.
             for total in entry.totals:

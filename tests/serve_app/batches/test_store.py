@@ -1,5 +1,6 @@
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -201,3 +202,22 @@ def test_a_file_that_an_open_batch_reads_stays(store: Store) -> None:
     store.remove_file("anna", "read")
     with pytest.raises(NotFoundError):
         store.file("anna", "read")
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_contents_beside_a_database_that_is_missing_or_empty_are_not_taken_for_none(
+    left: bytes | None, tmp_path: Path
+) -> None:
+    Store(tmp_path).close()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "file-1").write_bytes(b"{}")
+    for file in tmp_path.glob("batches.db*"):
+        file.unlink()
+    if left is not None:
+        (tmp_path / "batches.db").write_bytes(left)
+    # Each start says it, not the first one alone.
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"batches\.db: it is missing or empty"):
+            Store(tmp_path)
+    (tmp_path / "files" / "file-1").unlink()
+    Store(tmp_path).close()
