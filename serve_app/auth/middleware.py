@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.addresses import Networks, client_address
-from serve_app.api.errors import RequestError, error_response
+from serve_app.api.errors import RequestError, error_response, path_of
 from serve_app.api.headers import Headers, bearer_token
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
@@ -246,8 +246,7 @@ class AuthMiddleware:
             # No route of the application takes websockets.
             await send({"type": "websocket.close", "code": 1008})
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or path in OPEN:
+        if scope["type"] != "http" or path_of(scope) in OPEN:
             await self._app(scope, receive, send)
             return
         try:
@@ -257,7 +256,7 @@ class AuthMiddleware:
             rate_limit = caller.rate_limit
             entered = rate_limit.enter()
         except RequestError as error:
-            await error_response(error, path)(scope, receive, send)
+            await error_response(error, path_of(scope))(scope, receive, send)
             return
         scope["caller"] = caller
         try:

@@ -627,6 +627,16 @@ async def test_a_websocket_is_closed() -> None:
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
+async def test_the_start_of_the_application_needs_no_key_and_has_no_path() -> None:
+    begun: list[str] = []
+
+    async def app(scope: Any, *_: Any) -> None:
+        begun.append(scope["type"])
+
+    await AuthMiddleware(app, made(entry()))({"type": "lifespan"}, app, app)
+    assert begun == ["lifespan"]
+
+
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE])
 def test_a_file_that_could_not_be_read_is_read_once_it_can(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, error: int
