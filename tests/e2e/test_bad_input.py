@@ -196,7 +196,8 @@ def test_a_schema_that_can_not_be_compiled_is_a_400_with_the_reason_and_the_plac
 
 
 def tools(schema: object, **more: object) -> dict[str, object]:
-    function = {"name": "f", "parameters": schema}
+    # The arguments of any other tool follow no schema.
+    function = {"name": "f", "parameters": schema, "strict": True}
     other = {"name": "g", "parameters": around({"type": "string"})}
     return {"tools": [{"type": "function", "function": each} for each in (other, function)], **more}
 
@@ -230,14 +231,14 @@ def test_any_other_grammar_that_can_not_be_compiled_is_a_400_with_the_reason(
     "schema",
     [
         {"allOf": [{"type": "string"}, {"enum": ["yes", "no"]}]},
-        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2},
         {"type": "integer", "multipleOf": 5},
         around({"$ref": "#/$defs/a"}) | {"$defs": {"a": {"type": "integer"}}},
     ],
 )
 def test_a_schema_that_vllm_takes_is_served(http: httpx.Client, schema: dict[str, object]) -> None:
     body = with_schema("/v1/chat/completions", schema) | {"max_tokens": 8}
-    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
 
 
 def test_a_tool_that_no_answer_has_to_follow_may_have_any_schema(http: httpx.Client) -> None:
