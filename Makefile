@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-gpu soak clean
+.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-attacks bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -105,6 +105,9 @@ bench-adapters: install ## Measure LoRA adapters beside vllm serve, and a flood 
 
 bench-driver: install ## Measure the driver; ARGS="--help".
 	@$(BIN)/python -m tests.benchmarks.driver $(ARGS)
+
+bench-attacks: install ## Measure one tenant's requests beside another's attacks; ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.attacks $(ARGS)
 
 bench-gpu: .venv-gpu/installed ## Measure the service beside others with a model of 7B, on a GPU.
 	@.venv-gpu/bin/python -m tests.benchmarks.serve --model 7b $(ARGS)

@@ -187,12 +187,16 @@ class Service:
             command: The program and its arguments.
             text: Its standard input.
         """
-        # Another service may run on this machine too.
-        lines = " ".join(self.processes())
-        (address,) = set(re.findall(r"--gcs-address=([\w.]+:\d+)", lines))
-        done = run(command, input=text, env=self.env | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"})
+        done = run(command, input=text, env=self.ray_env())
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def ray_env(self) -> dict[str, str]:
+        """Return the environment of a program that uses this service's Ray."""
+        # Another service may run on this machine too: `auto` would find the one that started last.
+        lines = " ".join(self.processes())
+        (address,) = set(re.findall(r"--gcs-address=([\w.]+:\d+)", lines))
+        return self.env | {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token"}
 
     def run_python(self, script: str, body: object = None) -> Any:
         """Run a script that reads `body` from its standard input; return the JSON of its last line."""

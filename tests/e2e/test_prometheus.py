@@ -188,7 +188,7 @@ def dataset_under_way(service: Service, folder: Path) -> Iterator[None]:
     way = ["--app", "llm", "--model", "demo", "--chunk-size", "8", "--max-concurrency", "2", "--quiet"]
     files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]
     command = [sys.executable, "-m", "serve_app.driver", *files, *way]
-    with subprocess.Popen(command, env=service.env | {"RAY_ADDRESS": "auto"}) as driver:
+    with subprocess.Popen(command, env=service.ray_env()) as driver:
         try:
             yield
             assert driver.poll() is None, "it ended"

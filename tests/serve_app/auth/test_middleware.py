@@ -633,7 +633,10 @@ async def test_the_start_of_the_application_needs_no_key_and_has_no_path() -> No
     async def app(scope: Any, *_: Any) -> None:
         begun.append(scope["type"])
 
-    await AuthMiddleware(app, made(entry()))({"type": "lifespan"}, app, app)
+    async def unused(*_: Any) -> Any:
+        raise AssertionError
+
+    await AuthMiddleware(app, made(entry()))({"type": "lifespan"}, unused, unused)
     assert begun == ["lifespan"]
 
 
