@@ -28,7 +28,7 @@ BUSY = 0.5
 """Share of the time from which a thread counts as busy; those of an idle Ray stay below a tenth."""
 
 TASKS = Path("/proc")
-"""Where Linux shows processes; where there is no such folder, only output counts as progress."""
+"""The folder in which Linux shows processes; without it, only output counts as progress."""
 
 
 class Work:

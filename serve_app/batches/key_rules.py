@@ -1,4 +1,4 @@
-"""What an API key allows to its batches, and whether they may go on."""
+"""The rights of an API key's batches, and the end of batches whose key has ended."""
 
 from collections.abc import Collection
 from dataclasses import replace

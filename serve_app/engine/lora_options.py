@@ -9,7 +9,7 @@ from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 
 WORKER = "serve_app.engine.vllm_adapter_worker.AdapterWorker"
-"""What vLLM's workers have more, to look at adapters."""
+"""The look at adapters inside vLLM's workers."""
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM takes for `max_lora_rank`."""

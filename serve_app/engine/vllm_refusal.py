@@ -38,7 +38,7 @@ VALIDATES = (ModelField.__module__, "validate")
 """Module and function that validate the body of a request."""
 
 EXAMINES = {("vllm.v1.engine.input_processor", "process_inputs"), ("vllm.v1.serial_utils", "encode")}
-"""Those that look at a request, and pack it for the engine, when it was admitted: they see nothing else."""
+"""Modules that read a request and pack it for the engine; they see nothing but the request."""
 
 STARTED = "response already started"
 """Words of Starlette's error about an exception behind the head of an answer."""
@@ -158,7 +158,7 @@ def _failure(error: Exception, response: ErrorResponse) -> RequestError | None:
     if isinstance(error, RetryableRequestError):
         failure = RequestError(503, "service_unavailable", str(error), retry_after_s=1.0)
     elif isinstance(error, GenerationError) and result.constrained:
-        # What vLLM can't compile was refused before.
+        # Grammars that vLLM can't compile are refused before.
         message = "The grammar of this request leaves no way on behind the text so far, and vLLM gave up."
         failure = RequestError(400, "invalid_request_error", message)
     elif is_fault(error):

@@ -161,7 +161,7 @@ class _UploadResponse(ProxyResponse):
                     room = _hold(held, len(waiting))
             await self._put.remote(self._id, bytes(waiting), True)
         except ClientDisconnect:
-            # Nobody reads the answer.
+            # The answer has no reader.
             self._cancel()
         except Exception as error:
             # `_log` logs the stack of a fault; the answer tells the client.

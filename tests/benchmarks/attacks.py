@@ -40,7 +40,7 @@ NUMBERS = 4_900_000
 
 @dataclass(frozen=True)
 class Target:
-    """What an attack needs to know of the service.
+    """The service, as an attack needs it.
 
     Attributes:
         port: Its HTTP port on loopback.

@@ -80,7 +80,7 @@ def within_a_minute(act: Callable[[], T]) -> T:
         found = act()
         if (now := time.time() // 60) == minute:
             return found
-        # What it used of the next minute must not count.
+        # Its use of the next minute must not count.
         wait_until(partial(lambda spoilt: time.time() // 60 > spoilt, now))
 
 

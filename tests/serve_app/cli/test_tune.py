@@ -123,7 +123,7 @@ def test_a_ledger_without_calls_of_the_model_is_told(tmp_path: Path) -> None:
         "no answered call of m in this time (models with calls: other); take an earlier --since"
         in message(result)
     )
-    # What can be known without the service is told without it.
+    # Mistakes that need no service are reported before the service is asked.
     for arguments in (
         ["--ledger", place, "--model", "m"],
         ["--ledger", ledger(tmp_path / "old", call(1, time=datetime(2020, 1, 1, tzinfo=UTC)))],

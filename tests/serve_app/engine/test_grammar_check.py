@@ -95,14 +95,14 @@ def stated(field: str, schema: object, *, compiles: bool = True) -> Grammar:
             "text.format: this json can't be compiled: items must be a boolean or an object "
             "(at #/properties/a)",
         ),
-        # One that vLLM has made of several, of which one is wrong.
+        # A grammar that vLLM has made of several, of which one is wrong.
         (
             stated("structured_outputs", {"anyOf": [{"type": "string"}, TUPLE]}),
             [stated("tools[0]", {"type": "string"}), stated("tools[1]", TUPLE, compiles=False)],
             "tools[1]",
             "tools[1]: this json can't be compiled: items must be a boolean or an object",
         ),
-        # One that has nothing to do with what the request states.
+        # A grammar that is unrelated to those of the request.
         (
             Grammar("grammar", "start: x", "structured_outputs"),
             [stated("tools[0]", {"type": "string"})],
@@ -115,7 +115,7 @@ async def test_a_grammar_that_the_engine_can_not_compile_is_refused_with_the_fie
     grammars: GrammarCheck, compiled: Grammar, others: list[Grammar], field: str, reason: str
 ) -> None:
     async with asyncio.timeout(LIMIT_S):
-        # Those that are stated are only looked at.
+        # The grammars of the request are only looked at.
         await grammars.check(others)
         with pytest.raises(RequestError) as caught:
             await grammars.compile(compiled, others)
