@@ -205,7 +205,7 @@ def test_idle_connections_to_the_statistics_take_none_from_clients(proxy: Proxy)
             for _ in range(CONNECTIONS // 2):
                 idle = stack.enter_context(socket.socket())
                 idle.setblocking(False)
-                # Those that HAProxy doesn't accept wait in the kernel.
+                # Connections that HAProxy doesn't accept wait in the kernel.
                 idle.connect_ex(("127.0.0.1", port))
         start = time.monotonic()
         assert httpx.get(proxy.url, timeout=STALL_S).status_code == 200

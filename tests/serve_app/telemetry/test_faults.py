@@ -32,7 +32,7 @@ def test_an_error_with_a_stack_is_a_fault_and_nothing_else(faults: FaultCount) -
     log(KeyError("a"))
     log(ValueError("b"))
     assert faults.total == 2
-    # What is away, with its stack for the one who looks; what is told in a line; what is no fault.
+    # A warning with a stack, an error in one line, a refusal and a lost engine are no faults.
     log(OSError("away"), logging.WARNING)
     LOG.error("full")
     log(RequestError(429, "rate_limit_error", "full"))
