@@ -13,12 +13,12 @@ from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import BATCHES, QUOTAS, TURNS, engine_name
-from serve_app.ingress.quota_deployment import Quotas
-from serve_app.ingress.turn_deployment import Turns
+from serve_app.quotas.deployment import Quotas
 from serve_app.settings.environment_check import check_environment
 from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings, parse
 from serve_app.settings.turns import ShareSettings
+from serve_app.turns.deployment import Turns
 
 UNBOUNDED = 100_000
 """Ray Serve's limit on ongoing requests, too high to be reached: the batchers bound their queues, by tokens,

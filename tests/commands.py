@@ -78,8 +78,6 @@ def _check_program(words: list[str]) -> None:
     match program:
         case "saturate":
             _check_saturate(arguments)
-        case "saturate-batch":
-            _check_saturate(["batch", *arguments])
         case "make":
             _check_make(arguments)
         case "python":

@@ -170,7 +170,7 @@ def test_a_command_that_does_not_exist_is_found(line: str) -> None:
         "saturate nothing",
         "saturate serve --nothing",
         "saturate keys new --nothing 1",
-        "saturate-batch in.jsonl out.jsonl --nothing 1",
+        "saturate batch in.jsonl out.jsonl --nothing 1",
         "saturate batch in.jsonl",
     ],
 )

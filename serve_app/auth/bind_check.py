@@ -2,7 +2,7 @@
 
 from ray.serve.context import _get_global_client
 
-from serve_app.api.addresses import is_loopback
+from serve_app.settings.addresses import is_loopback
 
 
 def warning(host: str | None, *, keys: bool) -> str | None:

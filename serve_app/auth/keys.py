@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, TypeAdapter, ValidationError
 
-from serve_app.api.addresses import Network
 from serve_app.api.protocol import JSON, Flag
 from serve_app.api.scheduling import TIER_PRIORITY, Tenant
 from serve_app.api.validation import field_path, suggestion
+from serve_app.settings.addresses import Network
 from serve_app.settings.batches import BatchLimits
 from serve_app.settings.fields import Positive, ServedId, Strict, Weight
 from serve_app.settings.schema import SettingsError

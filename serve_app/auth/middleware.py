@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.api.addresses import Networks, client_address
 from serve_app.api.errors import RequestError, error_response, path_of
 from serve_app.api.headers import Headers, bearer_token
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
 from serve_app.auth.keys import Key, State, check_together, expired_keys, hash_key, plain_keys, read_keys
 from serve_app.auth.rate_limit import RateLimit
+from serve_app.settings.addresses import Networks, client_address
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.watched_file import WatchedFile

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from starlette.requests import Request
 from starlette.routing import Route
 
-from serve_app.api.pacing import Clock
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling, SchedulingFields, scheduling_of
 from serve_app.batches.batch_routes import BatchRoutes
 from serve_app.batches.content import Contents
 from serve_app.batches.file_routes import FileRoutes
 from serve_app.batches.limits import Limits
+from serve_app.batches.pacing import Clock
 from serve_app.batches.routes import RouteContext
 from serve_app.batches.store import Store
 

@@ -3,10 +3,10 @@
 from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
-from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.batches.engine_load import EngineLoad
 
 
 class Answer(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic_core import from_json, to_json
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
-from serve_app.api.engine_load import EngineLoad, engine_load
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import GENERATE, MOVED
@@ -19,6 +18,7 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import TokenDemand
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches.client import Answer, QuotaError
+from serve_app.batches.engine_load import EngineLoad, engine_load
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.context_lengths import ContextLengths

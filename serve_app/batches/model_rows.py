@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from serve_app.api.pacing import Concurrency
+from serve_app.batches.pacing import Concurrency
 from serve_app.batches.places import Places
 from serve_app.batches.rate import Rate
 from serve_app.batches.sending import Sender

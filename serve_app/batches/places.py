@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 
-from serve_app.api.pacing import Concurrency
 from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.pacing import Concurrency
 from serve_app.batches.rows import Row
 from serve_app.batches.shares import Shares
 

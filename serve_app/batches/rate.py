@@ -3,7 +3,7 @@
 import time
 from collections import deque
 
-from serve_app.api.pacing import Clock
+from serve_app.batches.pacing import Clock
 
 WINDOW_S = 60.0
 """Seconds over which the rate is measured."""

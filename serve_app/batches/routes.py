@@ -15,13 +15,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from serve_app.api.errors import RequestError, error_response
-from serve_app.api.pacing import Clock
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import DatabaseError
 from serve_app.batches.files import delete_contents
 from serve_app.batches.limits import Limits
+from serve_app.batches.pacing import Clock
 from serve_app.batches.store import Store
 
 logger = logging.getLogger("ray.serve")

@@ -10,7 +10,6 @@ from functools import partial
 from typing import ParamSpec
 
 from serve_app.api.errors import RequestError
-from serve_app.api.pacing import Auto, Backoff, Clock, Concurrency
 from serve_app.batches.client import Client
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import ContentLostError, DatabaseError, NotFoundError, StateError
@@ -19,6 +18,7 @@ from serve_app.batches.forecast import late
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.model_rows import ModelRows
 from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.pacing import Auto, Backoff, Clock, Concurrency
 from serve_app.batches.places import Places
 from serve_app.batches.rate import Rate
 from serve_app.batches.recording import close, give_up, record, unfinished

@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
 from serve_app.api.errors import RequestError, internal_error
-from serve_app.api.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.batches.client import Answer, Client, QuotaError
 from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.batches.rows import Result, Row, answered
 from serve_app.batches.stored import Batch
 from serve_app.ingress.large_bodies import look

@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api.errors import EXCEPTION_HANDLERS
-from serve_app.api.pacing import Auto
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.middleware import KeyStore
@@ -27,6 +26,7 @@ from serve_app.batches.errors import DatabaseError, HeldError, StoreError
 from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
+from serve_app.batches.pacing import Auto
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED, STATES
 from serve_app.batches.store import Store

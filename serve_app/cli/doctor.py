@@ -23,7 +23,7 @@ from serve_app.cli.checks.resources import (
 )
 from serve_app.cli.checks.software import check_byte_code, check_haproxy, check_packages, check_python
 from serve_app.cli.checks.sources import check_sources
-from serve_app.system.machine import Machine
+from serve_app.cli.machine import Machine
 
 CHECKS: Mapping[str, Check] = {
     "config": check_config,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from serve_app.api.base_url import base_url
 from serve_app.cli.api_key import read_api_key
 from serve_app.cli.option_values import check_folder, parsed
 from serve_app.cli.progress import Progress
+from serve_app.client import base_url
 from serve_app.simulation.profiles import Profile
 from serve_app.tuning.measuring import Measurement
 from serve_app.tuning.observations import LARGEST_ERROR, LEAST_R2, Fit, Observation, ObservationError, fit

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from serve_app.cli.supervisor import GRACE_S
 from serve_app.settings.environment import PATIENCE, PROXY_START_S, RAY_START_LIMITS
 from serve_app.system.processes import KILL_S, end_descendants
-from serve_app.system.supervisor import GRACE_S
 
 OWN_RAY_S, SHARED_RAY_S = 0.3, 10.0
 """Seconds that `serve run` has to stop after SIGINT, with a Ray of its own or one that others use too.
@@ -48,7 +48,7 @@ class ServeRun:
         limits = {name: str(factor * int(value)) for name, value in RAY_START_LIMITS.items()}
         self.limits = {name: os.environ.get(name, value) for name, value in limits.items()}
         self._interrupt_s = OWN_RAY_S if own_ray else SHARED_RAY_S
-        supervisor = [sys.executable, "-m", "serve_app.system.supervisor", str(self._interrupt_s)]
+        supervisor = [sys.executable, "-m", "serve_app.cli.supervisor", str(self._interrupt_s)]
         command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
         if patient:
             command = [sys.executable, "-m", "serve_app.system.patient_serve", str(PROXY_START_S), *command]

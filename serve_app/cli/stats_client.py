@@ -10,8 +10,8 @@ from typing import Self
 import click
 import httpx
 
-from serve_app.api.base_url import base_url
 from serve_app.api.protocol import JSON
+from serve_app.client import base_url
 
 CONNECT_S, ANSWER_S = 5.0, 10.0
 """Seconds to get a connection, and to get an answer: replicas have 5 s for theirs."""

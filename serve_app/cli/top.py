@@ -9,12 +9,12 @@ from dataclasses import asdict
 
 import click
 
-from serve_app.api.base_url import base_url
 from serve_app.cli.api_key import read_api_key
 from serve_app.cli.figures import View
 from serve_app.cli.option_values import parsed
 from serve_app.cli.reading import view
 from serve_app.cli.stats_client import StatsClient
+from serve_app.client import base_url
 from serve_app.driver.options import DEFAULT_URL
 
 DUMB = {"dumb", "unknown"}

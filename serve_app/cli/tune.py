@@ -11,17 +11,19 @@ from typing import Literal
 import click
 from click.core import ParameterSource
 
-from serve_app.api.base_url import base_url
 from serve_app.cli.api_key import read_api_key
 from serve_app.cli.option_values import check_folder, moment, parsed
 from serve_app.cli.plan import NO_PLAN
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig, read_config, write_config
 from serve_app.cli.tune_run import Question, TuneRun
+from serve_app.client import base_url
 from serve_app.driver.errors import DriverError, RowError
 from serve_app.driver.options import DEFAULT_URL
 from serve_app.driver.prompts import Prompter
 from serve_app.driver.sources import open_source
+from serve_app.ledger.call_lengths import CallLengths
+from serve_app.ledger.reading import LedgerError, open_ledger, read
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import METRICS, Goal, parse_goals
 from serve_app.tuning.guidellm import GuideLLM, check_guidellm
@@ -31,8 +33,6 @@ from serve_app.tuning.requests import Prompt
 from serve_app.tuning.service import Service, ServiceError
 from serve_app.tuning.tuner import LoneMissError
 from serve_app.tuning.workload import Lengths
-from serve_app.usage.call_lengths import CallLengths
-from serve_app.usage.reading import LedgerError, open_ledger, read
 
 MOST_PROMPTS = 10_000
 """Rows of a dataset that are used."""

@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import click
 import yaml
 
-from serve_app.api.base_url import base_url
 from serve_app.api.protocol import JSON
 from serve_app.cli.dashboard import Dashboard
+from serve_app.client import base_url
 from serve_app.tuning.choice import Choice
 from serve_app.tuning.config_change import Change, ChangeError, changed
 from serve_app.tuning.generator import Generator

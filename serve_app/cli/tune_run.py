@@ -10,6 +10,8 @@ import click
 
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
+from serve_app.ledger.call_lengths import CallLengths
+from serve_app.ledger.rows import Tokens
 from serve_app.tuning.choice import MARGIN, choose
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import Goal
@@ -19,8 +21,6 @@ from serve_app.tuning.requests import Prompt, Requests
 from serve_app.tuning.service import Facts, Service, ServiceError
 from serve_app.tuning.tuner import Tuner, is_small
 from serve_app.tuning.workload import Lengths
-from serve_app.usage.call_lengths import CallLengths
-from serve_app.usage.rows import Tokens
 
 STEPS_DOWN = 4
 """Times that the rate is lowered where the goals don't hold with the settings."""

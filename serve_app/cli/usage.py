@@ -12,14 +12,14 @@ import click
 import yaml
 
 from serve_app.cli.option_values import moment, parsed
+from serve_app.ledger.files import PRICES
+from serve_app.ledger.prices import Prices, prices_of, unpack
+from serve_app.ledger.reading import Files, LedgerError, open_ledger, read
+from serve_app.ledger.report import BY, Line, Report, Total
 from serve_app.settings.completion import IMPORT_PATH
 from serve_app.settings.schema import parse
 from serve_app.settings.usage import UsageSettings
 from serve_app.system.command_line import WrongInput
-from serve_app.usage.files import PRICES
-from serve_app.usage.prices import Prices, prices_of, unpack
-from serve_app.usage.reading import Files, LedgerError, open_ledger, read
-from serve_app.usage.report import BY, Line, Report, Total
 
 NUMBERS = ("calls", "prompt_tokens", "cached_tokens", "output_tokens", "cost", "wait_s", "engine_s")
 

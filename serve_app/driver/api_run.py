@@ -13,9 +13,9 @@ from uuid import uuid4
 import httpx
 from pydantic_core import from_json, to_json
 
-from serve_app.api.base_url import base_url
-from serve_app.api.pacing import RETRYABLE, Backoff
 from serve_app.api.protocol import JSON
+from serve_app.batches.pacing import RETRYABLE, Backoff
+from serve_app.client import base_url
 from serve_app.driver.api_progress import ENDED, Display
 from serve_app.driver.errors import CommandError, DriverError, output_error
 

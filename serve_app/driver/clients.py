@@ -8,10 +8,10 @@ from typing import Any, Protocol, Self
 import httpx
 from pydantic_core import from_json, to_json
 
-from serve_app.api.base_url import base_url
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
+from serve_app.client import base_url
 from serve_app.driver.errors import DriverError
 from serve_app.system import cancellation
 
@@ -179,8 +179,8 @@ class HandleClient:
                 ray.init(address="auto", log_to_driver=False)
             except ConnectionError:
                 raise DriverError(
-                    "no Ray cluster here: run this inside a Ray job (`ray job submit -- python -m "
-                    "serve_app.driver ...`) or on a machine of the cluster, or reach the service with --url"
+                    "no Ray cluster here: run this inside a Ray job (`ray job submit -- saturate batch ...`) "
+                    "or on a machine of the cluster, or reach the service with --url"
                 ) from None
         application = serve.status().applications.get(app)
         name = engine_name(model)

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from serve_app.api.pacing import Auto, Fixed
 from serve_app.api.protocol import JSON
+from serve_app.batches.pacing import Auto, Fixed
 from serve_app.driver.api_run import APIRun
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import Client, HandleClient, HTTPClient

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from serve_app.api.pacing import Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
+from serve_app.batches.pacing import Backoff, Fixed
 from serve_app.driver.chunks import chunked
 from serve_app.driver.clients import HandleClient
 from serve_app.driver.errors import DriverError

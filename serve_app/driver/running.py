@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import Any, Literal
 
-from serve_app.api.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import ServiceTier
+from serve_app.batches.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver.chunks import Chunk, chunked
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError

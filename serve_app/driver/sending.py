@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from serve_app.api.errors import RequestError
-from serve_app.api.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.api.protocol import JSON
+from serve_app.batches.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import Client
 from serve_app.driver.errors import DriverError, RowError

@@ -12,9 +12,9 @@ from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
 from serve_app.engine.arrivals import Arrival
 from serve_app.engine.grammars import Grammar
+from serve_app.ledger.calls import Call
 from serve_app.relay.resume import StreamTokens
 from serve_app.relay.usage import RequestUsage
-from serve_app.usage.calls import Call
 
 
 class AdmissionRequest(NamedTuple):

@@ -10,7 +10,7 @@ from serve_app.engine.watchdog import Watchdog
 
 if TYPE_CHECKING:
     # vLLM takes seconds and a gigabyte.
-    from serve_app.engine.vllm_engine import VLLMEngine
+    from serve_app.engine.vllm.engine import VLLMEngine
 
 logger = logging.getLogger("ray.serve")
 

@@ -28,6 +28,10 @@ from serve_app.engine.replica import (
     usage_stats,
 )
 from serve_app.engine.usage_metrics import UsageMetrics
+from serve_app.ledger.calls import Call, Origin
+from serve_app.ledger.rows import Outcome
+from serve_app.ledger.writer import ledger_of, new_book, start_writer
+from serve_app.quotas.handle import Handle
 from serve_app.relay.frame import split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
@@ -40,10 +44,6 @@ from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.catalogue import LOOP_HELD
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
-from serve_app.usage.calls import Call, Origin
-from serve_app.usage.quota_handle import Handle
-from serve_app.usage.rows import Outcome
-from serve_app.usage.writer import ledger_of, new_book, start_writer
 
 RESULTS_PER_TURN = 32
 """Results that are written as JSON before other tasks get their turn on the event loop."""

@@ -10,13 +10,13 @@ from serve_app.api.protocol import Detail, GenerateRequest, GenerateResponse, Us
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
 from serve_app.engine.batch_call import BatchCall
+from serve_app.ledger.calls import Call
 from serve_app.relay.usage import RequestUsage
-from serve_app.usage.calls import Call
 
 if TYPE_CHECKING:
     # vLLM takes seconds and a gigabyte.
-    from serve_app.engine.vllm_completions import Completions
-    from serve_app.engine.vllm_prompts import Prompts
+    from serve_app.engine.vllm.completions import Completions
+    from serve_app.engine.vllm.prompts import Prompts
 
 
 class Generation:

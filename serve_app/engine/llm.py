@@ -33,6 +33,9 @@ from serve_app.engine.replica import (
 )
 from serve_app.engine.turns import EngineTurns, Place, asking
 from serve_app.engine.usage_metrics import UsageMetrics
+from serve_app.ledger.calls import Call, Origin
+from serve_app.ledger.writer import ledger_of, new_book, start_writer
+from serve_app.quotas.handle import Handle
 from serve_app.relay.frame import LOST, pack_error, split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
@@ -50,9 +53,6 @@ from serve_app.system.serve_logging import flush_warnings, preserved_handlers
 from serve_app.telemetry.catalogue import LOOP_HELD, OUTPUT_TOKENS, PROMPT_TOKENS
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
-from serve_app.usage.calls import Call, Origin
-from serve_app.usage.quota_handle import Handle
-from serve_app.usage.writer import ledger_of, new_book, start_writer
 
 logger = logging.getLogger("ray.serve")
 
@@ -107,8 +107,8 @@ class Engine:
         self._quotas = CallQuotas(usage.quotas, quotas, replica_tag())
         with preserved_handlers():
             # Imported only where a model is held: vLLM takes seconds and a gigabyte.
-            from serve_app.engine.vllm_engine import VLLMEngine
-            from serve_app.engine.vllm_sleep import check_sleep_mode
+            from serve_app.engine.vllm.engine import VLLMEngine
+            from serve_app.engine.vllm.sleep import check_sleep_mode
 
             if share is not None and turns is not None and settings.share is not None:
                 check_sleep_mode(settings)

@@ -8,7 +8,7 @@ from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 
-WORKER = "serve_app.engine.vllm_adapter_worker.AdapterWorker"
+WORKER = "serve_app.engine.vllm.adapter_worker.AdapterWorker"
 """The look at adapters inside vLLM's workers."""
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

@@ -15,6 +15,7 @@ from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_cu
 from serve_app.engine.arrivals import Arrivals
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import Grammar, grammars_of
+from serve_app.ledger.calls import Call
 from serve_app.relay.asgi import run_app
 from serve_app.relay.events import error_event
 from serve_app.relay.frame import KEEP_ALIVE, LOST, pack, pack_error, unpack
@@ -22,11 +23,10 @@ from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import StreamTokens, to_ids
 from serve_app.relay.usage import RequestUsage
-from serve_app.usage.calls import Call
 
 if TYPE_CHECKING:
     # vLLM takes seconds and a gigabyte.
-    from serve_app.engine.vllm_engine import VLLMEngine
+    from serve_app.engine.vllm.engine import VLLMEngine
 
 logger = logging.getLogger("ray.serve")
 

@@ -8,10 +8,10 @@ from pydantic_core import to_json
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import GenerateRequest
 from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
+from serve_app.quotas.client import KeyQuota
+from serve_app.quotas.handle import Handle, quota_client
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.usage import QuotasSettings
-from serve_app.usage.quota_client import KeyQuota
-from serve_app.usage.quota_handle import Handle, quota_client
 
 
 class CallQuotas:

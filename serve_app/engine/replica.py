@@ -15,10 +15,10 @@ from batcher import Stats
 from serve_app.api.errors import FAULT, RequestError, internal_error
 from serve_app.api.headers import request_id
 from serve_app.api.protocol import JSON
+from serve_app.ledger.calls import OTHER, CallBook, Origin, Sums
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
-from serve_app.usage.calls import OTHER, CallBook, Origin, Sums
 
 logger = logging.getLogger("ray.serve")
 

@@ -64,6 +64,7 @@ from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_k
 from serve_app.ingress.stats_view import own_part
 from serve_app.ingress.token_demand import call_demand, form_demand, openai_demand
 from serve_app.ingress.usage_report import UsageReports
+from serve_app.quotas.handle import Handle, quota_client
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings
@@ -72,7 +73,6 @@ from serve_app.system.garbage_collection import collect_rarely
 from serve_app.system.serve_logging import flush_warnings
 from serve_app.telemetry.ingress import IngressTelemetry
 from serve_app.telemetry.request_tracker import with_request_id
-from serve_app.usage.quota_handle import Handle, quota_client
 
 logger = logging.getLogger("ray.serve")
 

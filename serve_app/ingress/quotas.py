@@ -5,11 +5,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve_app.quotas.client import KeyQuota, QuotaClient
+from serve_app.quotas.lease import Lease
+from serve_app.quotas.reservation import Reservation
 from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
 from serve_app.settings.usage import Quota
-from serve_app.usage.lease import Lease
-from serve_app.usage.quota_client import KeyQuota, QuotaClient
-from serve_app.usage.reservation import Reservation
 
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{value}-{kind}"

@@ -2,7 +2,7 @@
 
 from serve_app.api.protocol import JSON
 from serve_app.auth.middleware import Caller
-from serve_app.usage.messages import key_subject, tenant_subject
+from serve_app.quotas.messages import key_subject, tenant_subject
 
 
 def own_part(stats: JSON, caller: Caller | None) -> JSON:

@@ -9,7 +9,7 @@ from pathlib import Path
 from ray._private.utils import get_num_cpus
 
 from serve_app.models.errors import ModelError
-from serve_app.system.gpus import GPU, QUERY, VISIBLE, read_gpus, visible_gpus
+from serve_app.models.gpus import GPU, QUERY, VISIBLE, read_gpus, visible_gpus
 
 NVIDIA_SMI_S = 20.0
 """Seconds for `nvidia-smi`, which takes some where the driver's daemon isn't running."""

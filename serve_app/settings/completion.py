@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serve_app.api.addresses import is_loopback
 from serve_app.api.protocol import JSON
+from serve_app.settings.addresses import is_loopback
 from serve_app.settings.environment import (
     CLIENT_HEADERS,
     LONG_ANSWERS,

@@ -9,8 +9,8 @@ from pydantic import (
     model_validator,
 )
 
-from serve_app.api.addresses import Network
 from serve_app.api.protocol import Flag
+from serve_app.settings.addresses import Network
 from serve_app.settings.fields import File, Positive, Seconds, Strict
 
 

@@ -1,6 +1,6 @@
 """An executor for vLLM on a simulated device.
 
-Only files named vllm_* import vllm. The imports are those of vLLM 0.32.
+The imports are those of vLLM 0.32.
 
     vllm serve MODEL --distributed-executor-backend serve_app.simulation.vllm_executor.SimulatedExecutor
         --additional-config '{"simulate": "h100-8b"}' --block-size 16

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serve_app.api.protocol import JSON
+from serve_app.ledger.rows import Tokens
 from serve_app.tuning.service import TOKENS
 from serve_app.tuning.workload import Arrival, Lengths
-from serve_app.usage.rows import Tokens
 
 Prompt = str | list[JSON]
 """A text to complete, or the messages of a chat."""

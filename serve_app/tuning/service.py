@@ -10,9 +10,9 @@ from typing import Any, Self
 
 import httpx
 
-from serve_app.api.base_url import base_url
 from serve_app.api.protocol import JSON
 from serve_app.api.validation import FEW, suggestion
+from serve_app.client import base_url
 
 TOKENS = range(33, 127)
 """Token ids of prompts: every vocabulary has them, and few tokenizers have special ones among them."""

@@ -7,9 +7,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from serve_app.usage.calls import CallBook, Origin
-from serve_app.usage.ledger import Ledger
-from serve_app.usage.rows import Tokens
+from serve_app.ledger.calls import CallBook, Origin
+from serve_app.ledger.ledger import Ledger
+from serve_app.ledger.rows import Tokens
 
 CALLS = 2_000
 ROUNDS = 20

@@ -22,7 +22,7 @@ from serve_app.relay.frame import pack
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, answer
-from tests.serve_app.usage.fleet import QuotasHandle
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 ROUNDS, REQUESTS = 21, 500
 MANY = 1 << 40

@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from serve_app.engine.adapter_copies import AdapterFiles
 from serve_app.engine.adapter_files import WEIGHTS, check, fetch
 from serve_app.engine.lora_options import lora_options
-from serve_app.engine.vllm_options import vllm_args
+from serve_app.engine.vllm.options import vllm_args
 from serve_app.settings.models import LLMSettings
 from tests.benchmarks.adapters import flood, throughput
 from tests.benchmarks.adapters.__main__ import DEVICES, PARTS, main, parser

@@ -9,7 +9,7 @@ import pytest
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.engine.vllm_options import vllm_args
+from serve_app.engine.vllm.options import vllm_args
 from serve_app.settings.models import LLMSettings
 from serve_app.simulation.profiles import PROFILES
 from tests.benchmarks.serve.__main__ import main

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from serve_app.demo.questions import QUESTIONS_FILE
 from serve_app.demo.train_adapters import ADAPTERS_FOLDER
-from serve_app.engine.vllm_adapter_trial import MOST_TOKENS, TEXT
+from serve_app.engine.vllm.adapter_trial import MOST_TOKENS, TEXT
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from tests.e2e.service import Service

@@ -19,9 +19,9 @@ from click.testing import CliRunner
 
 from serve_app.api.protocol import JSON
 from serve_app.cli.main import saturate
-from serve_app.usage.disk import LocalDisk
-from serve_app.usage.reading import read
-from serve_app.usage.report import Line, Report
+from serve_app.ledger.disk import LocalDisk
+from serve_app.ledger.reading import read
+from serve_app.ledger.report import Line, Report
 from tests.e2e.fault_injection import CORE, inject, wait_until_whole
 from tests.e2e.load import BODY, PROMPTS
 from tests.e2e.service import Service

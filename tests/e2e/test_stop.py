@@ -44,13 +44,13 @@ def test_sigterm_finishes_requests_in_flight_and_leaves_no_process(
 
 
 def kill_serve_run(service: Service) -> None:
-    (supervisor,) = service.pids("serve_app.system.supervisor")
+    (supervisor,) = service.pids("serve_app.cli.supervisor")
     (serve_run,) = (pid for pid in service.pids("/serve run ") if pid != supervisor)
     os.kill(serve_run, signal.SIGKILL)
 
 
 def kill_supervisor(service: Service) -> None:
-    (supervisor,) = service.pids("serve_app.system.supervisor")
+    (supervisor,) = service.pids("serve_app.cli.supervisor")
     os.kill(supervisor, signal.SIGKILL)
 
 

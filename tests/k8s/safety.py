@@ -169,11 +169,11 @@ def _job(spec: dict[str, Any]) -> Iterator[str]:
     if spec.get("ttlSecondsAfterFinished") and not spec.get("shutdownAfterJobFinishes"):
         yield "spec.ttlSecondsAfterFinished: KubeRay wants shutdownAfterJobFinishes with it"
     command, _, rest = spec["entrypoint"].partition(" || ")
-    if rest != "test $? -eq 3" or not command.startswith("python -m serve_app.driver "):
+    if rest != "test $? -eq 3" or not command.startswith("saturate batch "):
         yield "spec.entrypoint: must run the driver, and take exit code 3 for success"
         return
     try:
-        parsed = chosen(batch.make_context("batch", shlex.split(command)[3:]).params)
+        parsed = chosen(batch.make_context("batch", shlex.split(command)[2:]).params)
     except click.ClickException:
         yield "spec.entrypoint: the driver doesn't take these options"
         return

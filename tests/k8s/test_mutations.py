@@ -258,7 +258,7 @@ def test_a_config_that_the_cluster_does_not_fit_is_found(
     assert any(path in problem for problem in found), found
 
 
-DRIVER = "python -m serve_app.driver a {} || test $? -eq 3"
+DRIVER = "saturate batch a {} || test $? -eq 3"
 JOB: list[tuple[str, str, object]] = [
     ("handle", "spec.backoffLimit", 3),
     ("handle", "spec.ttlSecondsAfterFinished", 60),

@@ -10,21 +10,20 @@ ROOT = Path(__file__).parents[2]
 
 ORDER = [
     {"app", "cli"},
-    {"driver", "batches", "models", "tuning"},
+    {"driver", "models", "tuning"},
+    {"batches", "client"},
     {"ingress"},
-    {"engine", "auth"},
-    {"telemetry", "usage", "turns"},
+    {"engine"},
+    {"ledger", "quotas", "turns"},
+    {"auth", "telemetry"},
     {"relay", "settings"},
     {"simulation"},
     {"api", "system", "batcher", "demo"},
 ]
-"""The folders of `serve_app` from top to bottom, with `app.py` and the package `batcher`.
+"""The folders of `serve_app` from top to bottom, with `app.py`, `client.py` and the package `batcher`.
 
 A module imports its own folder and those of lower levels, never another folder of its own level.
 """
-
-COMPATIBILITY = {f"serve_app.{name}" for name in ("doorway", "embedding", "keys", "lifeline", "scaling")}
-"""Old paths that a config of a user may name; see their docstrings."""
 
 Edges = set[tuple[str, str]]
 
@@ -80,7 +79,7 @@ def level(name: str) -> int:
 
 
 def test_every_folder_has_a_level() -> None:
-    found = {folder(module) for module in MODULES if module not in COMPATIBILITY} - {""}
+    found = {folder(module) for module in MODULES} - {""}
     assert found <= set().union(*ORDER), "a new folder needs a place in ORDER"
     assert len(found) > 10
 
@@ -99,21 +98,17 @@ def test_folders_import_only_lower_levels() -> None:
     wrong = [
         f"{module} imports {target}"
         for module, target in sorted(edges())
-        if module not in COMPATIBILITY
-        and folder(module) != folder(target)
-        and level(folder(module)) >= level(folder(target))
+        if folder(module) != folder(target) and level(folder(module)) >= level(folder(target))
     ]
     assert wrong == []
 
 
-def test_only_modules_named_vllm_import_vllm() -> None:
+def test_only_the_folder_of_vllm_and_the_simulated_device_import_vllm() -> None:
     importing = {
-        module
-        for module in MODULES
-        for name in imported(module)
-        if name.partition(".")[0] == "vllm" and not module.rpartition(".")[2].startswith("vllm_")
+        module for module in MODULES for name in imported(module) if name.partition(".")[0] == "vllm"
     }
-    assert importing == set()
+    strangers = {module for module in importing if not module.startswith("serve_app.engine.vllm.")}
+    assert strangers == {"serve_app.simulation.vllm_executor"}
 
 
 def test_the_batcher_imports_only_the_standard_library() -> None:
@@ -126,8 +121,3 @@ def test_the_batcher_imports_only_the_standard_library() -> None:
         if name.partition(".")[0] not in allowed
     }
     assert foreign == set()
-
-
-def test_compatibility_modules_are_imported_by_nothing() -> None:
-    assert set(MODULES) >= COMPATIBILITY
-    assert {module for module, target in edges() if target in COMPATIBILITY} == set()

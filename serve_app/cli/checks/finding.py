@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from serve_app.cli.checks.plan import Plan
-from serve_app.system.machine import Machine
+from serve_app.cli.machine import Machine
 
 Level = Literal["ok", "warning", "problem"]
 

@@ -3,9 +3,9 @@
 import re
 
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, warning
+from serve_app.cli.machine import CommandError, Machine
+from serve_app.models.gpus import GPU, MIB, QUERY, VISIBLE, read_gpus, visible_gpus
 from serve_app.settings.turns import UTILIZATION
-from serve_app.system.gpus import GPU, MIB, QUERY, VISIBLE, read_gpus, visible_gpus
-from serve_app.system.machine import CommandError, Machine
 
 
 def check_driver(case: Case) -> Finding:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from serve_app.api.addresses import is_loopback
 from serve_app.cli.checks.finding import Case, Finding, ok, problem, together, warning
 from serve_app.ingress.haproxy import FILES, FOLDER, SOCKETS, STATISTICS_HOST
+from serve_app.settings.addresses import is_loopback
 from serve_app.settings.environment import PREPARATION
 from serve_app.system.private_files import OTHERS, token_file
 

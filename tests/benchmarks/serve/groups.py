@@ -27,7 +27,7 @@ RULES = (
     ("Ray", "ray::"),
     ("Ray", "ray/_private"),
     ("launcher", "serve_app.cli"),
-    ("launcher", "serve_app.system.supervisor"),
+    ("launcher", "serve_app.cli.supervisor"),
     ("launcher", "serve run"),
     ("other", "resource_tracker"),
 )

@@ -98,12 +98,6 @@ def test_a_missing_option_is_an_error_of_usage() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_the_old_path_of_the_module_is_a_command() -> None:
-    command = [sys.executable, "-m", "serve_app.keys", "new", "--name", "ada", "--tenant", "research"]
-    done = progress.run(command, check=True)
-    assert len(read_keys(done.stdout, "stdout")) == 1
-
-
 def test_a_key_has_its_models_addresses_expiry_and_role() -> None:
     options = [
         "--models",

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from random import Random
 
-from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches.client import Answer
+from serve_app.batches.engine_load import EngineLoad
 from tests.progress import STILL_S
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}

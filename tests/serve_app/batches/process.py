@@ -11,14 +11,14 @@ from collections.abc import Collection
 from itertools import count
 from pathlib import Path
 
-from serve_app.api.engine_load import EngineLoad
-from serve_app.api.pacing import Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches import failpoints
 from serve_app.batches.client import Answer
+from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
+from serve_app.batches.pacing import Fixed
 from serve_app.batches.runner import Runner
 from tests.serve_app.batches.engine import custom_id_of
 from tests.serve_app.batches.helpers import NOW, opened

@@ -28,7 +28,7 @@ from serve_app.system.cpu_scheduling import BACKGROUND_NICE
 from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import CHAT, commits, opened, row, text_of
 from tests.serve_app.ingress.engine_doubles import PLAIN, Engine, answer, health
-from tests.serve_app.usage.fleet import QuotasHandle
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
 

@@ -12,16 +12,16 @@ import pytest
 from pydantic_core import from_json
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import EngineLostError, RequestError
-from serve_app.api.pacing import RETRYABLE
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
 from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches import engines
 from serve_app.batches.client import Answer, QuotaError
+from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.engines import EngineClient
+from serve_app.batches.pacing import RETRYABLE
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress import context_lengths, retry
 from serve_app.ingress.health import Health, ModelHealth
@@ -34,7 +34,7 @@ from serve_app.settings.schema import parse
 from tests.progress import STILL_S
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import CHAT, PLAIN, Engine, Waking, answer, health
-from tests.serve_app.usage.fleet import QuotasHandle
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.api.pacing import Fixed
 from serve_app.auth.keys import hash_key
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
+from serve_app.batches.pacing import Fixed
 from serve_app.batches.runner import KEY_GONE_S
 from serve_app.settings.ingress import AccessSettings
 from tests.serve_app.batches.engine import Engine

@@ -15,13 +15,13 @@ from tempfile import TemporaryDirectory
 import pytest
 from pydantic_core import from_json
 
-from serve_app.api.pacing import Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.batches.content import Content
 from serve_app.batches.database import Database
 from serve_app.batches.errors import DatabaseError, HeldError, StateError
 from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
+from serve_app.batches.pacing import Backoff, Fixed
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from serve_app.api.pacing import Fixed
 from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.pacing import Fixed
 from serve_app.batches.places import FILL_ROWS, Places
 from serve_app.batches.rows import Row
 from tests.progress import STILL_S

@@ -11,17 +11,16 @@ from typing import IO, Any
 import pytest
 from pydantic_core import from_json
 
-from serve_app.api import pacing
-from serve_app.api.engine_load import EngineLoad
-from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.batches import failpoints
+from serve_app.batches import failpoints, pacing
 from serve_app.batches.client import Answer
 from serve_app.batches.content import Content
+from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.errors import NotFoundError
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
+from serve_app.batches.pacing import Auto, Backoff, Fixed
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED
 from serve_app.batches.store import Store

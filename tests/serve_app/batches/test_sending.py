@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from serve_app.api.engine_load import EngineLoad
 from serve_app.api.errors import RequestError
-from serve_app.api.pacing import Auto, Backoff, Fixed
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches import rows
 from serve_app.batches.client import Answer, QuotaError
+from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.open_batch import OpenBatch
+from serve_app.batches.pacing import Auto, Backoff, Fixed
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
 from serve_app.ingress.large_bodies import LARGE_BYTES

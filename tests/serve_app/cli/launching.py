@@ -216,7 +216,7 @@ class Service(Command):
 
     @property
     def supervisor(self) -> int:
-        (pid,) = self.processes("serve_app.system.supervisor")
+        (pid,) = self.processes("serve_app.cli.supervisor")
         return pid
 
     @property

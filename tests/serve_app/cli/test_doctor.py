@@ -9,8 +9,8 @@ from click.testing import CliRunner, Result
 from serve_app.cli import doctor as command
 from serve_app.cli.checks.finding import Case, Check, Finding, ok, problem, warning
 from serve_app.cli.doctor import CHECKS, examine
+from serve_app.cli.machine import Machine
 from serve_app.cli.main import saturate
-from serve_app.system.machine import Machine
 from tests.serve_app.cli.checks.machines import case
 from tests.serve_app.cli.services import config, write
 

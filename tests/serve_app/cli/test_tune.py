@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from serve_app.cli import tune_config
 from serve_app.cli.tune import tune
-from serve_app.usage.rows import Row, encode
+from serve_app.ledger.rows import Row, encode
 from tests.progress import STILL_S
 from tests.serve_app.tuning.streaming_server import StreamingServer, streaming_server
 

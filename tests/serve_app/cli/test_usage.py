@@ -12,10 +12,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 from serve_app.cli.main import saturate
+from serve_app.ledger.prices import pack
+from serve_app.ledger.rows import utc
 from serve_app.settings.usage import PriceSettings, UsageSettings
-from serve_app.usage.prices import pack
-from serve_app.usage.rows import utc
-from tests.serve_app.usage.ledgers import write_row
+from tests.serve_app.ledger.ledgers import write_row
 
 NOW = datetime.now(UTC)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from serve_app.api.pacing import Backoff
 from serve_app.api.protocol import JSON
+from serve_app.batches.pacing import Backoff
 from serve_app.driver.command import main
 from tests.progress import STILL_S, run, wait_until
 from tests.serve_app.driver.disk import failing_sync, full

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from serve_app.api.engine_load import EngineLoad
 from serve_app.api.protocol import JSON
+from serve_app.batches.engine_load import EngineLoad
 from serve_app.driver.run_stats import SAMPLE, Latencies, RunStats, Totals, Utilization
 
 

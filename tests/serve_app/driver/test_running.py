@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse, Response
 
-from serve_app.api.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.api.protocol import JSON
+from serve_app.batches.pacing import Auto, Backoff, Concurrency, Fixed
 from serve_app.driver import DriverError, HTTPClient, Prompter
 from serve_app.driver.chunks import chunked
 from serve_app.driver.rows import numbered

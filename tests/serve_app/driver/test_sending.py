@@ -6,8 +6,8 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from serve_app.api.pacing import Backoff, Fixed
 from serve_app.api.protocol import JSON
+from serve_app.batches.pacing import Backoff, Fixed
 from serve_app.driver.chunks import Chunk, Item
 from serve_app.driver.clients import HTTPClient
 from serve_app.driver.errors import DriverError, RowError

@@ -11,10 +11,10 @@ from vllm.usage.usage_lib import UsageContext
 
 from batcher import ContinuousBatcher
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm_application import build_application
-from serve_app.engine.vllm_gated import GatedLLM
-from serve_app.engine.vllm_options import vllm_args
-from serve_app.engine.vllm_tokenizing import bound_tokenizing
+from serve_app.engine.vllm.application import build_application
+from serve_app.engine.vllm.client import GatedLLM
+from serve_app.engine.vllm.options import vllm_args
+from serve_app.engine.vllm.tokenizing import bound_tokenizing
 from serve_app.settings.models import LLMSettings
 from tests.progress import STILL_S
 

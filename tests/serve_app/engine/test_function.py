@@ -16,12 +16,12 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.engine import function
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.loop_watch import LoopWatch
+from serve_app.ledger.rows import Row
 from serve_app.relay import frame
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError, parse
-from serve_app.usage.rows import Row
 from tests.progress import STILL_S
 
 

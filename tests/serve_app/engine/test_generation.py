@@ -9,9 +9,9 @@ from serve_app.api.protocol import GenerateRequest, GenerateResponse
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import current
 from serve_app.engine.generation import Generation
-from serve_app.engine.vllm_completions import Completion
+from serve_app.engine.vllm.completions import Completion
+from serve_app.ledger.calls import CallBook, Origin
 from serve_app.relay.usage import RequestUsage
-from serve_app.usage.calls import CallBook, Origin
 
 
 class Parts:

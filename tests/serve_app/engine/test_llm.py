@@ -14,16 +14,16 @@ from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.llm import Engine
 from serve_app.engine.openai_answers import OpenAIAnswers
+from serve_app.ledger.calls import CallBook
+from serve_app.ledger.rows import Row, Tokens
 from serve_app.relay import frame
 from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.telemetry import SILENT
 from serve_app.telemetry.engine import EngineTelemetry
-from serve_app.usage.calls import CallBook
-from serve_app.usage.rows import Row, Tokens
 from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
-from tests.serve_app.usage.crashing import FakeSequence
+from tests.serve_app.ledger.crashing import FakeSequence
 
 
 def made(app: Any, *, died: bool = False) -> Any:

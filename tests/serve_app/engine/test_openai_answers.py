@@ -15,10 +15,10 @@ from serve_app.engine.grammar_check import MAX_CHARS, GrammarCheck
 from serve_app.engine.grammars import Grammar
 from serve_app.engine.openai_answers import OpenAIAnswers
 from serve_app.engine.replica import origin_of
+from serve_app.ledger.calls import CallBook
 from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
-from serve_app.usage.calls import CallBook
 from tests.progress import STILL_S
 from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine, failing
 

@@ -6,10 +6,10 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import GenerateRequest
 from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
 from serve_app.engine.quotas import CallQuotas, generate_demand
+from serve_app.quotas.client import KeyQuota
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.usage import Quota, QuotasSettings
-from serve_app.usage.quota_client import KeyQuota
-from tests.serve_app.usage.fleet import QuotasHandle
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 CONTEXT = 1000
 LIMIT = 10_000

@@ -1,13 +1,13 @@
 """Metrics of what tenants use."""
 
 from serve_app.engine.usage_metrics import UsageMetrics
+from serve_app.ledger.calls import CallBook
+from serve_app.ledger.ledger import Ledger
+from serve_app.ledger.rows import Tokens
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
-from serve_app.usage.calls import CallBook
-from serve_app.usage.ledger import Ledger
-from serve_app.usage.rows import Tokens
+from tests.serve_app.ledger.crashing import FOLDER, FakeSequence, MemoryDisk, Store, call_of, ran
 from tests.serve_app.telemetry.instruments import Instruments
-from tests.serve_app.usage.crashing import FOLDER, FakeSequence, MemoryDisk, Store, call_of, ran
 
 
 def metrics_of(book: CallBook, ledger: Ledger | None = None) -> tuple[UsageMetrics, Instruments]:

@@ -24,10 +24,10 @@ from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.openai_answers import OpenAIAnswers
 from serve_app.engine.replica import origin_of
 from serve_app.engine.stream_interval import PieceRate
+from serve_app.ledger.calls import CallBook
 from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.sources import DEMO_MODEL
-from serve_app.usage.calls import CallBook
 from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine
 from tests.serve_app.engine.pooling_application import Application
 

@@ -17,9 +17,9 @@ from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from batcher import ContinuousBatcher
 from serve_app.engine.stream_interval import PieceRate
-from serve_app.engine.vllm_gated import GatedLLM
-from serve_app.engine.vllm_usage import EngineCounters, count_sequences
-from serve_app.usage.calls import CallBook
+from serve_app.engine.vllm.client import GatedLLM
+from serve_app.engine.vllm.usage import EngineCounters, count_sequences
+from serve_app.ledger.calls import CallBook
 from tests.progress import STILL_S
 
 BLOCK = 16

@@ -11,7 +11,7 @@ from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import LIMIT_S, Client, Engine, check_error, echo, health
-from tests.serve_app.usage.ledgers import write_row
+from tests.serve_app.ledger.ledgers import write_row
 
 __all__ = ["health"]
 

@@ -17,7 +17,7 @@ from serve_app.relay.frame import pack
 from serve_app.settings.schema import parse
 from tests.serve_app.answers import END
 from tests.serve_app.ingress.engine_doubles import CHAT, STREAM, Engine, answer, application, health
-from tests.serve_app.usage.fleet import QuotasHandle
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
 

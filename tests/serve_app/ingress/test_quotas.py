@@ -30,7 +30,7 @@ from tests.serve_app.ingress.engine_doubles import (
     answer,
     health,
 )
-from tests.serve_app.usage.fleet import QuotasHandle
+from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
 

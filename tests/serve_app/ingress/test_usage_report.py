@@ -8,7 +8,7 @@ import pytest
 from serve_app.api.errors import RequestError
 from serve_app.ingress import usage_report
 from serve_app.ingress.usage_report import UsageReports
-from tests.serve_app.usage.ledgers import write_row
+from tests.serve_app.ledger.ledgers import write_row
 
 
 @pytest.fixture

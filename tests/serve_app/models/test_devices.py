@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.models.devices import Gpu, Machine, available_memory, find_gpus, find_machine
 from serve_app.models.errors import ModelError
-from serve_app.system.gpus import MIB
+from serve_app.models.gpus import MIB
 
 L4 = "0, GPU-1111, NVIDIA L4, 23034, 471, 1, 22562, 8.9, [N/A]\n"
 FOUR = "".join(

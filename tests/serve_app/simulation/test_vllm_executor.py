@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine import core as vllm_core
 
-from serve_app.engine.vllm_options import vllm_args
+from serve_app.engine.vllm.options import vllm_args
 from serve_app.settings.models import LLMSettings
 from serve_app.simulation import vllm_executor
 from serve_app.simulation.vllm_executor import SimulatedExecutor

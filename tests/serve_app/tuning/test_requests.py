@@ -4,9 +4,9 @@ from itertools import islice
 
 import pytest
 
+from serve_app.ledger.rows import Tokens
 from serve_app.tuning.requests import Ask, Requests
 from serve_app.tuning.workload import Lengths
-from serve_app.usage.rows import Tokens
 
 
 def some(requests: Requests, seed: int, count: int = 50) -> list[Ask]:

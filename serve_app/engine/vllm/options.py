@@ -1,0 +1,110 @@
+"""vLLM's options and the batcher's limits, from the settings of a model.
+
+The imports are those of vLLM 0.32.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from batcher import ContinuousBatcher, Goals
+from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.simulation.options import engine_options
+
+STEPS_WITHOUT_CACHE = 2
+"""Steps of an engine without KV cache whose tokens may be in flight."""
+
+
+def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) -> Any:
+    """Return the namespace that `vllm serve` would parse from the same options.
+
+    Args:
+        settings: The model.
+        defaults: Options where the config has none.
+
+    Raises:
+        SettingsError: vLLM has no such option.
+    """
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    options = {**(defaults or {}), **settings.engine.options()}
+    if settings.simulate:
+        options = engine_options(settings.simulate, **options)
+    elif settings.share is not None:
+        options = options | {"enable_sleep_mode": True}
+    for name, value in options.items():
+        if not hasattr(args, name):
+            where = "engine" if name in EngineSettings.model_fields else "engine.extra"
+            raise SettingsError(f"models[{settings.id}].{where}.{name}: this vLLM has no such option")
+        setattr(args, name, value)
+    if settings.batcher.goals and settings.engine.scheduling_policy is None:
+        args.scheduling_policy = "priority"
+    args.model = settings.path
+    args.served_model_name = [settings.id]
+    # The launcher of `vllm serve` does this; vLLM's application takes their parsers by name.
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    return args
+
+
+class Limits(NamedTuple):
+    """Limits of admission, from the config or else from vLLM.
+
+    Attributes:
+        capacity: Tokens that may be in flight.
+        max_running: Requests that may be in flight; None: no limit beside the others.
+        places: Sequences in one step of the engine.
+        tenant_weights: Share of a tenant in relation to the others.
+        max_queue_size: Requests that may wait.
+        goals: Goals of live traffic; None: there are none.
+    """
+
+    capacity: int
+    max_running: int | None
+    places: int
+    tenant_weights: Mapping[str, float]
+    max_queue_size: int = 5_000
+    goals: Goals | None = None
+
+
+def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
+    """Return the limits of admission to a vLLM engine that has started."""
+    cache = llm.vllm_config.cache_config
+    if cache.num_gpu_blocks > 1:
+        # vLLM keeps one block for itself.
+        capacity = (cache.kv_cache_size_tokens or cache.num_gpu_blocks * cache.block_size) - cache.block_size
+    else:
+        # An encoder has no KV cache: one step runs, and the next one waits in vLLM.
+        step = max(llm.vllm_config.scheduler_config.max_num_batched_tokens, llm.model_config.max_model_len)
+        capacity = STEPS_WITHOUT_CACHE * step
+    return Limits(
+        settings.capacity_tokens or max(capacity, cache.block_size),
+        settings.max_running,
+        llm.vllm_config.scheduler_config.max_num_seqs,
+        settings.tenant_weights,
+        settings.max_queue_size,
+        Goals(**settings.goals.model_dump()) if settings.goals else None,
+    )
+
+
+def batcher_of(settings: BatcherSettings, limits: Limits) -> ContinuousBatcher:
+    """Return the batcher that admits requests within `limits`."""
+    return ContinuousBatcher(
+        capacity=limits.capacity,
+        max_running=limits.max_running,
+        places=limits.places,
+        max_queue_size=limits.max_queue_size,
+        max_queue_cost=settings.max_queue_tokens,
+        policy=settings.policy,
+        oversize="alone",
+        priority_aging_s=settings.aging_s,
+        tenant_weights=limits.tenant_weights,
+        goals=limits.goals,
+    )

@@ -1,0 +1,183 @@
+"""Exceptions in vLLM's application: refusals of the batcher, faults of a request, faults of the service.
+
+The imports are those of vLLM 0.32.
+"""
+
+import functools
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from fastapi._compat import ModelField
+from jinja2 import TemplateError
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling import error_response
+from vllm.exceptions import (
+    GenerationError,
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMClientError,
+    VLLMServerError,
+)
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from serve_app.api.errors import ErrorType, RequestError, internal_error
+from serve_app.engine.admission import current
+
+OWN = {"serve_app", "batcher"}
+"""Packages whose exceptions are never the request's fault."""
+
+BLAMED = (ValueError, TypeError, OverflowError, NotImplementedError, TemplateError)
+"""Exceptions without a class of vLLM's that its application takes for the request's fault."""
+
+VALIDATES = (ModelField.__module__, "validate")
+"""Module and function that validate the body of a request."""
+
+EXAMINES = {("vllm.v1.engine.input_processor", "process_inputs"), ("vllm.v1.serial_utils", "encode")}
+"""Modules that read a request and pack it for the engine; they see nothing but the request."""
+
+STARTED = "response already started"
+"""Words of Starlette's error about an exception behind the head of an answer."""
+
+
+class RefusedError(GracefulHTTPError):  # type: ignore[misc]
+    """The batcher refused a request; vLLM's application ends it without a stack trace."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message, HTTPStatus(error.status))
+        self.error = error
+
+
+def is_fault(error: BaseException) -> bool:
+    """Return whether an exception in vLLM's application is the service's fault, and not the request's.
+
+    vLLM's own classes say it. An exception of another class counts as the request's where vLLM takes it so
+    and it was raised in vLLM's code, or in a library that vLLM called; and where it was raised while the body
+    was validated, since a validator looks at nothing else.
+    """
+    if isinstance(error, VLLMClientError | GracefulHTTPError):
+        return False
+    if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, BLAMED):
+        return not _frames(error.__cause__) & EXAMINES
+    if isinstance(error, VLLMServerError):
+        return True
+    nearest = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package in OWN or package == "vllm":
+            nearest = package
+    return nearest in OWN or not (isinstance(error, BLAMED) or VALIDATES in _frames(error))
+
+
+def _frames(error: BaseException) -> set[tuple[str, str]]:
+    """Return the module and the function of each frame of an exception."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return {(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame in frames}
+
+
+def answer_faults() -> None:
+    """Have vLLM's application answer each exception by whose fault it is: 500 for one of the service.
+
+    vLLM makes all its answers to exceptions in one function, those in a stream included. It answers 400 to
+    any ValueError and TypeError, and its log has no stack of the others unless it has one of each client's
+    mistake too (`log_error_stack`). The result of the request's admission gets what was found; a stream
+    whose head has not left becomes an error of that status.
+
+    Raises:
+        RuntimeError: This version of vLLM makes its answers elsewhere.
+    """
+    original = error_response.create_error_response
+    if hasattr(original, "__wrapped__"):
+        return
+    honest = _honest(original)
+    users = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("vllm.") and vars(module).get("create_error_response") is original
+    ]
+    names = {module.__name__ for module in users}
+    needed = {
+        "vllm.entrypoints.serve.engine.serving",
+        "vllm.entrypoints.serve.exception_handling.handlers.exception",
+        "vllm.entrypoints.serve.exception_handling.handlers.vllm_error",
+    }
+    if not hasattr(GenerateBaseServing, "_convert_generation_error_to_streaming_response"):
+        names = set()
+    if missing := needed - names:
+        raise RuntimeError(f"this vLLM answers exceptions elsewhere: {', '.join(sorted(missing))}")
+    for module in users:
+        module.create_error_response = honest  # type: ignore[attr-defined]
+
+    def streamed(serving: GenerateBaseServing, error: GenerationError) -> str:
+        # vLLM's own method gives its text alone.
+        return str(serving.create_streaming_error_response(error))
+
+    GenerateBaseServing._convert_generation_error_to_streaming_response = streamed
+
+
+def _honest(original: Callable[..., ErrorResponse]) -> Callable[..., ErrorResponse]:
+    @functools.wraps(original)
+    def create(message: str | Exception, *more: Any, **options: Any) -> ErrorResponse:
+        if not isinstance(message, Exception):
+            return original(message, *more, **options)
+        error = _cause(message)
+        response = original(error, *more, **options)
+        failure = _failure(error, response)
+        if failure is None or failure.status == response.error.code < 500:
+            return response
+        kind = "InternalServerError" if failure.status >= 500 else "BadRequestError"
+        return original(failure.message, kind, HTTPStatus(failure.status))
+
+    return create
+
+
+def _cause(error: Exception) -> Exception:
+    """Return what an exception that wraps another one, and tells nothing of it, is about."""
+    cause = error.__cause__
+    if isinstance(cause, Exception):
+        if type(error) is RuntimeError and STARTED in str(error):
+            return _cause(cause)
+        if isinstance(error, EngineGenerateError) and not is_fault(error):
+            return cause
+    return error
+
+
+def _failure(error: Exception, response: ErrorResponse) -> RequestError | None:
+    """Note an exception in the result of the current request; return what its client gets.
+
+    Returns:
+        None for a refusal, and for an engine that has died: others answer these.
+    """
+    if isinstance(error, RefusedError | EngineDeadError):
+        return None
+    result = current().result
+    if isinstance(error, RetryableRequestError):
+        failure = RequestError(503, "service_unavailable", str(error), retry_after_s=1.0)
+    elif isinstance(error, GenerationError) and result.constrained:
+        # Grammars that vLLM can't compile are refused before.
+        message = "The grammar of this request leaves no way on behind the text so far, and vLLM gave up."
+        failure = RequestError(400, "invalid_request_error", message)
+    elif is_fault(error):
+        failure = internal_error(error.__cause__ or error)
+        result.fault = result.fault or error
+    else:
+        status = response.error.code if response.error.code < 500 else HTTPStatus.BAD_REQUEST.value
+        type: ErrorType = "not_found_error" if status == 404 else "invalid_request_error"
+        failure = RequestError(status, type, response.error.message, param=response.error.param)
+    result.failure = result.failure or failure
+    return failure
+
+
+def hide_refusals() -> None:
+    """Keep vLLM from logging a stack trace of a refusal or a client's mistake: it does in each stream."""
+
+    def shown(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return error is None or is_fault(error)
+
+    for handler in logging.getLogger("vllm").handlers:
+        handler.addFilter(shown)

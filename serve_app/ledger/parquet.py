@@ -1,0 +1,55 @@
+"""Closed segments as Parquet."""
+
+import io
+from typing import Any
+
+from serve_app.ledger.rows import FIELDS
+
+NEEDS = "Parquet needs pyarrow: install the extra `usage` (pip install 'saturate[usage]')"
+
+INTEGERS = {"prompt_tokens", "cached_tokens", "output_tokens", "cost"}
+SECONDS = {"wait_s", "engine_s"}
+
+
+def schema() -> Any:
+    """Return the Arrow schema of the rows."""
+    import pyarrow as pa
+
+    def type_of(name: str) -> Any:
+        if name == "time":
+            return pa.timestamp("us", "UTC")
+        if name in INTEGERS:
+            return pa.int64()
+        if name in SECONDS:
+            return pa.float64()
+        return pa.bool_() if name == "resumed" else pa.string()
+
+    return pa.schema([(name, type_of(name)) for name in FIELDS])
+
+
+def to_parquet(lines: bytes) -> bytes:
+    """Return a segment as Parquet.
+
+    Args:
+        lines: Its rows as JSON lines; a part of a last line is left out.
+
+    Raises:
+        ValueError: A line is no row.
+    """
+    import pyarrow as pa
+    import pyarrow.json
+    import pyarrow.parquet
+
+    whole = lines[: lines.rfind(b"\n") + 1]
+    if whole:
+        # Without a second thread: there are requests to be served.
+        table = pyarrow.json.read_json(
+            io.BytesIO(whole),
+            pyarrow.json.ReadOptions(use_threads=False),
+            pyarrow.json.ParseOptions(explicit_schema=schema(), unexpected_field_behavior="ignore"),
+        )
+    else:
+        table = schema().empty_table()
+    out = io.BytesIO()
+    pa.parquet.write_table(table, out)
+    return out.getvalue()

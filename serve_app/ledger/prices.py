@@ -1,0 +1,84 @@
+"""Prices of models, and the cost of what the ledger has."""
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from serve_app.ledger.rows import Outcome, Source
+from serve_app.settings.usage import PriceSettings, UsageSettings
+
+MILLION = 1_000_000
+
+FREE: frozenset[Outcome] = frozenset({"lost", "failed"})
+"""Outcomes that cost nothing: the service failed; if there was an answer, another call has done the work."""
+
+OWN: frozenset[Source] = frozenset({"warm_up", "engine"})
+"""Sources of work that nobody has asked for."""
+
+
+class Prices(NamedTuple):
+    """Prices by model.
+
+    Attributes:
+        models: The price of each model.
+        currency: Their currency.
+    """
+
+    models: Mapping[str, PriceSettings]
+    currency: str
+
+    def cost(
+        self,
+        model: str,
+        source: str,
+        outcome: str,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        output_tokens: int,
+        cost: int = 0,
+        adapter: str = "",
+    ) -> float:
+        """Return the cost of calls of one kind, in `currency`.
+
+        Args:
+            model: Their model; one without a price costs nothing.
+            source: Their origin.
+            outcome: How they ended.
+            prompt_tokens: As in a `Row`, and the three below.
+            cached_tokens: As in a `Row`.
+            output_tokens: As in a `Row`.
+            cost: As in a `Row`.
+            adapter: Their adapter, whose own price goes before that of the model.
+        """
+        price = self.models.get(adapter) or self.models.get(model)
+        if price is None or outcome in FREE or source in OWN:
+            return 0.0
+        cached_price = price.input if price.cached_input is None else price.cached_input
+        full = (
+            (prompt_tokens - cached_tokens + cost) * price.input
+            + cached_tokens * cached_price
+            + output_tokens * price.output
+        )
+        return full / MILLION * (1.0 - price.batch_discount if source == "batch" else 1.0)
+
+
+def prices_of(settings: UsageSettings) -> Prices | None:
+    """Return the prices of a config; None: it has none."""
+    return Prices(settings.prices, settings.currency) if settings.prices else None
+
+
+def pack(settings: UsageSettings) -> bytes:
+    """Return the prices of a config as the ledger keeps them beside its rows."""
+    models = {name: price.model_dump() for name, price in settings.prices.items()}
+    return json.dumps({"currency": settings.currency, "prices": models}, indent=1).encode()
+
+
+def unpack(data: bytes) -> Prices | None:
+    """Read the prices that `pack` wrote; None: there are none.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    found = UsageSettings.model_validate(json.loads(data))
+    return prices_of(found)

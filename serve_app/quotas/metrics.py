@@ -1,0 +1,76 @@
+"""Metrics of the quotas, from the states of their limits."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from serve_app.quotas.messages import LimitState
+from serve_app.telemetry import catalogue
+from serve_app.telemetry.meters import Meters
+from serve_app.telemetry.tenants import Tenants
+
+logger = logging.getLogger("ray.serve")
+
+INTERVAL_S = 2.0
+"""Seconds between two reports."""
+
+States = Mapping[str, tuple[LimitState, ...]]
+
+
+class QuotaMetrics:
+    """Records the used share of each limit, periodically.
+
+    The keys and tenants that use most of a limit have series of their own; the fullest of the others is
+    recorded for all of them.
+
+    Args:
+        states: Returns the states of all limits, by subject.
+        most: Most subjects with series of their own.
+        meters: Instruments of `catalogue.QUOTAS`; None: Ray's.
+    """
+
+    def __init__(self, states: Callable[[], States], most: int, meters: Meters | None = None) -> None:
+        self._states = states
+        self._meters = meters or Meters(catalogue.QUOTAS)
+        self._labels = Tenants(most)
+        self._recorded: set[tuple[str, str]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start, on the running loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Report no more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def report(self) -> None:
+        """Record the states once."""
+        shares = {
+            subject: {state.name: 1 - state.remaining / state.limit for state in states}
+            for subject, states in self._states().items()
+        }
+        self._labels.round(
+            {subject: int(1000 * max(used.values(), default=0.0)) for subject, used in shares.items()}
+        )
+        fullest: dict[tuple[str, str], float] = {}
+        for subject, used in shares.items():
+            for limit, share in used.items():
+                place = self._labels.label(subject), limit
+                fullest[place] = max(fullest.get(place, 0.0), share)
+        for (label, limit), share in fullest.items():
+            self._meters.record(catalogue.QUOTA_USED, share, label, limit)
+        # A gauge keeps its last value: nothing is used of a limit that is gone.
+        for label, limit in self._recorded.difference(fullest):
+            self._meters.record(catalogue.QUOTA_USED, 0.0, label, limit)
+        self._recorded = set(fullest)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                self.report()
+            except Exception:
+                # A failure of telemetry must not stop the quotas.
+                logger.exception("quotas: no metrics")
+            await asyncio.sleep(INTERVAL_S)

@@ -1,0 +1,107 @@
+"""A vLLM engine and its batcher, without vLLM's processes."""
+
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import xgrammar
+from vllm.tokenizers import get_tokenizer
+
+from batcher import ContinuousBatcher, Goals
+from serve_app.engine.adapter_copies import AdapterFiles
+from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.vllm.adapters import Adapters
+from serve_app.engine.vllm.engine import VLLMEngine
+from serve_app.engine.vllm.options import Limits
+from serve_app.ledger.calls import CallBook
+from serve_app.settings.models import GoalSettings, LLMSettings
+from serve_app.settings.schema import SettingsError
+from serve_app.settings.sources import DEMO_MODEL
+from serve_app.settings.user_config import BatcherUserConfig
+from tests.serve_app.engine.vllm_doubles import Script, gated, output
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script(output(1, 2, text="ab", finish="stop"))
+
+
+@pytest.fixture
+async def engine(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncIterator[VLLMEngine]:
+    # The constructor would start vLLM.
+    engine: Any = VLLMEngine.__new__(VLLMEngine)
+    batcher = ContinuousBatcher(capacity=1024, max_queue_size=1)
+    await batcher.start()
+    engine.batcher = batcher
+    engine.llm = gated(monkeypatch, script, batcher)
+    engine._tokenizer = get_tokenizer(LLMSettings(id="demo", source=DEMO_MODEL).path)
+    engine._texts = TokenizingQueue(1)
+    await engine._texts.start()
+    engine._limits = Limits(1024, None, 64, {"a": 2.0})
+    engine.adapters = Adapters(
+        LLMSettings(id="demo", source=DEMO_MODEL), engine.llm, AdapterFiles(), {}, CallBook("demo")
+    )
+    yield engine
+    await batcher.stop(drain=False)
+    await engine._texts.stop()
+
+
+async def test_limits_change_while_it_runs_and_return_to_those_of_the_config(engine: VLLMEngine) -> None:
+    engine.tune(BatcherUserConfig(capacity_tokens=64, max_running=2))
+    assert (engine.batcher.stats.capacity, engine.batcher.stats.max_running) == (64, 2)
+    engine.tune(BatcherUserConfig())
+    assert engine.batcher.stats.capacity == 1024
+
+
+async def test_goals_change_only_where_the_engine_was_started_with_some(engine: VLLMEngine) -> None:
+    goals = GoalSettings(ttft_p99_s=0.5)
+    with pytest.raises(SettingsError, match=r"user_config\.batcher\.goals: the engine was started without"):
+        engine.tune(BatcherUserConfig(capacity_tokens=64, goals=goals))
+    assert engine.batcher.stats.capacity == 1024
+    engine.batcher = ContinuousBatcher(capacity=1024, goals=Goals(ttft_p99_s=1.0))
+    engine._limits = engine._limits._replace(goals=Goals(ttft_p99_s=1.0))
+    engine.tune(BatcherUserConfig(goals=goals))
+    assert engine.batcher.stats.goal_ttft_s == 0.5
+    engine.tune(BatcherUserConfig())
+    assert engine.batcher.stats.goal_ttft_s == 1.0
+
+
+async def test_a_stop_ends_vllm_after_the_batcher(engine: VLLMEngine) -> None:
+    ended: list[bool] = []
+    llm: Any = engine.llm
+    llm.shutdown = lambda *_: ended.append(engine.batcher.is_running)
+    await engine.stop(1.0)
+    assert ended == [False]
+
+
+@pytest.mark.parametrize("errored", [False, True])
+def test_an_engine_that_failed_has_died(
+    engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch, errored: bool
+) -> None:
+    monkeypatch.setattr(type(engine.llm), "errored", errored)
+    assert engine.died is errored
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_an_engine_is_busy_while_it_has_unfinished_requests(engine: VLLMEngine, unfinished: bool) -> None:
+    llm: Any = engine.llm
+    llm.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished)
+    assert engine.busy is unfinished
+
+
+def test_the_vocabulary_for_grammars_is_that_of_the_tokenizer(engine: VLLMEngine) -> None:
+    engine.llm.vllm_config = SimpleNamespace(
+        structured_outputs_config=SimpleNamespace(disable_any_whitespace=False),
+        speculative_config=None,
+        model_config=None,
+    )
+    vocabulary = engine.grammar_vocabulary()
+    info = xgrammar.TokenizerInfo.deserialize_json(vocabulary)
+    assert info.vocab_size == engine.llm.model_config.get_vocab_size()
+    assert b"W" in info.decoded_vocab
+
+
+def test_a_pooling_model_has_no_vocabulary_for_grammars(engine: VLLMEngine) -> None:
+    engine.llm.model_config.runner_type = "pooling"
+    assert engine.grammar_vocabulary() == ""

@@ -1,0 +1,105 @@
+"""vLLM's options and the limits of admission, from the settings of a model."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.tool_parsers import ToolParserManager
+
+from serve_app.engine.vllm.options import Limits, batcher_of, limits_of, vllm_args
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.schema import SettingsError
+
+GOALS = {"goals": {"ttft_p99_s": 0.5}}
+
+
+def settings(**fields: Any) -> LLMSettings:
+    return LLMSettings.model_validate({"id": "demo", "source": "saturate://demo"} | fields)
+
+
+def engine(size_tokens: int | None, blocks: int = 9, block: int = 16) -> Any:
+    cache = SimpleNamespace(kv_cache_size_tokens=size_tokens, num_gpu_blocks=blocks, block_size=block)
+    scheduler = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=2048)
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(cache_config=cache, scheduler_config=scheduler),
+        model_config=SimpleNamespace(max_model_len=512),
+    )
+
+
+def test_options_reach_vllm_by_their_names() -> None:
+    args = vllm_args(settings(engine={"max_model_len": 512, "extra": {"max_logprobs": 3}}))
+    assert (args.max_model_len, args.max_logprobs) == (512, 3)
+    assert args.served_model_name == ["demo"]
+    assert args.model.endswith("model")
+
+
+def test_an_option_that_vllm_has_not_is_refused_with_its_path() -> None:
+    with pytest.raises(SettingsError, match=r"engine\.extra\.nope: this vLLM has no such option"):
+        vllm_args(settings(engine={"extra": {"nope": 1}}))
+
+
+def test_a_parser_of_tool_calls_comes_from_a_file(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from vllm.tool_parsers import ToolParserManager\n"
+        "from vllm.tool_parsers.abstract_tool_parser import ToolParser\n"
+        "@ToolParserManager.register_module('of_a_test')\n"
+        "class Mine(ToolParser):\n    pass\n"
+    )
+    with pytest.raises(KeyError):
+        ToolParserManager.get_tool_parser("of_a_test")
+    extra = {"tool_parser_plugin": str(plugin)}
+    assert vllm_args(settings(engine={"tool_call_parser": "of_a_test", "extra": extra}))
+    assert ToolParserManager.get_tool_parser("of_a_test").__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("fields", "policy"),
+    [
+        ({}, "fcfs"),
+        ({"batcher": GOALS}, "priority"),
+        ({"batcher": GOALS, "engine": {"scheduling_policy": "fcfs"}}, "fcfs"),
+    ],
+)
+def test_with_goals_vllm_schedules_by_priority_unless_configured(fields: Any, policy: str) -> None:
+    assert vllm_args(settings(**fields)).scheduling_policy == policy
+
+
+@pytest.mark.parametrize(
+    ("llm", "capacity"),
+    [
+        # vLLM keeps one block for itself.
+        (engine(1600), 1584),
+        (engine(None), 128),
+        (engine(16, blocks=2), 16),
+        # An encoder has none: then two steps are in flight.
+        (engine(None, blocks=1), 4096),
+    ],
+)
+def test_the_capacity_is_the_kv_cache_that_vllm_reports(llm: Any, capacity: int) -> None:
+    limits = limits_of(settings().batcher, llm)
+    assert (limits.capacity, limits.max_running, limits.places) == (capacity, None, 64)
+
+
+def test_the_config_may_lower_the_capacity() -> None:
+    fields = {"capacity_tokens": 100, "max_running": 3, "tenant_weights": {"a": 2.0}}
+    limits = limits_of(settings(batcher=fields).batcher, engine(1600))
+    assert limits == Limits(100, 3, 64, {"a": 2.0}, 5_000, None)
+
+
+def test_the_batcher_keeps_to_the_limits() -> None:
+    stats = batcher_of(settings().batcher, Limits(100, 3, 64, {})).stats
+    assert (stats.capacity, stats.max_running) == (100, 3)
+
+
+def test_a_simulated_device_gets_its_executor_and_its_limits() -> None:
+    simulated = LLMSettings.model_validate(
+        {"id": "fast", "simulate": "h100-8b", "engine": {"max_num_seqs": 7, "enable_prefix_caching": False}}
+    )
+    args = vllm_args(simulated)
+    assert args.distributed_executor_backend.endswith("SimulatedExecutor")
+    assert args.additional_config["simulate"]["name"] == "h100-8b"
+    assert (args.max_num_seqs, args.max_model_len) == (7, 131_072)
+    assert args.enable_prefix_caching is False
+    assert args.model.endswith("demo/model")

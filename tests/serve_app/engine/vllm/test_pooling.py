@@ -1,0 +1,202 @@
+"""Pooling routes of vLLM's own application, on an engine that the test plays."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.outputs import PoolingOutput, PoolingRequestOutput
+from vllm.renderers import chat_utils
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.engine.vllm.media import refuse_media
+from serve_app.engine.vllm.pooling import bound_rendering
+from serve_app.settings.sources import DEMO_MODEL
+from tests.serve_app.engine.pooling_application import CONTEXT, LIMIT_S, Application
+from tests.serve_app.engine.pooling_models import make_classifier
+
+EMBED = ("embed", "token_embed")
+CLASSIFY = ("classify", "token_classify")
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[None]:
+    """An engine whose vectors are the length of the prompt and one, and whose scores are the length."""
+
+    async def encode(
+        llm: Any, prompt: Any, params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        ids = prompt["prompt_token_ids"]
+        labels = llm.model_config.hf_config.num_labels
+        found = [len(ids), 1.0] if params.task == "embed" else [len(ids) / CONTEXT] * labels
+        yield PoolingRequestOutput(
+            request_id=request_id,
+            outputs=PoolingOutput(data=torch.tensor(found)),
+            prompt_token_ids=ids,
+            num_cached_tokens=0,
+            finished=True,
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncLLM, "encode", encode)
+        yield
+
+
+@pytest.fixture
+async def embedder(played: None) -> AsyncIterator[Application]:
+    async with AsyncExitStack() as stack:
+        yield await Application(DEMO_MODEL, EMBED, convert="embed").start(stack)
+
+
+@pytest.fixture
+async def reranker(played: None, tmp_path: Path) -> AsyncIterator[Application]:
+    async with AsyncExitStack() as stack:
+        yield await Application(str(make_classifier(tmp_path, 1)), CLASSIFY).start(stack)
+
+
+async def test_a_model_that_embeds_has_vectors_and_scores_and_each_text_is_a_record(
+    embedder: Application,
+) -> None:
+    assert {"/v1/embeddings", "/v1/rerank", "/v2/rerank", "/v1/score", "/tokenize"} <= embedder.routes
+    assert not {"/classify", "/generate", "/v1/completions", "/v1/chat/completions"} & embedder.routes
+    status, answer = await embedder.post("/v1/embeddings", input=["ab", "cde"])
+    assert status == 200
+    assert [item["embedding"] for item in answer["data"]] == [[2.0, 1.0], [3.0, 1.0]]
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert (embedder.batcher.stats.total_completed, embedder.texts.sizes) == (2, [2, 3])
+    status, answer = await embedder.post("/v1/rerank", query="q", documents=["abcd", "a"])
+    assert [result["index"] for result in answer["results"]] == [1, 0]
+    # The query and each document are embedded by themselves.
+    assert embedder.batcher.stats.total_completed == 5
+
+
+async def test_a_chat_is_embedded_through_the_template(embedder: Application) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    status, answer = await embedder.post("/v1/embeddings", messages=[chat, chat])
+    assert (status, len(answer["data"])) == (200, 2)
+    assert len(embedder.texts.sizes) == 2
+
+
+@pytest.mark.parametrize("length", [CONTEXT + 1, 100_000])
+async def test_a_text_beyond_the_context_is_a_400(embedder: Application, length: int) -> None:
+    text = "x" * length
+    for path, body in (
+        ("/v1/embeddings", {"input": [text]}),
+        ("/v1/rerank", {"query": "q", "documents": [text]}),
+        ("/v1/score", {"text_1": text, "text_2": "b"}),
+    ):
+        status, answer = await embedder.post(path, **body)
+        assert status == 400
+        assert "context" in answer["error"]["message"]
+    # A text that can't fit is not tokenized.
+    assert max(embedder.texts.sizes, default=0) < 1_000
+
+
+async def test_a_text_may_be_cut_to_the_context(embedder: Application) -> None:
+    text = "x" * (CONTEXT + 1)
+    status, answer = await embedder.post("/v1/embeddings", input=text, truncate_prompt_tokens=-1)
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, CONTEXT)
+    status, answer = await embedder.post("/v1/rerank", query="q", documents=[text, "a"], max_tokens_per_doc=7)
+    assert (status, answer["usage"]["prompt_tokens"]) == (200, 1 + 7 + 1)
+
+
+async def test_a_model_with_one_class_scores_pairs(reranker: Application) -> None:
+    assert {"/classify", "/v1/rerank", "/v1/score", "/score"} <= reranker.routes
+    assert "/v1/embeddings" not in reranker.routes
+    status, answer = await reranker.post("/v1/rerank", query="q", documents=["a", "abc"], top_n=1)
+    assert status == 200
+    assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == [(1, 4 / CONTEXT)]
+    assert answer["usage"]["prompt_tokens"] == 2 + 4
+    # All texts of the call wait together, and then each pair by itself.
+    assert reranker.texts.sizes == [5, 2, 4]
+    assert reranker.batcher.stats.total_completed == 2
+    status, answer = await reranker.post("/v1/score", text_1=["a", "bb"], text_2=["c", "dd"])
+    assert [one["score"] for one in answer["data"]] == [2 / CONTEXT, 4 / CONTEXT]
+    status, answer = await reranker.post("/classify", input=["a", "bb"])
+    assert [(one["label"], one["probs"]) for one in answer["data"]] == [
+        ("class 0", [1 / CONTEXT]),
+        ("class 0", [2 / CONTEXT]),
+    ]
+
+
+async def test_a_long_pair_is_counted_in_pieces_first(
+    reranker: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_app.engine.vllm.pooling.PIECE_CHARS", 100)
+    for documents, status in ((["x" * 1_000], 400), (["x" * 110], 200)):
+        found, answer = await reranker.post("/v1/rerank", query="q", documents=documents)
+        assert found == status, answer
+
+
+async def test_texts_wait_in_the_queue_and_are_refused_with_it(reranker: Application) -> None:
+    await reranker.texts.stop()
+    for path, body in (
+        ("/v1/rerank", {"query": "q", "documents": ["a"]}),
+        ("/classify", {"input": "a"}),
+    ):
+        status, _ = await reranker.post(path, **body)
+        assert status == 503
+
+
+async def test_a_model_with_several_classes_scores_nothing(played: None, tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        classifier = await Application(str(make_classifier(tmp_path, 3)), CLASSIFY).start(stack)
+        assert "/classify" in classifier.routes
+        assert not {"/v1/rerank", "/v1/score", "/v1/embeddings"} & classifier.routes
+        status, answer = await classifier.post("/classify", input="a")
+        assert (status, answer["data"][0]["num_classes"]) == (200, 3)
+
+
+async def test_a_part_with_media_is_refused_by_its_name_on_every_route(
+    embedder: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_parse_chat_message_content_mm_part"
+    monkeypatch.setattr(chat_utils, name, getattr(chat_utils, name))
+    refuse_media()
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    document = {"content": [{"type": "text", "text": "a"}, part]}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": [part]}]}),
+        ("/v1/rerank", {"query": "q", "documents": [document]}),
+        ("/v1/score", {"queries": document, "documents": "a"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": [part]}]}),
+    ]
+    for path, body in bodies:
+        status, answer = await embedder.post(path, **body)
+        assert status == 400
+        message = answer["error"]["message"]
+        assert message.startswith("'image_url' parts are not taken by this model")
+        assert "`multimodal`" in message
+
+
+def test_another_vllm_does_not_tokenize_past_the_queue() -> None:
+    state: Any = SimpleNamespace(serving_embedding=SimpleNamespace(io_processor=SimpleNamespace()))
+    with pytest.raises(RuntimeError, match="serving_embedding has no render_async"):
+        bound_rendering(state, TokenizingQueue(1), CONTEXT)
+
+
+async def test_a_call_that_is_cancelled_renders_no_more_pairs(
+    reranker: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, rendered = asyncio.Event(), []
+
+    async def run(call: Any, characters: int) -> Any:
+        rendered.append(characters)
+        if len(rendered) > 1:
+            begun.set()
+            await asyncio.Event().wait()
+        return call()
+
+    monkeypatch.setattr(reranker.texts, "run", run)
+    task = asyncio.ensure_future(reranker.post("/v1/rerank", query="q", documents=["a"] * 5))
+    async with asyncio.timeout(LIMIT_S):
+        await begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert reranker.batcher.stats.total_submitted == 0

@@ -1,0 +1,163 @@
+"""A file system in memory whose process can be killed at any step, and a ledger on it."""
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from serve_app.ledger.calls import Call, CallBook, Origin
+from serve_app.ledger.rows import Tokens
+
+FOLDER = Path("/ledger")
+
+
+class KilledError(BaseException):
+    """The process is killed."""
+
+
+@dataclass
+class Store:
+    """State that outlives a process."""
+
+    files: dict[Path, bytes] = field(default_factory=dict)
+    locks: dict[Path, "MemoryDisk"] = field(default_factory=dict)
+
+
+class MemoryDisk:
+    """The disk as one process sees it.
+
+    Args:
+        store: What outlives the process.
+
+    Attributes:
+        kill_at: The step, from now, at which the process is killed; None: at none.
+        kill_share: Share of the data that an append writes before it is killed.
+        share: Share of the data that an append writes before it fails.
+        failing: Appends fail with an OSError.
+        full: Replacements fail too.
+        meanwhile: Called before a replacement, as by another thread.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.kill_at: int | None = None
+        self.kill_share = 0.5
+        self.share = 0.5
+        self.failing = False
+        self.full = False
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def _step(self) -> bool:
+        """Return whether the process dies in this step."""
+        if self.kill_at is None:
+            return False
+        self.kill_at -= 1
+        return self.kill_at < 0
+
+    def append(self, path: Path, data: bytes) -> None:
+        dies = self._step()
+        if dies or self.failing:
+            data = data[: int(len(data) * (self.kill_share if dies else self.share))]
+        self.store.files[path] = self.store.files.get(path, b"") + data
+        if dies:
+            raise KilledError
+        if self.failing:
+            raise OSError(28, "No space left on device")
+
+    def replace(self, path: Path, data: bytes) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        if self._step():
+            raise KilledError
+        if self.full:
+            raise OSError(28, "No space left on device")
+        self.store.files[path] = data
+
+    def cut(self, path: Path, size: int) -> None:
+        if self._step():
+            raise KilledError
+        if path in self.store.files:
+            self.store.files[path] = self.store.files[path][:size]
+
+    def read(self, path: Path) -> bytes:
+        try:
+            return self.store.files[path]
+        except KeyError:
+            raise FileNotFoundError(path) from None
+
+    def size(self, path: Path) -> int:
+        return len(self.store.files.get(path, b""))
+
+    def remove(self, path: Path) -> None:
+        if self._step():
+            raise KilledError
+        self.store.files.pop(path, None)
+
+    def files(self, folder: Path, pattern: str) -> list[Path]:
+        def matches(path: Path) -> bool:
+            parts = path.relative_to(folder).parts if path.is_relative_to(folder) else ()
+            wanted = pattern.split("/")
+            return len(parts) == len(wanted) and all(map(fnmatch.fnmatch, parts, wanted))
+
+        return sorted(path for path in self.store.files if matches(path))
+
+    def lock(self, path: Path) -> bool:
+        self.store.files.setdefault(path, b"")
+        return self.store.locks.setdefault(path, self) is self
+
+    def locked(self, path: Path) -> bool:
+        return path in self.store.locks
+
+    def unlock(self, path: Path, *, keep: bool = False) -> None:
+        if self.store.locks.pop(path, None) and not keep:
+            self.store.files.pop(path, None)
+
+    def die(self) -> None:
+        """Give back all locks, as the system does when a process ends."""
+        for path in [path for path, owner in self.store.locks.items() if owner is self]:
+            del self.store.locks[path]
+
+
+class FakeSequence:
+    """A sequence of an engine that a test counts."""
+
+    def __init__(self, tokens: Tokens = Tokens()) -> None:  # noqa: B008
+        self.now = tokens
+        self.over = False
+
+    def tokens(self) -> Tokens:
+        return self.now
+
+    def ended(self) -> bool:
+        return self.over
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self, now: float = 1_800_000_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def book_of(name: str, clock: Clock) -> CallBook:
+    """Return the calls of a process."""
+    return CallBook("demo", f"replica-{name}", name, now=clock, clock=clock)
+
+
+def call_of(book: CallBook, tenant: str = "acme", request_id: str = "") -> Call:
+    """Return a call that has not begun."""
+    headers = [(b"x-request-id", request_id.encode())] if request_id else []
+    return book.open(Origin("ada", tenant, 0, "/v1/completions", "http", headers))
+
+
+def ran(book: CallBook, tokens: Tokens, tenant: str = "acme") -> Call:
+    """Return a call that ran and has ended."""
+    call = call_of(book, tenant)
+    part = call.part()
+    part.begin(FakeSequence(tokens))
+    part.end()
+    call.close()
+    return call

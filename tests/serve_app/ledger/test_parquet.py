@@ -1,0 +1,67 @@
+import io
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_app.ledger.parquet import schema, to_parquet
+from serve_app.ledger.rows import FIELDS, Row, encode, utc
+
+COUNTS = st.integers(0, 2**53)
+SECONDS = st.floats(0, 1e9)
+TEXTS = st.text(max_size=20)
+ROWS = st.builds(
+    Row,
+    call=TEXTS,
+    time=st.integers(0, 4_000_000_000_000).map(lambda ms: utc(ms / 1e3)),
+    key=TEXTS,
+    tenant=TEXTS,
+    prompt_tokens=COUNTS,
+    cached_tokens=COUNTS,
+    output_tokens=COUNTS,
+    cost=COUNTS,
+    wait_s=SECONDS,
+    engine_s=SECONDS,
+    resumed=st.booleans(),
+    request_id=TEXTS,
+)
+
+
+def table(data: bytes) -> Any:
+    return pq.read_table(io.BytesIO(data))
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(ROWS, max_size=5), rest=st.sampled_from([b"", b'{"call":"a-9","ti']))
+def test_a_segment_has_the_same_rows_in_both_forms(rows: list[Row], rest: bytes) -> None:
+    """A crash may leave a part of a line at the end, which is no row."""
+    found = table(to_parquet(b"".join(map(encode, rows)) + rest)).to_pylist()
+    assert found == [msgspec.structs.asdict(row) for row in rows]
+
+
+def test_a_segment_without_rows_has_the_columns_of_all_others() -> None:
+    found = table(to_parquet(b""))
+    assert found.num_rows == 0
+    assert found.schema.names == list(FIELDS)
+    assert found.schema == table(to_parquet(encode(Row(call="a", time=datetime.now(UTC))))).schema
+    assert found.schema == schema()
+
+
+def test_a_column_of_a_later_version_is_left_out() -> None:
+    line = encode(Row(call="a", time=utc(1.0)))
+    assert table(to_parquet(line.replace(b"{", b'{"colour":"red",', 1))).schema == schema()
+
+
+@pytest.mark.parametrize("line", [b"no\n", b'{"call": 5\n', b'{"call":"a","cost":"many"}\n'])
+def test_a_line_that_is_no_row_is_an_error(line: bytes) -> None:
+    with pytest.raises(ValueError, match="JSON parse error"):
+        to_parquet(line)
+
+
+def test_times_are_utc_to_the_microsecond() -> None:
+    assert schema().field("time").type == pa.timestamp("us", "UTC")

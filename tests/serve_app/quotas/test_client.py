@@ -1,0 +1,347 @@
+"""Reservations of several replicas on virtual time: limits hold, little is left, and refusals help."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from serve_app.api.errors import RequestError
+from serve_app.quotas.client import START_S, KeyQuota, QuotaClient
+from serve_app.quotas.reservation import Reservation
+from serve_app.settings.usage import Quota
+from tests.batcher.virtual import virtual
+from tests.serve_app.quotas.fleet import START, TENANT, Fleet
+
+LIMIT = 100_000
+
+
+@dataclass
+class Load:
+    """Clients that always want more, and wait as the refusals tell them."""
+
+    fleet: Fleet
+    until: float
+    used: Counter[str] = field(default_factory=Counter)
+    answered: int = 0
+    refused: Counter[int] = field(default_factory=Counter)
+    flying: int = 0
+    most_flying: int = 0
+
+    async def worker(self, client: QuotaClient, seed: int) -> None:
+        draws = random.Random(seed)
+        loop = asyncio.get_running_loop()
+        while loop.time() < self.until:
+            reserved = draws.randrange(400, 1000)
+            try:
+                reservation = await client.reserve(TENANT, reserved)
+            except RequestError as error:
+                self.refused[error.status] += 1
+                await asyncio.sleep(min(error.retry_after_s or 60.0, max(0.01, self.until - loop.time())))
+                continue
+            self.flying += 1
+            self.most_flying = max(self.most_flying, self.flying)
+            used = int(reserved * draws.uniform(0.1, 0.9))
+            minute = reservation.periods[0]
+            self.used[minute] += reserved
+            await asyncio.sleep(draws.uniform(0.2, 2.0))
+            self.used[minute] += used - reserved
+            self.flying -= 1
+            reservation.settle(used)
+            self.answered += 1
+
+
+@virtual
+async def test_100_concurrent_requests_through_3_replicas_stay_within_the_limit_and_use_it_up() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=LIMIT))
+    load = Load(fleet, until=58.0)
+    workers = [load.worker(fleet.clients[n % 3], n) for n in range(100)]
+    await asyncio.gather(*workers)
+    first, *_ = sorted(load.used)
+    share = load.used[first] / LIMIT
+    print(
+        f"limit {LIMIT}, used {load.used[first]} ({share:.2%}), answered {load.answered}, "
+        f"refused {dict(load.refused)}, most in flight {load.most_flying}, reports {fleet.calls}"
+    )
+    assert int(first) == START
+    assert set(load.refused) == {429}
+    assert 0.98 <= share <= 1.0
+    assert load.most_flying > 90
+    await fleet.settled()
+    fleet.stop()
+
+
+@virtual
+async def test_the_rests_of_several_replicas_make_up_one_more_request() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=1_000))
+    first, second, third = fleet.clients
+    held = [await client.reserve(TENANT, 250) for client in (first, second, third)]
+    for reservation in held:
+        reservation.settle(100)
+    # 700 are left, of which each replica may have a part: both ask at once, and one of them has it.
+    found = await asyncio.gather(
+        *(client.reserve(TENANT, 650) for client in (second, third)), return_exceptions=True
+    )
+    assert sum(isinstance(each, Reservation) for each in found) == 1
+    fleet.stop()
+
+
+@virtual
+async def test_no_minute_has_more_than_its_limit_over_many_restarts() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=20_000, requests_per_minute=60, max_concurrency=20))
+    load = Load(fleet, until=100.0)
+
+    async def faults() -> None:
+        draws = random.Random(0)
+        while asyncio.get_running_loop().time() < load.until:
+            await asyncio.sleep(draws.uniform(1, 7))
+            fleet.restart()
+            fleet.jump_s += draws.choice([0, 0, 30, -30, 3600, -3600])
+
+    await asyncio.gather(faults(), *(load.worker(fleet.clients[n % 3], n) for n in range(30)))
+    assert max(load.used.values()) <= 20_000
+    assert load.most_flying <= 20
+    assert load.answered > 60
+    fleet.stop()
+
+
+@virtual
+async def test_a_request_within_the_lease_awaits_nothing() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=LIMIT))
+    client = fleet.clients[0]
+    for _ in range(50):
+        (await client.reserve(TENANT, 10)).settle(5)
+        await asyncio.sleep(0.05)
+    calls = fleet.calls
+    for _ in range(5):
+        reservation = client.reserve_nowait(TENANT, 10)
+        assert isinstance(reservation, Reservation)
+        reservation.settle(10)
+    assert fleet.calls == calls
+    fleet.stop()
+
+
+async def refused(client: QuotaClient, tokens: int, key: KeyQuota | None = None) -> RequestError:
+    with pytest.raises(RequestError) as found:
+        await client.reserve(TENANT, tokens, key)
+    return found.value
+
+
+@virtual
+async def test_a_refusal_names_its_limit_and_the_end_of_the_window() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100, tokens_per_day=150))
+    client = fleet.clients[0]
+    await asyncio.sleep(10.0)
+    (await client.reserve(TENANT, 90)).settle()
+    error = await refused(client, 50)
+    assert error.status == 429
+    assert error.message.startswith("tenant research: tokens_per_minute 100: this request may take 50 tokens")
+    assert error.retry_after_s is not None
+    assert 45 < error.retry_after_s <= 50, "the minute ends then"
+    await asyncio.sleep(error.retry_after_s)
+    (await client.reserve(TENANT, 50)).settle()
+    error = await refused(client, 50)
+    assert "tokens_per_day 150" in error.message
+    assert error.retry_after_s is not None
+    assert error.retry_after_s > 3600
+    fleet.stop()
+
+
+@virtual
+async def test_a_refusal_waits_for_what_requests_in_flight_give_back() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=1000))
+    client = fleet.clients[0]
+    for _ in range(30):
+        reservation = await client.reserve(TENANT, 20)
+        await asyncio.sleep(0.5)
+        reservation.settle(2)
+    held = await client.reserve(TENANT, 900)
+    error = await refused(client, 200)
+    assert error.retry_after_s is not None
+    assert error.retry_after_s < 5
+    held.settle(10)
+    (await client.reserve(TENANT, 200)).settle()
+    fleet.stop()
+
+
+@virtual
+async def test_a_request_that_never_fits_is_a_mistake_of_the_client() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100, tokens_per_day=50))
+    error = await refused(fleet.clients[0], 51)
+    assert (error.status, error.param) == (400, "max_tokens")
+    assert "tenant research: tokens_per_day 50" in error.message
+    fleet.stop()
+
+
+@virtual
+async def test_a_request_needs_room_in_the_quota_of_its_key_and_of_its_tenant() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100))
+    client = fleet.clients[0]
+    key = KeyQuota("ada", Quota(requests_per_minute=2))
+    for _ in range(2):
+        (await client.reserve(TENANT, 10, key)).settle()
+    error = await refused(client, 10, key)
+    assert error.message.startswith("key ada: requests_per_minute 2: ")
+    (await client.reserve(TENANT, 10)).settle()
+    assert fleet.used()[0] + fleet.used()[1] <= 100
+    await fleet.settled()
+    assert fleet.used() == (30, 0)
+    names = dict(client.headers(client.leases(TENANT, key)))
+    assert names[b"x-ratelimit-limit-requests"] == b"2"
+    assert names[b"x-ratelimit-remaining-requests"] == b"0"
+    assert names[b"x-ratelimit-remaining-tokens"] == b"70"
+    assert names[b"x-ratelimit-reset-tokens"].endswith(b"s")
+    fleet.stop()
+
+
+@virtual
+async def test_concurrency_is_that_of_all_replicas_together() -> None:
+    fleet = Fleet(Quota(max_concurrency=3))
+    running = [await client.reserve(TENANT, 0) for client in fleet.clients]
+    error = await refused(fleet.clients[0], 0)
+    assert "max_concurrency 3" in error.message
+    running[1].settle()
+    await asyncio.sleep(0.5)
+    (await fleet.clients[0].reserve(TENANT, 0)).settle()
+    fleet.stop()
+
+
+@virtual
+async def test_a_tenant_without_a_quota_reserves_nothing() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=1))
+    reservation = await fleet.clients[0].reserve("other", 1_000_000)
+    assert reservation.leases == ()
+    assert fleet.clients[0].headers(reservation.leases) == []
+    fleet.stop()
+
+
+@virtual
+async def test_a_client_that_leaves_while_it_waits_takes_nothing() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100))
+    held = await fleet.clients[0].reserve(TENANT, 80)
+    task = asyncio.create_task(fleet.clients[1].reserve(TENANT, 50))
+    await asyncio.sleep(0.003)
+    task.cancel()
+    await asyncio.wait([task])
+    held.settle(0)
+    await fleet.settled()
+    assert fleet.used() == (0, 0)
+    fleet.stop()
+
+
+@virtual
+async def test_a_service_that_is_away_is_waited_for_and_then_requests_are_refused() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
+    client = fleet.clients[0]
+    (await client.reserve(TENANT, 1)).settle()
+    fleet.answering = False
+    began = fleet.loop.time()
+    error = await refused(client, 90)
+    assert (error.status, error.retry_after_s) == (503, 2.0)
+    assert 1.9 < fleet.loop.time() - began < 3
+    began = fleet.loop.time()
+    assert (await refused(client, 90)).status == 503
+    assert fleet.loop.time() == began, "the next one doesn't wait"
+    fleet.answering = True
+    await asyncio.sleep(1)
+    (await client.reserve(TENANT, 90)).settle()
+    fleet.stop()
+
+
+@virtual
+async def test_a_service_that_comes_back_in_time_is_not_noticed() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
+    fleet.answering = False
+    task = asyncio.create_task(fleet.clients[0].reserve(TENANT, 90))
+    await asyncio.sleep(1)
+    fleet.answering = True
+    (await task).settle()
+    fleet.stop()
+
+
+@virtual
+async def test_a_service_that_starts_with_its_clients_has_longer_for_the_first_answer() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
+    fleet.answering = False
+    early = asyncio.create_task(fleet.clients[0].reserve(TENANT, 40))
+    await asyncio.sleep(START_S - 1)
+    assert not early.done()
+    fleet.answering = True
+    (await early).settle()
+    fleet.stop()
+    fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
+    fleet.answering = False
+    began = fleet.loop.time()
+    assert (await refused(fleet.clients[0], 40)).status == 503
+    assert START_S - 0.1 < fleet.loop.time() - began < START_S + 3
+    fleet.stop()
+
+
+@virtual
+async def test_without_the_service_each_replica_grants_its_share_if_that_is_set() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=300), away_s=2.0, when_away="fail_open")
+    for client in fleet.clients:
+        (await client.reserve(TENANT, 1)).settle(0)
+    await asyncio.sleep(0.5)
+    fleet.answering = False
+    await asyncio.sleep(120)
+    used = 0
+    refusals = []
+    for client in fleet.clients:
+        while True:
+            try:
+                (await client.reserve(TENANT, 40)).settle(20)
+            except RequestError as error:
+                refusals.append((error.status, "tokens_per_minute 300" in error.message))
+                break
+            used += 20
+    assert 200 <= used <= 300
+    assert refusals == [(429, True)] * 3
+    fleet.answering = True
+    await asyncio.sleep(5)
+    assert fleet.used() == (used, 0), "the service learns of it"
+    fleet.stop()
+
+
+@virtual
+async def test_a_state_that_cannot_be_saved_grants_nothing() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=100), away_s=2.0)
+    await asyncio.sleep(0.1)
+    fleet.state.failing = True
+    assert (await refused(fleet.clients[0], 90)).status == 503
+    fleet.state.failing = False
+    await asyncio.sleep(2)
+    (await fleet.clients[0].reserve(TENANT, 90)).settle()
+    fleet.stop()
+
+
+@virtual
+async def test_the_tenants_that_a_client_makes_up_are_not_remembered() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=LIMIT), clients=1)
+    (client,) = fleet.clients
+    key = KeyQuota("gateway", Quota(tokens_per_minute=LIMIT))
+    (await client.reserve(TENANT, 1, key)).settle()
+    remembered = len(client._leases)
+    for number in range(100):
+        (await client.reserve(f"user {number}", 1, key)).settle()
+    assert len(client._leases) <= remembered + 1
+    assert len(client.leases(TENANT, key)) > len(client.leases("user 1", key)) > 0
+    fleet.stop()
+
+
+@virtual
+async def test_a_jump_of_the_clock_while_the_service_is_away_takes_no_share() -> None:
+    fleet = Fleet(Quota(tokens_per_minute=300), clients=1, away_s=2.0, when_away="fail_open")
+    (client,) = fleet.clients
+    (await client.reserve(TENANT, 1)).settle(0)
+    await asyncio.sleep(0.5)
+    fleet.answering = False
+    await asyncio.sleep(120)
+    (await client.reserve(TENANT, 200)).settle()
+    fleet.jump_s = 86_400.0
+    assert (await refused(client, 200)).status == 429, "no second share of the same minute"
+    fleet.jump_s = 0.0
+    await asyncio.sleep(60)
+    (await client.reserve(TENANT, 200)).settle()
+    fleet.stop()

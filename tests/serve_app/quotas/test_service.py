@@ -1,0 +1,200 @@
+"""The service of the quotas: a grant is saved before it leaves, and the next process goes on from there."""
+
+import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_app.quotas.messages import Account, LeaseID, Report
+from serve_app.quotas.service import QuotaService
+from serve_app.quotas.state import StateError, TakenOverError, open_state
+from serve_app.settings.usage import Quota, QuotasSettings
+from tests.progress import STILL_S
+from tests.serve_app.quotas.fleet import START, MemoryState, inline
+
+SETTINGS = QuotasSettings(tenants={"t": Quota(tokens_per_day=1000)}, folder="/nowhere")
+TOKENS = LeaseID("tenant t", "tokens")
+LIMIT_S = STILL_S
+
+
+def service_of(state: Any, settings: QuotasSettings = SETTINGS, **options: Any) -> QuotaService:
+    return QuotaService(settings, state, wall=lambda: START, monotonic=lambda: 0.0, **options)
+
+
+def ask(number: int, need: int, holder: str = "h") -> Report:
+    return Report(holder, number, "", "", (Account(TOKENS, "", need=need),))
+
+
+def remaining(service: QuotaService) -> int:
+    (state,) = service.states()["tenant t"]
+    return state.remaining
+
+
+async def test_a_grant_is_saved_before_it_leaves() -> None:
+    state = MemoryState()
+    service = service_of(state, beside=inline)
+    service.start()
+    answer = await service.exchange(ask(1, 300))
+    assert answer.grants[0].granted == 300
+    saved = dict(state.texts)
+    again = service_of(state)
+    assert (await _unsaved(again, ask(2, 0))).grants[0].granted == 300
+    assert state.texts == saved
+    await service.close()
+
+
+async def _unsaved(service: QuotaService, report: Report) -> Any:
+    """Return the answer of a service that nothing has to be saved for."""
+    async with asyncio.timeout(STILL_S):
+        return await service.exchange(report)
+
+
+async def test_reports_that_come_together_are_saved_together() -> None:
+    state, saves = MemoryState(), 0
+
+    async def count(function: Any, *arguments: Any) -> None:
+        nonlocal saves
+        saves += 1
+        await asyncio.sleep(0)
+        function(*arguments)
+
+    service = service_of(state, beside=count)
+    service.start()
+    await asyncio.gather(*(service.exchange(ask(1, 10, f"h{n}")) for n in range(50)))
+    assert saves <= 2
+    assert remaining(service) == 1000
+    await service.close()
+
+
+async def test_a_failed_save_grants_nothing_and_the_next_one_makes_up_for_it() -> None:
+    state = MemoryState()
+    service = service_of(state, beside=inline)
+    service.start()
+    state.failing = True
+    with pytest.raises(StateError):
+        await service.exchange(ask(1, 300))
+    state.failing = False
+    assert (await service.exchange(ask(2, 300))).grants[0].granted == 300
+    service.check()
+    await service.close()
+
+
+async def test_a_process_that_was_replaced_ends(tmp_path: Path) -> None:
+    first = service_of(open_state(tmp_path, None))
+    first.start()
+    await first.exchange(ask(1, 300))
+    second = service_of(open_state(tmp_path, None))
+    second.start()
+    with pytest.raises(TakenOverError):
+        await first.exchange(ask(2, 600))
+    with pytest.raises(TakenOverError):
+        first.check()
+    assert (await second.exchange(ask(2, 600))).grants[0].granted == 600
+    await first.close()
+    await second.close()
+
+
+async def test_the_file_that_held_holds_after_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("t: {tokens_per_day: 70}")
+    settings = QuotasSettings(file=str(file), folder="/nowhere")
+    state = MemoryState()
+    service = service_of(state, settings, beside=inline)
+    await service.save()
+    file.write_text("t: {tokens_per_day: -70}")
+    assert remaining(service_of(state, settings)) == 70
+
+
+async def test_it_counts_the_replicas_that_report() -> None:
+    service = service_of(MemoryState(), beside=inline)
+    service.start()
+    await service.exchange(ask(1, 1, "a"))
+    await service.exchange(ask(1, 1, "b"))
+    assert service.holders == 2
+    await service.close()
+
+
+async def test_the_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    state = open_state(tmp_path, None)
+    began, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(save: Any, changes: Any) -> None:
+        began.set()
+        await goes_on.wait()
+        await asyncio.to_thread(save, changes)
+
+    service = service_of(state, beside=slow)
+    service.start()
+    asked = asyncio.ensure_future(service.exchange(ask(1, 300)))
+    await began.wait()
+    closing = asyncio.ensure_future(service.close())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    goes_on.set()
+    async with asyncio.timeout(LIMIT_S):
+        await closing
+        assert (await asked).grants[0].granted == 300
+    again = service_of(open_state(tmp_path, None))
+    assert (await _unsaved(again, ask(2, 0))).grants[0].granted == 300
+    await again.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("clock", '"noon"'),
+        ("clock", "["),
+        ('["sum", "tenant t", "tokens", "day"]', '["x", 1]'),
+        ('["sum", "tenant t", "tokens", "day"]', '[0, "many"]'),
+        ('["sum", "tenant t", "tokens", "day"]', "7"),
+        ('["account", "tenant t", "tokens", "", "h"]', '["a", 0, 0, 0, false, []]'),
+        ('["account", "tenant t"]', "[]"),
+        ("7", "7"),
+    ],
+)
+def test_a_state_of_something_else_is_named(key: str, value: str) -> None:
+    state = MemoryState()
+    state.texts[key] = value
+    with pytest.raises(StateError, match="memory: this is not the state of quotas"):
+        service_of(state)
+
+
+def test_an_epoch_that_is_no_number_is_named_with_its_file(tmp_path: Path) -> None:
+    state = open_state(tmp_path, None)
+    state.load()
+    state.close()
+    with closing(sqlite3.connect(tmp_path / "quotas.db")) as db, db:
+        db.execute("UPDATE quotas SET value = 'x' WHERE key = 'epoch'")
+    again = open_state(tmp_path, None)
+    with pytest.raises(StateError, match=r"quotas\.db: this is not the state of quotas"):
+        again.load()
+    again.close()
+
+
+async def test_a_failure_while_the_file_is_followed_is_logged_and_the_change_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "quotas.yaml"
+    file.write_text("t: {tokens_per_day: 70}")
+    service = service_of(
+        MemoryState(), QuotasSettings(file=str(file), folder="/nowhere"), beside=inline, refresh_s=0.001
+    )
+    service.start()
+
+    def fail(*_: object, **__: object) -> str:
+        raise MemoryError
+
+    async with asyncio.timeout(LIMIT_S):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", fail)
+            file.write_text("t: {tokens_per_day: 9000}")
+            while "MemoryError" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        while remaining(service) != 9000:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    service.check()
+    await service.close()

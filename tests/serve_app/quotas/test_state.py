@@ -1,0 +1,136 @@
+"""Databases of the state: what was saved is there, all or nothing, and one process at a time saves."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from serve_app.quotas.state import (
+    PostgresState,
+    SQLiteState,
+    State,
+    StateError,
+    TakenOverError,
+    open_state,
+)
+from tests.serve_app.batches.server import Server, start
+
+
+class FakeRedis:
+    """The commands of Redis that the state uses; the script is done as its text says."""
+
+    hashes: dict[str, dict[str, str]]
+
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> "FakeRedis":
+        assert options["decode_responses"]
+        return cls()
+
+    def hincrby(self, name: str, key: str, amount: int) -> int:
+        values = self.hashes.setdefault(name, {})
+        values[key] = str(int(values.get(key, 0)) + amount)
+        return int(values[key])
+
+    def hgetall(self, name: str) -> dict[str, str]:
+        return dict(self.hashes[name])
+
+    def eval(self, script: str, keys: int, name: str, epoch: str, kept: int, *values: str) -> int:
+        assert keys == 1
+        if self.hashes[name]["epoch"] != epoch:
+            return 0
+        for at in range(0, 2 * kept, 2):
+            self.hashes[name][values[at]] = values[at + 1]
+        for key in values[2 * kept :]:
+            self.hashes[name].pop(key, None)
+        return 1
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["SQLite", "PostgreSQL", "Redis"])
+def opened(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], State]:
+    """Opens the same database."""
+    if request.param == "SQLite":
+        return lambda: open_state(tmp_path / "new", None)
+    if request.param == "PostgreSQL":
+        url = request.getfixturevalue("server").database()
+        return lambda: open_state(None, url)
+    module = ModuleType("redis")
+    monkeypatch.setattr(FakeRedis, "hashes", {}, raising=False)
+    monkeypatch.setattr(module, "Redis", FakeRedis, raising=False)
+    monkeypatch.setattr(module, "RedisError", OSError, raising=False)
+    monkeypatch.setitem(sys.modules, "redis", module)
+    return lambda: open_state(None, "redis://user:secret@host:6379/0")
+
+
+def test_what_was_saved_is_loaded(opened: Callable[[], State]) -> None:
+    state = opened()
+    assert state.load() == {}
+    state.save({"a": "1", "b": "2"})
+    state.save({"b": None, "c": "3", "a": "4"})
+    state.save({})
+    state.close()
+    again = opened()
+    assert again.load() == {"a": "4", "c": "3"}
+    again.close()
+
+
+def test_the_process_that_loads_last_has_the_state(opened: Callable[[], State]) -> None:
+    first, second = opened(), opened()
+    first.load()
+    first.save({"a": "1"})
+    assert second.load() == {"a": "1"}
+    with pytest.raises(TakenOverError):
+        first.save({"a": "2"})
+    second.save({"b": "1"})
+    first.close()
+    second.close()
+    third = opened()
+    assert third.load() == {"a": "1", "b": "1"}
+    third.close()
+
+
+def test_the_place_has_no_password(opened: Callable[[], State]) -> None:
+    assert "secret" not in opened().place
+
+
+def test_a_database_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StateError, match=r"quotas\.db"):
+        open_state(tmp_path / "file" / "folder", None)
+    with pytest.raises(StateError, match="postgresql://"):
+        open_state(None, f"postgresql://postgres@/x?host={tmp_path}").load()
+
+
+def test_redis_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(StateError, match=r"saturate\[redis\]"):
+        open_state(None, "redis://host:6379/0")
+
+
+@pytest.mark.parametrize("opened", ["SQLite", "PostgreSQL"], indirect=True)
+def test_a_state_that_was_emptied_is_not_the_process_s_any_more(opened: Callable[[], State]) -> None:
+    state = opened()
+    state.load()
+    state.save({"a": "1"})
+    # By hand, to begin anew.
+    if isinstance(state, SQLiteState):
+        state._db.execute("DELETE FROM quotas")
+    elif isinstance(state, PostgresState):
+        state._connection.execute("DELETE FROM saturate_quotas")
+    with pytest.raises(TakenOverError):
+        state.save({"a": "2"})
+    state.close()
