@@ -145,6 +145,7 @@ class Batcher(ABC, Generic[EntryT]):
         await asyncio.wait((ended,), timeout=timeout)
         if not ended.done():
             self._refuse_all()
+            self._decide()
             await asyncio.sleep(0)  # a `submit` whose slot has just started makes its task now
             if self._ended is ended and (tasks := self._abort()):
                 await asyncio.wait(tasks, timeout=GRACE_S)
@@ -219,6 +220,8 @@ class Batcher(ABC, Generic[EntryT]):
             # Space came, and another that came before it needs more.
             return
         queue.remove(entry)
+        if queue.unwanted:
+            self._decide()
         self._recorder.total_rejected += entry.records
         wait_s = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
         raise QueueFull(*bound, entry._place.retry_after(entry.priority, wait_s, self._clock()))
@@ -242,7 +245,7 @@ class Batcher(ABC, Generic[EntryT]):
         queue = self._queue
         self._deciding = self._again = True
         try:
-            while self._again:
+            while self._again or queue.unwanted:
                 self._again = False
                 # 1. What comes too late ends.
                 self._end_late()

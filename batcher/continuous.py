@@ -14,7 +14,8 @@ from batcher.costs import OutputEstimator, RecordT, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Aborted, Expired, Oversize
 from batcher.goals import BACKGROUND, Background, Goals
-from batcher.service_rate import ServiceRate
+from batcher.lanes import Lanes
+from batcher.service_rate import Correction, ServiceRate
 from batcher.stats import RECENT, ContinuousStats, Load, Observation, Outcome
 
 STEPS = 2  # from the end of a record to the first of one let in then: one tells the end, the next is planned
@@ -27,27 +28,48 @@ class Slot(Entry[None]):
     """A place in the window, of one record or of several; `async with` waits for it and gives it back."""
 
     # As given to `ContinuousBatcher.slot`; `cost` is what it holds of the capacity now.
-    wait: bool = False
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     arrived_at: float | None = None
-    used: bool = False  # whether it was entered
+    needs: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()  # the needs that it has taken, and not given back
+    entered: bool = False  # whether it was let in, or waits for space
+    used: bool = False  # whether `async with` was used
     running: bool = False  # whether it is in the window
     started_at: float = math.inf  # time of its start; infinite before
     waited_s: float = 0.0  # seconds from submission to start
     first_at: float = 0.0  # time of its first token, 0 before
     output_tokens: int = 0  # tokens reported so far
     charged: int = 0  # what its tenant was charged for it
+    corrected: bool = False
     owner: asyncio.Task[Any] | None = None  # the task that holds it
     _batcher: "ContinuousBatcher"
+
+    async def enter(self) -> Self:
+        """Return once the slot runs or is in the queue; it waits outside while the queue is full.
+
+        `async with` waits for its start then. The errors are those of `ContinuousBatcher.slot`.
+        """
+        if self.entered:
+            raise RuntimeError("a slot can be entered once; call slot() for another")
+        batcher = self._batcher
+        batcher._enter_slot(self, wait=True)
+        if not self.admitted:
+            try:
+                await batcher._wait_for_space(self)
+            except BaseException as error:
+                batcher._leave(self, error)
+                raise
+        return self
 
     async def __aenter__(self) -> Self:
         if self.used:
             raise RuntimeError("a slot can be entered once; call slot() for another")
         batcher = self._batcher
-        if not self.admitted:
-            # It is not one that `submit` has let in.
-            batcher._enter_slot(self)
+        if not self.entered:
+            batcher._enter_slot(self, wait=True)
+        elif self.started_at < math.inf and not self.running:
+            raise Aborted("the slot was released before it was used")
         self.used = True
         # To look for the event loop takes Python 3.11 a system call.
         self.owner = asyncio.current_task(batcher._loop)
@@ -63,9 +85,64 @@ class Slot(Entry[None]):
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._batcher._leave(self, error)
 
-    def release(self) -> None:
-        """Give the place back early; again does no harm. A caller that waits to enter gets `Aborted`."""
-        self._batcher._leave(self, None)
+    def release(self, error: BaseException | None = None) -> None:
+        """Give the place back, and say how it ended; again does no harm.
+
+        A caller that waits to enter gets `Aborted`.
+
+        Args:
+            error: None: it completed; a CancelledError or GeneratorExit: it was cancelled; other: it failed.
+        """
+        waits = self.waiting
+        self._batcher._leave(self, error)
+        if waits and not self._batcher.loop.is_closed():
+            self.fail(Aborted("the slot was released before it started"))
+            self.exception()  # Python reports errors that are not looked at; nobody may wait for this one
+
+    def give(self, need: str) -> None:
+        """Give one of its needs back before it leaves; again, or after it has left, does no harm.
+
+        Raises:
+            ValueError: It has no such need.
+        """
+        if need not in self.needs:
+            raise ValueError(f"need must be one of {self.needs!r}, not {need!r}")
+        if need in self.held:
+            self.held = tuple(other for other in self.held if other != need)
+            self._batcher._give((need,))
+            self._batcher._decide()
+
+    def correct(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Replace the bound with which it was admitted by its tokens, which are known now.
+
+        Its cost may shrink, so that others start at once, or grow, even beyond the capacity. Its tenant is
+        charged for the new cost at once. Does nothing once it has left.
+
+        Args:
+            prompt_tokens, max_tokens: As for `ContinuousBatcher.slot`, of all its records together.
+
+        Raises:
+            RuntimeError: It has not started yet.
+        """
+        prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
+        max_tokens = whole_cost("max_tokens", max_tokens)
+        if self.started_at == math.inf:
+            raise RuntimeError("a slot can be corrected once it has started")
+        if not self.running:
+            return
+        batcher, queue, before = self._batcher, self._batcher._queue, self.cost
+        self.prompt_tokens, self.max_tokens = prompt_tokens, max_tokens
+        reserved = batcher._reserved(max_tokens, self.records, self.output_tokens)
+        cost = prompt_tokens + max(self.output_tokens, reserved)
+        if not self.corrected:
+            self.corrected = True
+            batcher._correction.learn(before, cost)
+        if self.charged:
+            queue.settle(self, self.charged, cost or 1)
+            self.charged = cost or 1
+        batcher._resize(self, cost)
+        if cost < before and queue.total:
+            batcher._decide()
 
     def first_token(self) -> None:
         """Tell that the first token is there: for the statistics, and for goals to be held against."""
@@ -87,14 +164,12 @@ class Slot(Entry[None]):
         self.output_tokens = output_tokens
         batcher, prompt, most = self._batcher, self.prompt_tokens, self.max_tokens
         if self.running and prompt is not None and most is not None and prompt + output_tokens > self.cost:
-            cost = prompt + max(output_tokens, batcher._reserved(most, self.records, output_tokens))
-            batcher._background.grow(self.priority, cost - self.cost)
-            self.cost = cost
-            batcher._count_time(batcher._clock())
+            reserved = batcher._reserved(most, self.records, output_tokens)
+            batcher._resize(self, prompt + max(output_tokens, reserved))
 
 
 class SlotOptions(TypedDict, total=False):
-    """The arguments of `ContinuousBatcher.slot` beside `cost` and `wait`."""
+    """The arguments of `ContinuousBatcher.slot` beside `cost`."""
 
     priority: int
     tenant: str
@@ -104,6 +179,7 @@ class SlotOptions(TypedDict, total=False):
     max_tokens: int | None
     records: int
     arrived_at: float | None
+    needs: tuple[str, ...]
 
 
 class ContinuousBatcher(Batcher[Slot]):
@@ -129,6 +205,7 @@ class ContinuousBatcher(Batcher[Slot]):
         goals: Goals of the tiers before `background`: the others run as far as these allow, and leave space
             for them. They take calls of `step` and `Slot.first_token`. None: all tiers share the window.
         background: The priority from which on records are background, where there are goals.
+        lanes: Owner of what records need beside cost, see `Lanes`; None: no record has needs.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
     """
 
@@ -148,6 +225,7 @@ class ContinuousBatcher(Batcher[Slot]):
         tenant_weights: Mapping[str, float] | None = None,
         goals: Goals | None = None,
         background: int = BACKGROUND,
+        lanes: Lanes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checks.whole("places", places, 1, optional=True)
@@ -162,6 +240,8 @@ class ContinuousBatcher(Batcher[Slot]):
         self._outputs = OutputEstimator() if policy == "max_utilization" else None
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
+        self._correction = Correction()
+        self._lanes = lanes
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
         self._tasks: dict[asyncio.Task[Any], Slot] = {}  # those of `submit`
@@ -180,6 +260,7 @@ class ContinuousBatcher(Batcher[Slot]):
             capacity=self._capacity,
             max_running=None if self._regular == sys.maxsize else self._regular,
             outside_cost=self._queue.outside_cost,
+            correction=self._correction.ratio,
             **self._recorder.window(now),  # type: ignore[arg-type]
             **self._background.stats(),  # type: ignore[arg-type]
         )
@@ -190,29 +271,31 @@ class ContinuousBatcher(Batcher[Slot]):
         priority: int = 0,
         tenant: str = "default",
         deadline: float | None = None,
-        wait: bool = False,
         *,
         prompt_tokens: int | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
         records: int = 1,
         arrived_at: float | None = None,
+        needs: tuple[str, ...] = (),
     ) -> Slot:
-        """Return the place of one record, to be entered with `async with`.
+        """Return the place of one record; `async with` waits for space in the queue, and for its start.
+
+        `await slot.enter()` waits for space alone, `slot_nowait` for nothing.
 
         Args:
-            cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
+            cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`. It may be a
+                bound, see `Slot.correct`.
             priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
-            wait: Wait for space when the queue is full; False: entering raises `QueueFull`.
             prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
             records: Records that start together in this slot; places, cost and tokens are of all of them.
             arrived_at: Time on `clock` from which its TTFT counts for goals; None: its submission.
+            needs: What the slot needs of `lanes`, once whatever its records.
 
         Raises:
-            ValueError: Neither or both ways of giving a cost are used.
+            ValueError: Neither or both ways of giving a cost are used, or there are needs without `lanes`.
             Expired: The deadline has passed. Entering raises it for a deadline that can't be kept, too.
-            QueueFull: On entering: the queue is full, and `wait` is False.
             Oversize: On entering: the record can never run.
             RuntimeError: On entering: the batcher isn't running (`Closed`), or runs on another event loop.
         """
@@ -230,8 +313,25 @@ class ContinuousBatcher(Batcher[Slot]):
         if arrived_at is not None:
             checks.instant("arrived_at", arrived_at)
             slot.arrived_at = arrived_at
-        slot._batcher, slot.wait = self, wait
+        slot._batcher = self
         slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
+        if needs:
+            if self._lanes is None:
+                raise ValueError("needs are for a batcher that was made with lanes")
+            slot.needs = tuple(sorted(set(needs)))
+        return slot
+
+    def slot_nowait(self, cost: int | None = None, **options: Unpack[SlotOptions]) -> Slot:
+        """Enter a slot at once: it runs or waits in the queue when this returns.
+
+        `async with` waits for its start, and gives it back; a slot that isn't used so is given back by
+        `Slot.release`. The other arguments and errors are those of `slot` and of entering it.
+
+        Raises:
+            QueueFull: There is no space; says when to try again.
+        """
+        slot = self.slot(cost, **options)
+        self._enter_slot(slot, wait=False)
         return slot
 
     async def submit(
@@ -239,25 +339,30 @@ class ContinuousBatcher(Batcher[Slot]):
         process_fn: Callable[[RecordT], Awaitable[ResultT]],
         record: RecordT,
         cost: int | None = None,
-        *,
-        wait: bool = True,
         **options: Unpack[SlotOptions],
     ) -> asyncio.Task[ResultT]:
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
-        Returns once the record is in the queue. Cancelling the task takes it out, or cancels `process_fn`.
-        The other arguments and the errors are those of `slot` and of entering it.
+        Waits while the queue is full. Cancelling the task takes the record out, or cancels `process_fn`. The
+        other arguments and the errors are those of `slot` and of entering it.
         """
         checks.function("process_fn", process_fn)
-        slot = self.slot(cost, wait=wait, **options)
-        self._enter_slot(slot)
-        if not slot.admitted:
-            try:
-                await self._wait_for_space(slot)
-            except BaseException as error:
-                self._leave(slot, error)
-                raise
+        return self._run(process_fn, record, await self.slot(cost, **options).enter())
 
+    def submit_nowait(
+        self,
+        process_fn: Callable[[RecordT], Awaitable[ResultT]],
+        record: RecordT,
+        cost: int | None = None,
+        **options: Unpack[SlotOptions],
+    ) -> asyncio.Task[ResultT]:
+        """Queue one record at once as `submit` does, or raise `QueueFull`."""
+        checks.function("process_fn", process_fn)
+        return self._run(process_fn, record, self.slot_nowait(cost, **options))
+
+    def _run(
+        self, process_fn: Callable[[RecordT], Awaitable[ResultT]], record: RecordT, slot: Slot
+    ) -> asyncio.Task[ResultT]:
         async def process() -> ResultT:
             async with slot:
                 return await process_fn(record)
@@ -274,6 +379,11 @@ class ContinuousBatcher(Batcher[Slot]):
 
         task.add_done_callback(ended)
         return task
+
+    def reopen(self) -> None:
+        """Consider again, in their order, the records that were passed by: their needs may succeed now."""
+        self._queue.reopen()
+        self._decide()
 
     def set_queue_size(self, max_queue_size: int) -> None:
         """Change the records that may wait, also while records wait; those beyond a smaller number stay."""
@@ -354,8 +464,9 @@ class ContinuousBatcher(Batcher[Slot]):
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
         # The records before them in the queue are served first, but for those that free space takes.
-        before, ahead = before + records - max(places, 0), ahead + cost - max(free, 0)
-        wait = rate.time_to_serve(before, ahead, running, running_cost)
+        before -= max(places, 0) - records
+        cost_before = ahead * self._correction.ratio + cost - max(free, 0)
+        wait = rate.time_to_serve(before, cost_before, running, running_cost)
         # A pause that lasts longer than was told may end at any time.
         rest = max(0.0, until - now) or (UNKNOWN_WAIT_S if self._pause else 0.0)
         return rest + (UNKNOWN_WAIT_S if wait is None else wait)
@@ -391,7 +502,34 @@ class ContinuousBatcher(Batcher[Slot]):
             return max_tokens
         return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
 
-    def _enter_slot(self, slot: Slot) -> None:
+    def _resize(self, slot: Slot, cost: int) -> None:
+        """Take in that a running slot holds another cost."""
+        self._background.grow(slot.priority, cost - slot.cost)
+        slot.cost = cost
+        self._count_time(self._clock())
+
+    def _take(self, slot: Slot) -> bool:
+        """Take all needs of a slot, or none."""
+        lanes, queue = self._lanes, self._queue
+        assert lanes is not None
+        for number, need in enumerate(slot.needs):
+            if not lanes.take(need):
+                # All is as it was before: what this gives back was free when others were refused.
+                for taken in slot.needs[:number]:
+                    lanes.give(taken)
+                queue.refuse(need)
+                return False
+        slot.held = slot.needs
+        queue.granted(slot.needs)
+        return True
+
+    def _give(self, needs: tuple[str, ...]) -> None:
+        """Give needs back; records that were passed by are considered by the next decision, if that helps."""
+        for need in needs:
+            if self._lanes is not None and self._lanes.give(need):
+                self._queue.reopen()
+
+    def _enter_slot(self, slot: Slot, wait: bool) -> None:
         """Start a slot if it may start; otherwise it waits in the queue, or for space in it; or refuse it."""
         self._check_open(slot.records)
         if (oversize := self._oversize(slot)) is not None:
@@ -400,37 +538,49 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-        if not self._queue.total and self._fits(slot) and not self._held_back(slot):
+        if not self._queue.total and not slot.needs and self._fits(slot) and not self._held_back(slot):
+            slot.entered = True
             self._queue.pass_by(slot)
             self._begin(slot)
             return
         if slot.deadline is not None and self._rate.known:
-            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-            if wait > HOPELESS * (slot.deadline - now):
+            wait_s = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+            if wait_s > HOPELESS * (slot.deadline - now):
                 self._recorder.total_rejected += slot.records
-                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
+                raise Expired(f"the record could not start for about {wait_s:.1f} s, after its deadline")
         asyncio.Future.__init__(slot, loop=self._loop)
         # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-        if not self._queue.put(slot) or self._fits(slot):
-            self._enter(slot, slot.wait)
+        if not self._queue.put(slot, slot.needs) or self._fits(slot):
+            self._enter(slot, wait)
         elif slot.deadline is not None:
             self._set_alarm()
+        slot.entered = True
 
     def _start_ready(self) -> None:
         """Start the slots whose turn it is, as long as they fit; the background may be passed."""
         queue = self._queue
         if self._pause is not None and self._state == STOPPING:
             self._refuse_all()  # a stop doesn't wait for the end of a pause
+        if queue.unwanted:
+            self._end_wishes()
         while queue.total:
             slot = queue.head()
             if slot is not None and self._held_back(slot):
                 slot = queue.head(before=self._background.priority)
             if slot is None or not self._fits(slot):
                 return
+            if slot.needs and not self._take(slot):
+                continue
             queue.pick(slot)
-            slot.charged = slot.cost
+            slot.charged = slot.cost or 1
             self._begin(slot)
             slot.set_result(None)
+
+    def _end_wishes(self) -> None:
+        """Tell the lanes which needs no record waits for any more."""
+        for need in self._queue.end_wishes():
+            if self._lanes is not None and self._lanes.unwanted(need):
+                self._queue.reopen()
 
     def _begin(self, slot: Slot) -> None:
         now = slot.started_at = self._clock()
@@ -450,9 +600,6 @@ class ContinuousBatcher(Batcher[Slot]):
         if not slot.running:
             if slot.waiting:
                 self._withdraw(slot)
-                if error is None and not self.loop.is_closed():
-                    # It was released while its caller waits for it.
-                    slot.fail(Aborted("the slot was released before it started"))
             return
         now = self._clock()
         background, recorder = self._background, self._recorder
@@ -461,6 +608,9 @@ class ContinuousBatcher(Batcher[Slot]):
         slot.owner = None
         self._runs.remove(slot)
         background.grow(slot.priority, -slot.cost, -records)
+        if slot.held:
+            held, slot.held = slot.held, ()
+            self._give(held)
         self._count_time(now)
         run_s = now - slot.started_at
         recorder.ran(records, [slot.waited_s] * min(records, RECENT), run_s)
@@ -510,4 +660,5 @@ class ContinuousBatcher(Batcher[Slot]):
         for slot in list(self._runs):
             self._leave(slot, Aborted("the event loop was closed while the record ran"))
         self._tasks.clear()
+        self._end_wishes()
         return []

@@ -112,14 +112,14 @@ class TokenizingQueue:
         # As with slots: what has begun is not refused halfway.
         begun = result.texts > 0
         result.texts += 1
-        slot = queue.batcher.slot(
-            characters,
-            priority=scheduling.priority,
-            tenant=share,
-            deadline=None if begun else request.deadline,
-            wait=request.wait or begun,
-        )
+        make_slot = queue.batcher.slot if request.wait or begun else queue.batcher.slot_nowait
         try:
+            slot = make_slot(
+                characters,
+                priority=scheduling.priority,
+                tenant=share,
+                deadline=None if begun else request.deadline,
+            )
             await slot.__aenter__()
         except BatcherError as error:
             result.refusal = refusal_of(error)

@@ -71,7 +71,7 @@ async def test_a_waiter_for_space_costs_the_same_whatever_tenants_wait() -> None
         async with ContinuousBatcher(capacity=1, max_queue_size=10, clock=now) as batcher:
 
             async def send(tenant: str) -> None:
-                async with batcher.slot(1, tenant=tenant, wait=True):
+                async with batcher.slot(1, tenant=tenant):
                     await asyncio.sleep(0)
 
             with count_lines() as lines:
@@ -130,7 +130,7 @@ async def test_polling_of_one_tenant_does_not_inflate_the_retry_after_of_another
 
         async def told(tenant: str) -> float:
             with pytest.raises(QueueFull) as caught:
-                await batcher.slot(1, tenant=tenant).__aenter__()
+                batcher.slot_nowait(1, tenant=tenant)
             return caught.value.retry_after_s
 
         for _ in range(1_000):

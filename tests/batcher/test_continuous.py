@@ -3,10 +3,11 @@
 import asyncio
 import gc
 import random
+from collections.abc import Callable
 
 import pytest
 
-from batcher import Aborted, Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull
+from batcher import Aborted, Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull, Slot
 from tests.batcher.helpers import Holders, check_empty, continuous_batcher
 from tests.batcher.virtual import blocked, now, until, virtual
 
@@ -101,7 +102,7 @@ async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
         await holders.enter("a")
         await holders.enter("b")
         with pytest.raises(QueueFull) as caught:
-            await batcher.slot(10).__aenter__()
+            batcher.slot_nowait(10)
         assert (caught.value.what, caught.value.limit) == ("max_queue_size", 1)
         assert 3.99 <= caught.value.retry_after_s <= 1.25 * 4.01
         assert batcher.stats.total_rejected == 1
@@ -115,7 +116,7 @@ async def test_the_waiting_cost_is_bounded() -> None:
         await holders.enter("a", 10)
         await holders.enter("b", 10)
         with pytest.raises(QueueFull, match="max_queue_cost=15"):
-            await batcher.slot(6).__aenter__()
+            batcher.slot_nowait(6)
         await holders.leave("a", "b")
 
 
@@ -143,7 +144,7 @@ async def test_nobody_passes_those_who_wait_for_space() -> None:
         await holders.enter("c", 10, wait=True)
         await holders.enter("d", 10, wait=True)
         with pytest.raises(QueueFull):
-            await batcher.slot(1).__aenter__()
+            batcher.slot_nowait(1)
         await holders.leave(*"abcd")
         assert holders.order == "abcd"
 
@@ -185,7 +186,7 @@ async def test_a_deadline_ends_the_wait_for_space() -> None:
         await holders.enter("a")
         await holders.enter("b")
         with pytest.raises(Expired):
-            await batcher.slot(10, deadline=now() + 3, wait=True).__aenter__()
+            await batcher.slot(10, deadline=now() + 3).__aenter__()
         assert now() == pytest.approx(3, abs=0.01)
         await holders.leave("a", "b")
         check_empty(batcher)
@@ -203,7 +204,7 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
         waits = []
         for _ in range(100):
             with pytest.raises(QueueFull) as caught:
-                await batcher.slot(10).__aenter__()
+                batcher.slot_nowait(10)
             waits.append(caught.value.retry_after_s)
         # A place each 2 s, of which a third is for those that come back; and up to a quarter at random.
         for wait, least in zip(waits, (4.0, 10.0, 16.0), strict=False):
@@ -211,7 +212,7 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
         # Not for ever: the others may have given up.
         assert 60.0 <= waits[-1] <= 75.0
         with pytest.raises(QueueFull) as caught:
-            await batcher.slot(10, priority=-1).__aenter__()
+            batcher.slot_nowait(10, priority=-1)
         assert caught.value.retry_after_s < 5.0
         await holders.leave("a", "b")
 
@@ -476,7 +477,9 @@ async def test_a_storm_of_cancels_leaves_nothing_behind() -> None:
 
         async def use(cost: int) -> None:
             deadline = rng.choice([None, now() + rng.random()])
-            async with batcher.slot(cost, rng.randrange(3), rng.choice("xyz"), deadline, rng.random() < 0.5):
+            make_slot: Callable[..., Slot] = rng.choice([batcher.slot, batcher.slot_nowait])
+            priority, tenant = rng.randrange(3), rng.choice("xyz")
+            async with make_slot(cost, priority=priority, tenant=tenant, deadline=deadline):
                 assert batcher.stats.running_cost <= 50
                 assert batcher.stats.running <= 7
                 await asyncio.sleep(rng.random() / 10)
@@ -662,8 +665,8 @@ async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
         holders = Holders(batcher)
         await holders.enter_all("ab")
         with pytest.raises(QueueFull):
-            await batcher.slot(1).__aenter__()
-        waiting = asyncio.create_task(batcher.slot(1, wait=True).__aenter__())
+            batcher.slot_nowait(1)
+        waiting = asyncio.create_task(batcher.slot(1).__aenter__())
         await blocked()
         assert batcher.stats.outside == 1
         # Space in the queue is given to what waits for it.
@@ -672,7 +675,7 @@ async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
         batcher.set_queue_size(1)
         assert batcher.stats.queue_depth == 2
         with pytest.raises(QueueFull):
-            await batcher.slot(1).__aenter__()
+            batcher.slot_nowait(1)
         with pytest.raises(ValueError, match="max_queue_size must be"):
             batcher.set_queue_size(0)
         waiting.cancel()
@@ -796,7 +799,7 @@ async def test_a_tenant_is_charged_for_what_it_used() -> None:
 
         # a reserves ten times what it uses, b uses what it reserves.
         async def use(tenant: str, produced: int) -> None:
-            async with batcher.slot(prompt_tokens=0, max_tokens=100, tenant=tenant, wait=True) as slot:
+            async with batcher.slot(prompt_tokens=0, max_tokens=100, tenant=tenant) as slot:
                 holders.started.append(tenant)
                 await asyncio.sleep(1)
                 slot.report(produced)
@@ -836,7 +839,7 @@ async def test_submit_waits_for_space() -> None:
         for i in range(2):
             await batcher.submit(hold, i, 10)
         with pytest.raises(QueueFull):
-            await batcher.submit(hold, 2, 10, wait=False)
+            batcher.submit_nowait(hold, 2, 10)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(5):
                 await batcher.submit(hold, 3, 10)
@@ -1229,8 +1232,7 @@ async def test_a_refusal_in_a_pause_says_when_to_come_back(
         holders = Holders(batcher)
         await holders.enter("a")
         with pytest.raises(QueueFull) as refusal:
-            async with batcher.slot(10):
-                pass
+            batcher.slot_nowait(10)
         assert refusal.value.retry_after_s >= least_s
         batcher.resume()
         await blocked()

@@ -8,7 +8,16 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batcher import BatcherError, Closed, ContinuousBatcher, DynamicBatcher, Expired, Goals, QueueFull
+from batcher import (
+    BatcherError,
+    Closed,
+    ContinuousBatcher,
+    DynamicBatcher,
+    Expired,
+    Goals,
+    QueueFull,
+    SlotOptions,
+)
 from tests.batcher.virtual import VirtualLoop
 
 T = TypeVar("T")
@@ -266,7 +275,9 @@ class ContinuousMachine(Machine):
     def enter(self, cost: int, priority: int, tenant: str, after: float | None, wait: bool) -> None:
         async def hold() -> None:
             outcome: asyncio.Future[None] = self.loop.create_future()
-            async with self.batcher.slot(cost, priority, tenant, self.deadline(after), wait) as slot:
+            make_slot = self.batcher.slot if wait else self.batcher.slot_nowait
+            options: SlotOptions = {"priority": priority, "tenant": tenant, "deadline": self.deadline(after)}
+            async with make_slot(cost, **options) as slot:
                 assert slot.cost == cost
                 fits = sum(self.inside.values()) + cost <= self.capacity or not self.inside
                 assert fits

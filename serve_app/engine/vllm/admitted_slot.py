@@ -4,6 +4,7 @@ The imports are those of vLLM 0.32.
 """
 
 import asyncio
+import functools
 import time
 from typing import Any
 
@@ -25,7 +26,7 @@ class AdmittedSlot:
         last: The last output of vLLM.
     """
 
-    __slots__ = ("_length", "_part", "_result", "_slot", "last")
+    __slots__ = ("_length", "_make_slot", "_part", "_result", "_slot", "last")
 
     def __init__(
         self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int, n: int = 1
@@ -41,20 +42,21 @@ class AdmittedSlot:
         self._result.ask()
         share = request.share
         batcher.weigh(share, request.scheduling.weight)
-        self._slot = batcher.slot(
+        self._make_slot = functools.partial(
+            batcher.slot if wait else batcher.slot_nowait,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
             priority=request.scheduling.priority,
             tenant=share,
             deadline=deadline,
-            wait=wait,
             records=n,
             arrived_at=request.arrived_at,
         )
 
     async def __aenter__(self) -> Slot:
         try:
-            slot = await self._slot.__aenter__()
+            slot = self._slot = self._make_slot()
+            await slot.__aenter__()
         except BatcherError as error:
             self._result.refusal = refusal_of(error)
             raise RefusedError(self._result.refusal) from None
