@@ -33,8 +33,6 @@ class Slot(Entry[None]):
     arrived_at: float | None = None
     needs: tuple[str, ...] = ()
     held: tuple[str, ...] = ()  # the needs that it has taken, and not given back
-    entered: bool = False  # whether it was let in, or waits for space
-    used: bool = False  # whether `async with` was used
     running: bool = False  # whether it is in the window
     started_at: float = math.inf  # time of its start; infinite before
     waited_s: float = 0.0  # seconds from submission to start
@@ -50,10 +48,10 @@ class Slot(Entry[None]):
 
         `async with` waits for its start then. The errors are those of `ContinuousBatcher.slot`.
         """
-        if self.entered:
+        if self.admitted or self.waiting:
             raise RuntimeError("a slot can be entered once; call slot() for another")
         batcher = self._batcher
-        batcher._enter_slot(self, wait=True)
+        batcher._enter_slot(self, True)
         if not self.admitted:
             try:
                 await batcher._wait_for_space(self)
@@ -63,14 +61,13 @@ class Slot(Entry[None]):
         return self
 
     async def __aenter__(self) -> Self:
-        if self.used:
-            raise RuntimeError("a slot can be entered once; call slot() for another")
         batcher = self._batcher
-        if not self.entered:
-            batcher._enter_slot(self, wait=True)
+        if not self.admitted and self._next is None:
+            batcher._enter_slot(self, True)
+        elif self.owner is not None:
+            raise RuntimeError("a slot can be entered once; call slot() for another")
         elif self.started_at < math.inf and not self.running:
-            raise Aborted("the slot was released before it was used")
-        self.used = True
+            raise Aborted("the slot was given back; it can be entered once, call slot() for another")
         # To look for the event loop takes Python 3.11 a system call.
         self.owner = asyncio.current_task(batcher._loop)
         if not self.running:
@@ -314,7 +311,8 @@ class ContinuousBatcher(Batcher[Slot]):
             checks.instant("arrived_at", arrived_at)
             slot.arrived_at = arrived_at
         slot._batcher = self
-        slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
+        if prompt_tokens is not None:
+            slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
         if needs:
             if self._lanes is None:
                 raise ValueError("needs are for a batcher that was made with lanes")
@@ -331,7 +329,7 @@ class ContinuousBatcher(Batcher[Slot]):
             QueueFull: There is no space; says when to try again.
         """
         slot = self.slot(cost, **options)
-        self._enter_slot(slot, wait=False)
+        self._enter_slot(slot, False)
         return slot
 
     async def submit(
@@ -539,7 +537,6 @@ class ContinuousBatcher(Batcher[Slot]):
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
         if not self._queue.total and not slot.needs and self._fits(slot) and not self._held_back(slot):
-            slot.entered = True
             self._queue.pass_by(slot)
             self._begin(slot)
             return
@@ -554,7 +551,6 @@ class ContinuousBatcher(Batcher[Slot]):
             self._enter(slot, wait)
         elif slot.deadline is not None:
             self._set_alarm()
-        slot.entered = True
 
     def _start_ready(self) -> None:
         """Start the slots whose turn it is, as long as they fit; the background may be passed."""

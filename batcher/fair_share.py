@@ -105,7 +105,8 @@ class Backlog:
                 ring: Ring = item[2]
                 ring.refused = next((need for need in ring.needs if need in refused), None)
                 if ring.refused is None:
-                    return ring._next if first is None or item[0] < first._order else first
+                    # An entry without an order came before the backlog had rings.
+                    return ring._next if first is None or item[0] < getattr(first, "_order", 0) else first
                 refused[ring.refused].add(ring)
                 ring._item = None
         return first

@@ -18,7 +18,7 @@ OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has i
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
 _by_turn = attrgetter("turn")
-_arrivals = itertools.count(1)  # an entry that came before its backlog had rings is before all in them
+_arrivals = itertools.count(1)
 
 
 class RequestQueue(Generic[EntryT]):

@@ -177,7 +177,7 @@ async def test_a_slot_that_started_before_it_was_used() -> None:
         with pytest.raises(RuntimeError, match="once"):
             await second.enter()
         second.release(ValueError())
-        with pytest.raises(RuntimeError, match="released"):
+        with pytest.raises(RuntimeError, match="given back"):
             await second.__aenter__()
         stats = batcher.stats
         assert (stats.total_completed, stats.total_failed) == (1, 1)
