@@ -517,8 +517,8 @@ class ContinuousBatcher(Batcher[Slot]):
                     lanes.give(taken)
                 queue.refuse(need)
                 return False
+            queue.grant(need)
         slot.held = slot.needs
-        queue.granted(slot.needs)
         return True
 
     def _give(self, needs: tuple[str, ...]) -> None:

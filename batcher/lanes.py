@@ -16,7 +16,7 @@ class Lanes(Protocol):
         """Take the need for one record now; False: not now. A refused call is a wish for the need.
 
         A wish ends with the next `take` of the need that returns True, or with `unwanted`. A need is given
-        back at once if another need of the same record is refused.
+        back at once if another need of the same record is refused; the result of that `give` doesn't count.
         """
         ...
 

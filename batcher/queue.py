@@ -180,9 +180,9 @@ class RequestQueue(Generic[EntryT]):
         self._refused.setdefault(need, set())
         self._wished.add(need)
 
-    def granted(self, needs: tuple[str, ...]) -> None:
-        """Take in that needs were taken for an entry, so that nothing is wished for any more."""
-        self._wished.difference_update(needs)
+    def grant(self, need: str) -> None:
+        """Take in that a need was taken for an entry, so that there is no wish for it any more."""
+        self._wished.discard(need)
 
     def reopen(self) -> None:
         """Pass no entry by any more; each has kept its place."""

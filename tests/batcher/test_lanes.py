@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from batcher import Aborted, Closed, ContinuousBatcher, Expired, QueueFull, Slot
 from tests.batcher.helpers import Holders, check_books, check_empty, continuous_batcher
-from tests.batcher.virtual import VirtualLoop, blocked, now, virtual
+from tests.batcher.virtual import Clock, VirtualLoop, blocked, now, virtual
 
 
 class Places:
@@ -150,6 +150,20 @@ async def test_a_slot_takes_all_its_needs_or_none() -> None:
 
 
 @virtual
+async def test_a_wish_ends_also_with_a_need_that_is_given_back_for_another() -> None:
+    lanes = Places(a=0, b=0)
+    async with continuous_batcher(40, lanes=lanes) as batcher:
+        holders = Holders(batcher)
+        await holders.enter("both", needs=("a", "b"))
+        assert lanes.wishes == {"a"}
+        lanes.open("a")
+        batcher.reopen()
+        assert lanes.wishes == {"b"}
+        await holders.cancel("both")
+        assert lanes.wishes == set()
+
+
+@virtual
 async def test_a_need_can_be_given_back_while_the_slot_runs() -> None:
     lanes = Places(a=1)
     async with continuous_batcher(40, lanes=lanes) as batcher:
@@ -243,27 +257,55 @@ async def test_a_newcomer_has_no_credit_over_tenants_that_are_passed_by() -> Non
     lanes = Places(a=0)
     async with continuous_batcher(10, lanes=lanes) as batcher:
         holders = Holders(batcher)
-        await holders.enter("runs")
-        for number in range(4):
-            await holders.enter(f"old {number}", tenant="old")
-        await holders.leave("runs", *(f"old {number}" for number in range(4)))
-        await holders.enter("runs again", tenant="runner")
-        await holders.enter("old a", needs=("a",), tenant="old")
-        await holders.leave("runs again")
-        await holders.enter("blocks", tenant="runner")
-        await holders.enter("new 0", tenant="new")
-        await holders.enter("new 1", tenant="new")
+        await holders.enter("blocks")
+        await holders.enter("passed by", needs=("a",), tenant="old")
+        old = [f"old {number}" for number in range(4)]
+        for name in old:
+            await holders.enter(name, tenant="old")
+        await holders.leave("blocks", *old)
+        await holders.enter("blocks again")
+        for name in ("new 0", "new 1"):
+            await holders.enter(name, tenant="new")
         lanes.open("a")
         batcher.reopen()
         await holders.leave_all()
-        assert holders.started.index("old a") < holders.started.index("new 1")
+        assert holders.started[-3:] == ["new 0", "passed by", "new 1"]
+
+
+@virtual
+async def test_records_with_needs_and_without_start_as_they_came() -> None:
+    async with continuous_batcher(10, lanes=Places(a=1, b=1)) as batcher:
+        holders = Holders(batcher)
+        needs = [(), ("a",), (), ("b",), ("a",), (), ("a", "b"), ()]
+        for number, each in enumerate(needs):
+            await holders.enter(str(number), needs=each)
+        await holders.leave_all()
+        assert holders.order == "01234567"
+
+
+@virtual
+async def test_a_wish_ends_also_when_its_record_expires_in_the_middle_of_a_decision() -> None:
+    clock = Clock()
+
+    class Slow(Places):
+        def take(self, need: str) -> bool:
+            clock.now += 10.0 if need == "b" else 0.0
+            return super().take(need)
+
+    lanes = Slow(a=0, b=1)
+    async with ContinuousBatcher(capacity=10, lanes=lanes, clock=clock) as batcher:
+        late = batcher.slot_nowait(1, needs=("a",), timeout=5.0)
+        assert lanes.wishes == {"a"}
+        async with batcher.slot(1, needs=("b",)):
+            assert isinstance(late.exception(), Expired)
+            assert lanes.wishes == set()
 
 
 @virtual
 async def test_thousands_that_are_passed_by_cost_a_decision_nothing() -> None:
     lanes = Places(a=0)
     async with continuous_batcher(10, lanes=lanes, max_queue_size=100_000) as batcher:
-        slots = [batcher.slot_nowait(1, tenant=f"t{n % 100}", needs=("a",)) for n in range(5_000)]
+        slots = [batcher.slot_nowait(1, tenant=f"t{n % 10}", needs=("a",)) for n in range(5_000)]
         assert lanes.calls == 1
         for _ in range(1_000):
             async with batcher.slot(10):
