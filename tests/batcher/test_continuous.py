@@ -93,106 +93,6 @@ async def test_an_oversize_record_may_run_alone() -> None:
 
 
 @virtual
-async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        for _ in range(20):
-            async with batcher.slot(10):
-                await asyncio.sleep(2.0)
-        holders = Holders(batcher)
-        await holders.enter("a")
-        await holders.enter("b")
-        with pytest.raises(QueueFull) as caught:
-            batcher.slot_nowait(10)
-        assert (caught.value.what, caught.value.limit) == ("max_queue_size", 1)
-        assert 3.99 <= caught.value.retry_after_s <= 1.25 * 4.01
-        assert batcher.stats.total_rejected == 1
-        await holders.leave("a", "b")
-
-
-@virtual
-async def test_the_waiting_cost_is_bounded() -> None:
-    async with continuous_batcher(10, max_queue_cost=15) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 10)
-        with pytest.raises(QueueFull, match="max_queue_cost=15"):
-            batcher.slot_nowait(6)
-        await holders.leave("a", "b")
-
-
-@virtual
-async def test_callers_that_wait_for_space_get_in_one_after_the_other() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        holders = Holders(batcher)
-        for name in "abcde":
-            await holders.enter(name, wait=True)
-        assert batcher.stats.outside == 3
-        assert batcher.stats.queue_depth == 1
-        for name in "abcde":
-            assert holders.inside == [name]
-            await holders.leave(name)
-        assert holders.order == "abcde"
-        check_empty(batcher)
-
-
-@virtual
-async def test_nobody_passes_those_who_wait_for_space() -> None:
-    async with continuous_batcher(10, max_queue_cost=20) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 10)
-        await holders.enter("c", 10, wait=True)
-        await holders.enter("d", 10, wait=True)
-        with pytest.raises(QueueFull):
-            batcher.slot_nowait(1)
-        await holders.leave(*"abcd")
-        assert holders.order == "abcd"
-
-
-@virtual
-async def test_who_gives_up_waiting_for_space_makes_way() -> None:
-    async with continuous_batcher(10, max_queue_cost=10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 5)
-        await holders.enter("C", 9, wait=True)
-        await holders.enter("d", 5, wait=True)
-        assert batcher.stats.outside == 2
-        await holders.cancel("C")
-        assert batcher.stats.outside == 0
-        await holders.leave(*"abd")
-        assert holders.order == "abd"
-        check_empty(batcher)
-
-
-@virtual
-async def test_a_caller_that_does_not_wait_comes_in_where_there_is_space_for_it() -> None:
-    async with continuous_batcher(10, max_queue_cost=10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 5)
-        await holders.enter("C", 9, wait=True)
-        await holders.enter("d", 5)
-        assert (batcher.stats.outside, batcher.stats.queue_cost) == (1, 10)
-        await holders.leave(*"abCd")
-        assert holders.order == "abCd", "the order is that of arrival, whoever had space first"
-        check_empty(batcher)
-
-
-@virtual
-async def test_a_deadline_ends_the_wait_for_space() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a")
-        await holders.enter("b")
-        with pytest.raises(Expired):
-            await batcher.slot(10, deadline=now() + 3).__aenter__()
-        assert now() == pytest.approx(3, abs=0.01)
-        await holders.leave("a", "b")
-        check_empty(batcher)
-
-
-@virtual
 async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other() -> None:
     async with continuous_batcher(10, max_queue_size=1) as batcher:
         for _ in range(20):
@@ -257,27 +157,6 @@ async def test_who_can_not_start_in_time_is_refused_at_once() -> None:
 
 
 @virtual
-async def test_a_record_that_can_not_start_in_time_expires() -> None:
-    async with continuous_batcher(10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a")
-        with pytest.raises(Expired):
-            await batcher.slot(10, deadline=now() + 5).__aenter__()
-        assert now() == pytest.approx(5, abs=0.01)
-        assert batcher.stats.total_expired == 1
-        await holders.leave("a")
-        check_empty(batcher)
-
-
-@virtual
-async def test_a_deadline_in_the_past_is_refused_at_once() -> None:
-    async with continuous_batcher() as batcher:
-        await asyncio.sleep(1)
-        with pytest.raises(Expired):
-            await batcher.slot(1, deadline=0.5).__aenter__()
-
-
-@virtual
 async def test_an_expired_record_makes_way_for_the_next() -> None:
     async with continuous_batcher(100) as batcher:
         holders = Holders(batcher)
@@ -291,29 +170,7 @@ async def test_an_expired_record_makes_way_for_the_next() -> None:
         await holders.leave("a", "c")
 
 
-@virtual
-async def test_a_record_that_started_in_time_does_not_expire() -> None:
-    async with continuous_batcher() as batcher:
-        async with batcher.slot(1, deadline=now() + 1):
-            await asyncio.sleep(5)
-        assert batcher.stats.total_completed == 1
-
-
 # Cancellation
-
-
-@virtual
-async def test_a_cancelled_waiter_is_dropped_and_its_cost_returns() -> None:
-    async with continuous_batcher(10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter_all("abc")
-        await holders.cancel("b")
-        assert (batcher.stats.queue_depth, batcher.stats.queue_cost) == (1, 10)
-        await holders.leave("a")
-        assert holders.inside == ["c"]
-        await holders.leave("c")
-        assert batcher.stats.total_cancelled == 1
-        check_empty(batcher)
 
 
 @virtual
@@ -408,22 +265,6 @@ async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
 
 
 @virtual
-async def test_space_that_comes_with_the_deadline_counts() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        slot = batcher.slot(10)
-        await slot.__aenter__()
-        holders = Holders(batcher)
-        await holders.enter("b")
-        asyncio.get_running_loop().call_at(5.0, slot.release)
-        await holders.enter("c", wait=True, deadline=5.0)
-        await asyncio.sleep(6)
-        assert holders.inside == ["b"]
-        assert isinstance(holders.tasks["c"].exception(), Expired)
-        await holders.leave("b")
-        check_empty(batcher)
-
-
-@virtual
 async def test_a_slot_is_released_once() -> None:
     async with continuous_batcher(10) as batcher:
         async with batcher.slot(10) as slot:
@@ -499,56 +340,6 @@ async def test_a_storm_of_cancels_leaves_nothing_behind() -> None:
 # Life
 
 
-async def test_a_batcher_that_was_not_started_says_so() -> None:
-    with pytest.raises(Closed, match=r"ContinuousBatcher is not running; call start\(\)"):
-        await ContinuousBatcher(capacity=10).slot(1).__aenter__()
-    assert issubclass(Closed, RuntimeError)
-
-
-@virtual
-async def test_it_can_not_be_started_twice() -> None:
-    async with continuous_batcher() as batcher:
-        assert batcher.is_running
-        with pytest.raises(RuntimeError, match="already running"):
-            await batcher.start()
-    assert not batcher.is_running
-
-
-@virtual
-async def test_stop_lets_what_waits_run_first() -> None:
-    batcher = continuous_batcher(10, max_queue_size=1)
-    await batcher.start()
-    holders = Holders(batcher)
-    for name in "abc":
-        await holders.enter(name, wait=True)
-    stopping = asyncio.create_task(batcher.stop())
-    await blocked()
-    assert not batcher.is_running
-    with pytest.raises(Closed, match="stopping"):
-        await batcher.slot(1).__aenter__()
-    await holders.leave(*"ab")
-    assert not stopping.done()
-    await holders.leave("c")
-    assert stopping.done()
-    assert holders.order == "abc"
-
-
-@virtual
-async def test_stop_without_draining_fails_what_waits() -> None:
-    batcher = continuous_batcher(10, max_queue_size=1)
-    await batcher.start()
-    holders = Holders(batcher)
-    for name in "abc":
-        await holders.enter(name, wait=True)
-    stopping = asyncio.create_task(batcher.stop(drain=False))
-    await blocked()
-    for name in "bc":
-        assert isinstance(holders.tasks[name].exception(), Closed)
-    await holders.leave("a")
-    assert stopping.done()
-    check_empty(batcher)
-
-
 @virtual
 async def test_stop_ends_at_its_timeout() -> None:
     batcher = continuous_batcher(10)
@@ -566,76 +357,6 @@ async def test_stop_ends_at_its_timeout() -> None:
     await holders.leave("a")
     assert batcher.stats.running == 0
     assert batcher.stats.occupancy == occupancy
-
-
-@virtual
-async def test_two_stops_end_together_and_a_start_follows() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-    holders = Holders(batcher)
-    await holders.enter("a")
-    first = asyncio.create_task(batcher.stop())
-    second = asyncio.create_task(batcher.stop())
-    await blocked()
-    with pytest.raises(RuntimeError, match="already stopping"):
-        await batcher.start()
-    await holders.leave("a")
-    assert first.done()
-    assert second.done()
-    await batcher.stop()
-    await batcher.start()
-    async with batcher.slot(10):
-        pass
-    await batcher.stop()
-    assert batcher.stats.total_completed == 2
-
-
-@virtual
-async def test_a_stop_does_not_end_the_life_after() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-
-    async def restart() -> None:
-        await batcher.stop()
-        await batcher.start()
-
-    holders = Holders(batcher)
-    await holders.enter("a")
-    both = asyncio.gather(restart(), batcher.stop())
-    await holders.leave("a")
-    await both
-    assert batcher.is_running
-    await batcher.stop()
-
-
-@virtual
-async def test_a_second_stop_can_be_shorter() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-    holders = Holders(batcher)
-    await holders.enter("a")
-    first = asyncio.create_task(batcher.stop())
-    await blocked()
-    await batcher.stop(timeout=1.0)
-    await blocked()
-    assert first.done()
-    await holders.leave("a")
-
-
-@virtual
-async def test_a_stop_that_is_cancelled_can_be_called_again() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-    holders = Holders(batcher)
-    await holders.enter("a")
-    first = asyncio.create_task(batcher.stop())
-    await blocked()
-    first.cancel()
-    await blocked()
-    await holders.leave("a")
-    await batcher.stop()
-    await batcher.start()
-    await batcher.stop()
 
 
 # Capacity
@@ -829,25 +550,6 @@ async def test_submit_runs_a_function_in_a_slot() -> None:
 
 
 @virtual
-async def test_submit_waits_for_space() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        done = asyncio.Event()
-
-        async def hold(_: int) -> None:
-            await done.wait()
-
-        for i in range(2):
-            await batcher.submit(hold, i, 10)
-        with pytest.raises(QueueFull):
-            batcher.submit_nowait(hold, 2, 10)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
-                await batcher.submit(hold, 3, 10)
-        done.set()
-    check_empty(batcher)
-
-
-@virtual
 async def test_cancelling_what_was_submitted_frees_its_place() -> None:
     async with continuous_batcher(10) as batcher:
         ran = []
@@ -981,34 +683,6 @@ def test_a_slot_that_waits_may_be_released_after_its_loop_was_closed() -> None:
     waits.release()
     assert (batcher.load.running, batcher.load.waiting) == (1, 0)
     assert batcher.stats.total_cancelled == 1
-
-
-@virtual
-async def test_stop_cancels_what_was_submitted_at_its_timeout() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-
-    async def hold(_: int) -> None:
-        await asyncio.sleep(1000)
-
-    running = await batcher.submit(hold, 0, 10)
-    waiting = await batcher.submit(hold, 1, 10)
-    await batcher.stop(timeout=1)
-    assert running.cancelled()
-    assert isinstance(waiting.exception(), Closed)
-    check_empty(batcher)
-
-
-@virtual
-async def test_an_error_of_a_submitted_function_is_its_own() -> None:
-    async def fail(record: int) -> None:
-        raise KeyError(record)
-
-    async with continuous_batcher(10) as batcher:
-        task = await batcher.submit(fail, 7, 1)
-        with pytest.raises(KeyError):
-            await task
-        assert batcher.stats.total_failed == 1
 
 
 # Estimates and statistics
