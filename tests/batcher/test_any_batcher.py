@@ -205,6 +205,41 @@ async def test_a_deadline_ends_the_wait_for_space(line_of: MakeLine) -> None:
     assert line.order == [0, 1]
 
 
+@virtual
+@of_both
+async def test_space_that_an_expired_record_leaves_is_given_to_the_one_that_waits(line_of: MakeLine) -> None:
+    line = line_of(Machine(held=True), max_queue_size=1)
+    async with line.batcher:
+        first = await line.submit(0)
+        await blocked()
+        late = await line.submit(1, deadline=now() + 0.05)
+        outside = asyncio.create_task(line.submit(2))
+        await asyncio.sleep(0.15)
+        assert ended_with(late, Expired)
+        assert outside.done()
+        line.machine.go()
+        assert await results_of([first, await outside]) == ["<0>", "<2>"]
+
+
+@virtual
+@of_both
+async def test_tier_and_tenant_count_for_a_record_that_waits_for_space_too(line_of: MakeLine) -> None:
+    line = line_of(Machine(0.01), max_queue_cost=100)
+    async with line.batcher:
+
+        async def send(record: str, **options: Any) -> int:
+            await (await line.submit(record, **options))
+            return len(line.order)
+
+        tasks = [asyncio.create_task(send("small", cost=5, tenant="many")) for _ in range(300)]
+        await blocked()
+        large = asyncio.create_task(send("large", cost=90, tenant="one"))
+        urgent = asyncio.create_task(send("urgent", cost=5, tenant="many", priority=-5))
+        assert await urgent <= 3
+        assert await large < 30
+        await asyncio.gather(*tasks)
+
+
 # Deadlines and cancellation
 
 
@@ -218,8 +253,12 @@ async def test_a_record_that_can_not_start_in_time_fails_at_its_deadline(line_of
         futures = []
         # An earlier deadline sets the alarm forward.
         for seconds in (5, 2, 3):
+
+            def note(_: object, seconds: int = seconds) -> None:
+                ends.append((seconds, round(now(), 2)))
+
             futures.append(await line.submit(seconds, deadline=now() + seconds))
-            futures[-1].add_done_callback(lambda _, seconds=seconds: ends.append((seconds, round(now(), 2))))
+            futures[-1].add_done_callback(note)
         fine = await line.submit("fine", timeout=11.0)
         results = await results_of([*futures, first, fine])
         assert all(isinstance(error, Expired) for error in results[:3])
@@ -288,6 +327,18 @@ async def test_an_error_of_a_function_is_that_of_its_record(line_of: MakeLine) -
         check_books(batcher)
 
 
+@virtual
+@of_both
+async def test_a_deadline_is_given_in_one_way(line_of: MakeLine) -> None:
+    line = line_of(Machine())
+    async with line.batcher as batcher:
+        with pytest.raises(ValueError, match="either deadline"):
+            await line.submit("x", deadline=1e6, timeout=1.0)
+        with pytest.raises(ValueError, match="either deadline"):
+            line.submit_nowait("x", deadline=1e6, timeout=1.0)
+        assert batcher.stats.total_submitted == 0
+
+
 # Starts and stops
 
 
@@ -341,6 +392,24 @@ async def test_stop_without_draining_fails_what_waits_and_finishes_what_runs(lin
     assert all(ended_with(task, Closed) for task in tasks[2:])
     assert line.order == [0]
     check_books(line.batcher)
+
+
+@virtual
+@of_both
+async def test_an_error_in_the_block_is_not_held_up_by_what_waits(line_of: MakeLine) -> None:
+    line = line_of(Machine(100.0))
+    futures: list[asyncio.Future[Any]] = []
+
+    async def block() -> None:
+        async with line.batcher:
+            futures.extend([await line.submit(record) for record in range(50)])
+            await blocked()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        await block()
+    assert now() == pytest.approx(100.0, abs=0.01)
+    assert sum(ended_with(future, Closed) for future in futures) == 49
 
 
 @virtual

@@ -3,11 +3,10 @@
 import asyncio
 import gc
 import random
-from collections.abc import Callable
 
 import pytest
 
-from batcher import Aborted, Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull, Slot
+from batcher import Aborted, Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull
 from tests.batcher.helpers import Holders, check_empty, continuous_batcher
 from tests.batcher.virtual import blocked, now, until, virtual
 
@@ -218,21 +217,6 @@ async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
 
 
 @virtual
-async def test_space_that_meets_a_cancel_is_not_lost() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        holders = Holders(batcher)
-        for name in "abcd":
-            await holders.enter(name, wait=True)
-        holders._exits["a"].set()
-        await until(lambda: batcher.stats.outside == 1)
-        await holders.cancel("c")
-        await holders.leave("b")
-        assert holders.inside == ["d"]
-        await holders.leave("d")
-        check_empty(batcher)
-
-
-@virtual
 async def test_who_is_cancelled_outside_is_passed_over() -> None:
     async with continuous_batcher(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
@@ -308,32 +292,6 @@ async def test_an_error_in_the_block_gives_the_slot_back() -> None:
             async with batcher.slot(10):
                 raise ZeroDivisionError
         assert batcher.stats.total_failed == 1
-        check_empty(batcher)
-
-
-@virtual
-async def test_a_storm_of_cancels_leaves_nothing_behind() -> None:
-    rng = random.Random(1)
-    async with continuous_batcher(50, max_queue_size=20, max_running=7) as batcher:
-
-        async def use(cost: int) -> None:
-            deadline = rng.choice([None, now() + rng.random()])
-            make_slot: Callable[..., Slot] = rng.choice([batcher.slot, batcher.slot_nowait])
-            priority, tenant = rng.randrange(3), rng.choice("xyz")
-            async with make_slot(cost, priority=priority, tenant=tenant, deadline=deadline):
-                assert batcher.stats.running_cost <= 50
-                assert batcher.stats.running <= 7
-                await asyncio.sleep(rng.random() / 10)
-
-        tasks = []
-        for _ in range(1000):
-            tasks.append(asyncio.create_task(use(rng.randint(1, 50))))
-            if rng.random() < 0.5:
-                rng.choice(tasks).cancel()
-            if rng.random() < 0.7:
-                await asyncio.sleep(rng.random() / 40)
-        await asyncio.wait(tasks)
-        assert sum(not task.cancelled() and task.exception() is None for task in tasks) > 50
         check_empty(batcher)
 
 

@@ -555,6 +555,16 @@ async def test_submit_batch_returns_futures_in_order() -> None:
 
 
 @virtual
+async def test_a_timeout_of_submit_batch_counts_from_its_call() -> None:
+    async with one_by_one(Machine(5.0), max_queue_size=1) as batcher:
+        with pytest.raises(ValueError, match="either deadline"):
+            await batcher.submit_batch("x", deadline=1e6, timeout=1.0)
+        with pytest.raises(Expired):
+            await batcher.submit_batch("abcd", timeout=7.0)
+        assert now() == pytest.approx(7.0, abs=0.01)
+
+
+@virtual
 async def test_submit_batch_takes_back_what_it_submitted_if_one_is_refused() -> None:
     machine = Machine()
     async with dynamic_batcher(machine, target_batch_cost=10, oversize="reject") as batcher:

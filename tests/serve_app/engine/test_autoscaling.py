@@ -70,6 +70,11 @@ def test_one_call_of_many_prompts_calls_for_more_replicas() -> None:
     assert wanted([holding(500), holding(500)], target=0.5) == 2
 
 
+def test_costs_that_wait_are_bounds_and_count_as_they_are_corrected() -> None:
+    full = holding(1000, 5, queue_cost=2000, queue_depth=10, outside=5, outside_cost=1000, correction=0.2)
+    assert wanted([full]) == 2
+
+
 def test_sequences_count_where_they_are_the_tighter_bound() -> None:
     assert wanted([holding(100, 10, queue_depth=20, queue_cost=200)]) == math.ceil(3 / 0.8)
     free = ContinuousStats(capacity=1000, max_running=None, running=10, running_cost=100)
