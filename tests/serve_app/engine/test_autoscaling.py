@@ -71,7 +71,7 @@ def test_one_call_of_many_prompts_calls_for_more_replicas() -> None:
 
 
 def test_costs_that_wait_are_bounds_and_count_as_they_are_corrected() -> None:
-    full = holding(1000, 5, queue_cost=2000, queue_depth=10, outside=5, outside_cost=1000, correction=0.2)
+    full = holding(1000, 5, queue_cost=2000, queue_depth=1, outside=1, outside_cost=1000, correction=0.2)
     assert wanted([full]) == 2
 
 
