@@ -245,7 +245,7 @@ class Batcher(ABC, Generic[EntryT]):
         queue = self._queue
         self._deciding = self._again = True
         try:
-            while self._again or queue.unwanted:
+            while self._again:
                 self._again = False
                 # 1. What comes too late ends.
                 self._end_late()
@@ -254,11 +254,15 @@ class Batcher(ABC, Generic[EntryT]):
                 self._end_late()
                 # 3. What waits outside comes in where there is space now.
                 queue.admit()
+                # 4. Wishes for which nothing waits any more end; that may let others start.
+                if queue.unwanted:
+                    self._end_wishes()
+                    self._again = True
         finally:
             self._deciding = False
-        # 4. The next deadline brings us back.
+        # 5. The next deadline brings us back.
         self._set_alarm()
-        # 5. A stop ends when nothing is left.
+        # 6. A stop ends when nothing is left.
         if self._ended is not None and not queue.total and not self._runs and not self._ended.done():
             self._ended.set_result(None)
 
@@ -299,6 +303,9 @@ class Batcher(ABC, Generic[EntryT]):
             self._recorder.total_cancelled += entry.records
         if self._queue.remove(entry):
             self._decide()
+
+    def _end_wishes(self) -> None:
+        """Say which needs no record waits for any more, where records have needs."""
 
     @abstractmethod
     def _start_ready(self) -> None:

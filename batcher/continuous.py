@@ -557,8 +557,6 @@ class ContinuousBatcher(Batcher[Slot]):
         queue = self._queue
         if self._pause is not None and self._state == STOPPING:
             self._refuse_all()  # a stop doesn't wait for the end of a pause
-        if queue.unwanted:
-            self._end_wishes()
         while queue.total:
             slot = queue.head()
             if slot is not None and self._held_back(slot):
@@ -573,7 +571,6 @@ class ContinuousBatcher(Batcher[Slot]):
             slot.set_result(None)
 
     def _end_wishes(self) -> None:
-        """Tell the lanes which needs no record waits for any more."""
         for need in self._queue.end_wishes():
             if self._lanes is not None and self._lanes.unwanted(need):
                 self._queue.reopen()
@@ -609,7 +606,8 @@ class ContinuousBatcher(Batcher[Slot]):
             self._give(held)
         self._count_time(now)
         run_s = now - slot.started_at
-        recorder.ran(records, [slot.waited_s] * min(records, RECENT), run_s)
+        waits = [slot.waited_s] if records == 1 else [slot.waited_s] * min(records, RECENT)
+        recorder.ran(records, waits, run_s)
         recorder.output_tokens += tokens
         self._rate.learn(slot.cost, run_s, records)
         if slot.priority >= background.priority:

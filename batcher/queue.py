@@ -263,7 +263,8 @@ class RequestQueue(Generic[EntryT]):
 
         Entries whose need was refused are passed by.
         """
-        self._sweep()
+        if self._deadlines:
+            self._sweep()
         tiers: Collection[Tier] = self._tiers.values()
         if before is not None:
             tiers = [tier for priority, tier in self._tiers.items() if priority < before]
@@ -351,6 +352,8 @@ class RequestQueue(Generic[EntryT]):
         """Take out and return the entries whose deadline has passed; each is returned once."""
         if self._deadlines:
             self._sweep()
+        if not self._expired:
+            return []
         expired, self._expired = self._expired, []
         return expired
 
