@@ -12,29 +12,25 @@ from pydantic_core import from_json, to_json
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from serve_app.api.errors import RequestError
+from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import GENERATE, MOVED
+from serve_app.api.routes import MOVED
 from serve_app.api.scheduling import Scheduling
-from serve_app.api.token_bound import TokenDemand
 from serve_app.auth.middleware import KeyStore
 from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engine_load import EngineLoad, engine_load
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.adapters import ServedAdapters
+from serve_app.ingress.body import look
 from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import Health
-from serve_app.ingress.large_bodies import look
-from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.poison import MAX_LOST, PoisonError
-from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.proxy import is_expected, unavailable
 from serve_app.ingress.quotas import key_quota
 from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.retry import back_off, ran_there
 from serve_app.ingress.routing import Routing
-from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
-from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -108,9 +104,7 @@ class EngineClient:
         del body
         key = self._keys.named(scheduling.key) if self._keys else None
         await self._adapters.find(named if isinstance(named, str) else None)
-        model, demand, request = await look(
-            len(text), lambda: self._request(endpoint, text, scheduling, models)
-        )
+        model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling, models))
         usage = RequestUsage()
         context = await self._contexts.of(model) if self._quotas.on else None
         quota = key_quota(key.name, key.quota) if key else None
@@ -118,7 +112,7 @@ class EngineClient:
         self._used.add(model)
         reserved = False
         try:
-            async with self._quotas.reserved(scheduling.tenant, demand, context, usage, quota):
+            async with self._quotas.reserved(scheduling.tenant, request.facts, context, usage, quota):
                 reserved = True
                 return await self._send(model, request, usage)
         except RequestError as error:
@@ -184,19 +178,9 @@ class EngineClient:
 
     def _request(
         self, endpoint: str, text: bytes, scheduling: Scheduling, allowed: Collection[str] | None
-    ) -> tuple[str, TokenDemand, RelayRequest]:
-        content = read_json(text, self._limits)
-        name: str | None
-        key: RoutingKey
-        if endpoint == GENERATE:
-            call = read_call(content, self._limits, "prompts", "messages")
-            name, key = call.model, call_key(content, call, len(text))
-            demand = call_demand(content, call, len(text), self._limits)
-        else:
-            fields = read_openai(content, endpoint, self._limits)
-            name, key = fields.model, openai_key(content, fields, len(text))
-            demand = openai_demand(content, fields, endpoint, text, self._limits)
-        served = self._routing.choose(name, endpoint, allowed)
+    ) -> tuple[str, RelayRequest]:
+        facts = inspect(text, endpoint, self._limits)
+        served = self._routing.choose(facts.model, endpoint, allowed)
         base = self._routing.base_of(served)
         request = RelayRequest(
             "POST",
@@ -206,13 +190,12 @@ class EngineClient:
             text,
             scheduling,
             max_tokens=self._limits.max_tokens,
-            prefix=key.prefix if served == base else salted(key.prefix, served),
-            tokens=key.tokens,
+            facts=facts if served == base else facts.for_adapter(served),
             adapter="" if served == base else served,
             key=scheduling.key,
             source="batch",
         )
-        return base, demand, request
+        return base, request
 
     async def _ask(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
         """Send a request to one Engine and return its answer.

@@ -13,9 +13,9 @@ from typing import Any
 from batcher import DynamicBatcher, Entry
 from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
+from serve_app.api.facts import NOTHING
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
-from serve_app.api.token_bound import NOTHING
 from serve_app.engine.batch_call import BatchCall, run_records
 from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.quotas import CallQuotas

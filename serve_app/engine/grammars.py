@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from serve_app.api.facts import GRAMMARS
 from serve_app.api.protocol import JSON
-
-HOLDERS = ("response_format", "text", "output_config", "structured_outputs", "tools", "tool_choice")
-"""Fields of a body that may hold a grammar, or say what becomes of one."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -47,7 +45,7 @@ def _parse(body: bytes) -> Any:
     except (msgspec.MsgspecError, RecursionError):
         # It has what strict JSON hasn't, such as NaN.
         return json.loads(body)
-    return {name: json.loads(bytes(fields[name])) for name in HOLDERS if name in fields}
+    return {name: json.loads(bytes(fields[name])) for name in GRAMMARS if name in fields}
 
 
 def _find(content: JSON) -> Iterator[Grammar]:

@@ -8,10 +8,9 @@ from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
 
 from serve_app.api.errors import EngineLostError, RequestError, engine_failed
+from serve_app.api.facts import facts_of_call
 from serve_app.api.protocol import JSON, GenerateRequest, parse_generate
 from serve_app.api.routes import GENERATE, unserved
-from serve_app.api.token_bound import NOTHING
-from serve_app.api.token_estimate import estimate_call
 from serve_app.engine.adapter_files import AdapterError
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.engine_watch import EngineWatch
@@ -19,7 +18,7 @@ from serve_app.engine.generation import Generation
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.openai_answers import OpenAIAnswers
-from serve_app.engine.quotas import CallQuotas, generate_demand
+from serve_app.engine.quotas import CallQuotas
 from serve_app.engine.replica import (
     DRAIN_S,
     answer,
@@ -202,7 +201,8 @@ class Engine:
             RequestError: The request is wrong, or can't be served now.
             EngineLostError: vLLM's engine died while it had the request.
         """
-        with self._holding(estimate_call(request)):
+        facts = facts_of_call(request, self._default_output)
+        with self._holding(facts.tokens):
             if not isinstance(request, GenerateRequest):
                 request = parse_generate(request, max_prompts=self._max_prompts)
             if refusal := self._unfit() or self._unserved(GENERATE):
@@ -211,7 +211,6 @@ class Engine:
             if adapter:
                 await self._engine.adapters.check(adapter)
             usage, scheduling = RequestUsage(), request.scheduling()
-            demand = generate_demand(request, self._default_output) if self._quotas.on else NOTHING
             context = self._engine.max_model_len
             origin = Origin(
                 tenant=scheduling.tenant,
@@ -221,7 +220,7 @@ class Engine:
                 adapter=adapter,
             )
             try:
-                async with self._quotas.reserved(scheduling.tenant, demand, context, usage):
+                async with self._quotas.reserved(scheduling.tenant, facts, context, usage):
                     with self._accounted(origin) as call:
                         response = await self._generate(request, scheduling, usage, call, adapter)
             except RequestError:
@@ -245,7 +244,7 @@ class Engine:
                 yield pack_error(error, request.path)
                 return
         try:
-            with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
+            with self._holding(request.facts.tokens), self._accounted(origin_of(request)) as call:
                 if refusal := self._unserved(request.path):
                     yield pack_error(refusal, request.path)
                     return

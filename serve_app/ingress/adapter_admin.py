@@ -14,9 +14,9 @@ from starlette.routing import Route
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, Flag, parse_body
-from serve_app.api.small_body import small_body
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.admin import check_admin
+from serve_app.ingress.body import small_body
 from serve_app.ingress.broadcast import broadcast
 from serve_app.ingress.routing import Routing
 from serve_app.settings.adapters import AdapterSettings

@@ -14,8 +14,7 @@ from starlette.types import Receive, Scope, Send
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
-from serve_app.api.small_body import small_body
-from serve_app.ingress.body_budget import HeldBody, held_body
+from serve_app.ingress.body import HeldBody, held_body, refuse_encoding, small_body
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import BATCHES
 from serve_app.ingress.poison import LostEngines
@@ -81,9 +80,7 @@ class Forward:
         Raises:
             RequestError: The request is refused here.
         """
-        if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-            message = f"Content-Encoding: {encoding} is not supported here; send the body as it is"
-            raise RequestError(415, "invalid_request_error", message, param="content-encoding")
+        refuse_encoding(request)
         caller = request.scope.get("caller")
         given = request.scope["headers"]
         # The rows of a batch are of this tier, so its key has to allow it.
@@ -93,7 +90,7 @@ class Forward:
         if caller:
             scheduling = scheduling._replace(key=caller.key.name)
         upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""
-        body = b"" if upload else await small_body(request, BODY_BYTES, held_body(request.scope).add)
+        body = b"" if upload else await small_body(request, BODY_BYTES)
         query = request.scope["query_string"]
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
         # A request that changes something is not repeated: it may be done already.

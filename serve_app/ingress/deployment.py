@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError, path_of
+from serve_app.api.facts import inspect, with_priority
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import EMBEDDINGS, GENERATE, MOVED, OPENAI, TOKENIZING
-from serve_app.api.scheduling import SchedulingFields, scheduling_of
-from serve_app.api.token_bound import NOTHING, TokenDemand
+from serve_app.api.routes import GENERATE, MOVED, OPENAI, PROCESS, TOKENIZING
+from serve_app.api.scheduling import scheduling_of
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.ingress import admin, batches
@@ -31,26 +32,13 @@ from serve_app.ingress.adapter_admin import AdapterAdmin
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
-from serve_app.ingress.body import form_fields, read_body
-from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
+from serve_app.ingress.body import BodyBudget, BodyBudgetMiddleware, look, read_body, weight
 from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import BATCHES, QUOTAS, Health
 from serve_app.ingress.http10 import HTTP10Middleware
-from serve_app.ingress.large_bodies import look, weight
-from serve_app.ingress.limits import (
-    FORM,
-    CallFields,
-    OpenAIFields,
-    check_unread,
-    read_call,
-    read_form,
-    read_json,
-    read_openai,
-)
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.ingress.poison import LostEngines
-from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.quotas import (
     RATE_LIMIT_HEADERS,
@@ -59,10 +47,8 @@ from serve_app.ingress.quotas import (
     reserve,
 )
 from serve_app.ingress.replica_stats import deployment_stats, replica_stats
-from serve_app.ingress.routing import PROCESS, Adapter, Routing, card, simulated
-from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
+from serve_app.ingress.routing import Adapter, Routing, card, simulated
 from serve_app.ingress.stats_view import own_part
-from serve_app.ingress.token_demand import call_demand, form_demand, openai_demand
 from serve_app.ingress.usage_report import UsageReports
 from serve_app.quotas.handle import Handle, quota_client
 from serve_app.relay.request import RelayRequest
@@ -160,14 +146,14 @@ class Ingress:
             # The router tries one after the other: the most frequent ones go first. Other routes of vLLM's
             # application, its administration above all, can't be reached.
             routes=[
-                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[:2]),
-                Route(GENERATE, self._generate, methods=["POST"]),
+                *(Route(path, self._relay, methods=["POST"]) for path in OPENAI[:2]),
+                Route(GENERATE, self._relay, methods=["POST"]),
                 Route("/", self._index),
                 Route("/health", self._report_health),
                 Route("/ping", self._report_health, methods=["GET", "POST"]),
                 Route("/stats", self._stats),
                 Route("/stats.html", self._stats),
-                Route(PROCESS, self._process, methods=["POST"]),
+                Route(PROCESS, self._relay, methods=["POST"]),
                 Route("/metrics", _no_metrics),
                 Route(VERSION, self._versions),
                 Route(DOCUMENT, self._describe),
@@ -176,8 +162,8 @@ class Ingress:
                 Route("/v1/models/{model:path}", self._model),
                 *self._adapter_admin.routes(),
                 *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
-                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
-                *(Route(path, self._openai, methods=["POST"]) for path in TOKENIZING),
+                *(Route(path, self._relay, methods=["POST"]) for path in OPENAI[2:]),
+                *(Route(path, self._relay, methods=["POST"]) for path in TOKENIZING),
                 *(
                     Route(path, self._forward, methods=list(methods))
                     for path, methods in batches.ROUTES.items()
@@ -262,50 +248,6 @@ class Ingress:
             # The caller gets the reason, every second while a model starts.
             return {"replicas": [], "error": str(error) or type(error).__name__}
 
-    async def _generate(self, request: Request) -> Response:
-        limits = self._settings.ingress
-        body = await read_body(request, limits)
-
-        def read() -> tuple[CallFields, RoutingKey, TokenDemand]:
-            content = read_json(body, limits)
-            fields = read_call(content, limits, "prompts", "messages")
-            demand = call_demand(content, fields, len(body), limits) if self._quotas else NOTHING
-            return fields, call_key(content, fields, len(body)), demand
-
-        fields, key, demand = await look(weight(body), read)
-        return await self._relay(fields.model, request, body, GENERATE, fields, key, demand)
-
-    async def _process(self, request: Request) -> Response:
-        limits = self._settings.ingress
-        body = await read_body(request, limits)
-        fields = await look(weight(body), lambda: read_call(read_json(body, limits), limits, "records"))
-        return await self._relay(fields.model, request, body, PROCESS, fields)
-
-    async def _openai(self, request: Request) -> Response:
-        limits = self._settings.ingress
-        body = await read_body(request, limits)
-        path = path_of(request.scope)
-
-        def read() -> tuple[OpenAIFields, RoutingKey, TokenDemand, bytes]:
-            if not _is_json(request, path, body):
-                check_unread(body, limits)
-                # A form with a file: vLLM takes these from there too.
-                values = form_fields(body, request.headers.get("content-type", ""), FORM)
-                values.setdefault("model", request.query_params.get("model", ""))
-                fields = read_form(values, limits)
-                return fields, NO_KEY, form_demand(fields, limits), body
-            content = read_json(body, limits)
-            fields = read_openai(content, path, limits)
-            key = openai_key(content, fields, len(body))
-            demand = openai_demand(content, fields, path, body, limits) if self._quotas else NOTHING
-            # OpenAI's newer name of "priority", which vLLM refuses.
-            fast = fields.service_tier == "fast"
-            return fields, key, demand, content.replaced("service_tier", "priority") if fast else body
-
-        fields, key, demand, body = await look(weight(body), read)
-        tier = SchedulingFields(service_tier=fields.service_tier)
-        return await self._relay(fields.model, request, body, MOVED.get(path, path), tier, key, demand)
-
     async def _forward(self, request: Request) -> Response:
         if self._batches is None:
             raise batches.off()
@@ -345,26 +287,36 @@ class Ingress:
         replicas: Sequence[JSON] = (await self._replica_stats(model))["replicas"]
         return replicas
 
-    async def _relay(
-        self,
-        model: str | None,
-        request: Request,
-        body: bytes,
-        path: str,
-        fields: SchedulingFields,
-        key: RoutingKey = NO_KEY,
-        demand: TokenDemand = NOTHING,
-    ) -> Response:
+    async def _relay(self, request: Request) -> Response:
+        """Answer a request of a model's route."""
+        limits = self._settings.ingress
+        body = await read_body(request, limits)
+        path = path_of(request.scope)
+        content_type, stated = request.headers.get("content-type", ""), request.query_params.get("model", "")
+        facts = await look(
+            weight(body),
+            lambda: inspect(body, path, limits, content_type=content_type, model=stated),
+        )
+        if facts.service_tier == "fast":
+            body = with_priority(body)
+        path = MOVED.get(path, path)
         caller = request.scope.get("caller")
-        await self._adapters.find(model)
-        name = self._routing.choose(model, path, caller.models if caller else None)
+        await self._adapters.find(facts.model)
+        name = self._routing.choose(facts.model, path, caller.models if caller else None)
         chosen = self._routing.base_of(name)
+        if name != chosen:
+            facts = facts.for_adapter(name)
+        if path == GENERATE and facts.output is None:
+            # The config may set a limit for calls that state none.
+            served_model = self._routing.find(chosen)
+            if not isinstance(served_model, FunctionSettings):
+                facts = replace(facts, output=served_model.sampling.max_tokens)
         relay = self._relays[chosen]
         given = with_request_id(request.scope)
+        fields = facts.scheduling
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
         headers = self._telemetry.assign(request.scope, name, scheduling, headers)
-        query = request.scope["query_string"]
 
         async def served() -> bool:
             return await self._health.running(chosen) > 0
@@ -374,17 +326,15 @@ class Ingress:
             assert isinstance(messages, DeploymentResponseGenerator)
             return EngineCall(messages, served)
 
-        most = self._settings.ingress.max_tokens
         relayed = RelayRequest(
             request.method,
             path,
-            query,
+            request.scope["query_string"],
             headers,
             body,
             scheduling,
-            max_tokens=most,
-            prefix=key.prefix if name == chosen else salted(key.prefix, name),
-            tokens=key.tokens,
+            max_tokens=limits.max_tokens,
+            facts=facts,
             adapter="" if name == chosen else name,
             key=caller.key.name if caller else "",
         )
@@ -392,14 +342,9 @@ class Ingress:
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         if self._quotas is not None:
             quota = key_quota(caller.key.name, caller.key.quota) if caller else None
-            context = None if demand is NOTHING else await self._contexts.of(chosen)
-            if path == GENERATE and demand.output is None:
-                # The config may set a limit for calls that state none.
-                served_model = self._routing.find(chosen)
-                if not isinstance(served_model, FunctionSettings):
-                    demand = demand._replace(output=served_model.sampling.max_tokens)
+            context = await self._contexts.of(chosen) if facts.runs else None
             try:
-                await reserve(self._quotas, request.scope, scheduling.tenant, demand.most(context), quota)
+                await reserve(self._quotas, request.scope, scheduling.tenant, facts.most(context), quota)
             except RequestError as error:
                 raise self._contexts.refusal(chosen, error) from None
         return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
@@ -444,9 +389,3 @@ def _allowed(request: Request) -> Collection[str] | None:
     """Return the ids of the models that the caller may use; None: all."""
     caller: Caller | None = request.scope.get("caller")
     return caller.models if caller else None
-
-
-def _is_json(request: Request, path: str, body: bytes) -> bool:
-    kind = (request.headers.get("content-type") or "json").partition(";")[0]
-    # A function parses a body of any type, as it does those of its other calls.
-    return bool(body) and ("json" in kind.lower() or path == EMBEDDINGS)

@@ -5,7 +5,7 @@ import sys
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.api.errors import RequestError, error_response, path_of
-from serve_app.ingress.body_budget import BodyBudget, HeldBody
+from serve_app.ingress.body import BodyBudget, HeldBody
 
 MAX_BYTES = 32 << 20
 """Most bytes of an answer that are kept until it is whole."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
+from serve_app.api.facts import LEAST_MATCH
 from serve_app.ingress.adapter_index import AdapterIndex
 from serve_app.ingress.prefix_index import DEFAULT_CHUNKS, PrefixIndex
-from serve_app.ingress.prompt_prefix import LEAST_MATCH
 from serve_app.ingress.replica_loads import Charge, ReplicaLoads
 
 TOKENS_PER_CHUNK = 128

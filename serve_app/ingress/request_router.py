@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app.api.token_estimate import estimate_call
+from serve_app.api.facts import facts_of_call
 from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
 from serve_app.ingress.replica_loads import Charge
 from serve_app.relay.request import RelayRequest
@@ -81,14 +81,14 @@ class EngineRouter(FIFOMixin, RequestRouter):
         request = pending_request.args[0] if pending_request.args else None
         before = self._choosing.get(id(future))
         if isinstance(request, RelayRequest):
-            prefix, tokens, adapter = request.prefix, request.tokens, request.adapter
-            name = self.choice.choose(prefix, self._met.get(call, ()), adapter)
+            facts, adapter = request.facts, request.adapter
+            name = self.choice.choose(facts.prefix, self._met.get(call, ()), adapter)
             self._meet(call, name)
         else:
-            prefix, tokens, adapter = (), estimate_call(request), ""
-            name = self.choice.choose(prefix, avoid=[before.replica] if before else ())
+            facts, adapter = facts_of_call(request), ""
+            name = self.choice.choose((), avoid=[before.replica] if before else ())
         # Charged now: of the requests that come at once, each has to see those before it.
-        self._choosing[id(future)] = self.choice.charge(call, name, prefix, tokens, adapter)
+        self._choosing[id(future)] = self.choice.charge(call, name, facts.prefix, facts.tokens, adapter)
         if before:
             self.choice.loads.release(before)
         else:

@@ -5,12 +5,10 @@ from typing import NamedTuple
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import EMBEDDINGS, POOLING, TOKENIZING, listed, named
+from serve_app.api.routes import EMBEDDINGS, POOLING, PROCESS, TOKENIZING, listed, named
 from serve_app.api.validation import suggestion
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import FunctionSettings, ModelSettings
-
-PROCESS = "/process"
 
 MOST_COMPARED = 100
 """Names that an unknown one is compared with: thousands of adapters would hold the event loop."""

@@ -24,8 +24,8 @@ from serve_app.batches.engines import EngineClient
 from serve_app.batches.pacing import RETRYABLE
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress import context_lengths, retry
+from serve_app.ingress.body import LARGE_BYTES
 from serve_app.ingress.health import Health, ModelHealth
-from serve_app.ingress.large_bodies import LARGE_BYTES
 from serve_app.ingress.poison import PoisonError
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
@@ -65,7 +65,7 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
     assert request.scheduling == ANNA
     assert request.max_tokens == 9
     assert (request.source, request.key) == ("batch", "ada")
-    assert request.tokens > 0
+    assert request.facts.tokens > 0
     assert engines["demo"].answers[0].stopped.is_set()
 
 

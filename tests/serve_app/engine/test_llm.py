@@ -9,6 +9,7 @@ import pytest
 
 from batcher import ContinuousBatcher
 from serve_app.api.errors import EngineLostError, RequestError
+from serve_app.api.facts import Facts
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import GrammarCheck
@@ -35,6 +36,7 @@ def made(app: Any, *, died: bool = False) -> Any:
     parts._book.keep_ended()
     parts._telemetry = EngineTelemetry(SILENT, "demo", ContinuousBatcher(capacity=1))
     parts._id = "demo"
+    parts._default_output = None
     parts._grammars = GrammarCheck(0.1, 1.0)
     parts._answer_openai = OpenAIAnswers(app, parts._engine, parts._grammars, ready_at=0.0).answer
     parts._routes = {REQUEST.path, "/detokenize", "/generate"}
@@ -140,7 +142,7 @@ async def test_the_tokens_of_a_call_are_reported_until_it_ends() -> None:
         await failing(200, admitted=True)(scope, receive, send)
 
     engine = made(app)
-    messages = [message async for message in engine.relay(replace(REQUEST, tokens=1_000))]
+    messages = [message async for message in engine.relay(replace(REQUEST, facts=Facts(tokens=1_000)))]
     assert messages
     assert reported == [{"tokens": 1_024}]
     assert engine.record_routing_stats() == {"tokens": 0}

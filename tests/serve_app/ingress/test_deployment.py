@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import json
 import logging
-import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,13 +16,10 @@ from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED, OPENAI
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.keys import hash_key
-from serve_app.ingress.body import JSONBody
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import Health, ModelHealth, Report
-from serve_app.ingress.limits import read_json
 from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.schema import parse
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import (
@@ -448,18 +444,21 @@ async def test_a_body_at_the_limit_is_taken_whole() -> None:
 async def test_a_body_of_many_values_is_read_beside_the_event_loop(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[int] = []
+    loop = asyncio.get_running_loop()
+    in_executor = loop.run_in_executor
+    beside: list[int] = []
+    many = 1
 
-    def read(body: bytes, limits: IngressSettings) -> JSONBody:
-        threads.append(threading.get_ident())
-        return read_json(body, limits)
+    def run(executor: Any, call: Any) -> Any:
+        beside.append(many)
+        return in_executor(executor, call)
 
-    monkeypatch.setattr("serve_app.ingress.deployment.read_json", read)
+    monkeypatch.setattr(loop, "run_in_executor", run)
     async with Client(Engine(echo)) as client:
         for many in (1, 20_000):
             values: list[JSON] = [{}] * many
             await client.post(path, json={"messages": values, "records": values})
-    assert [thread == threading.get_ident() for thread in threads] == [True, False]
+    assert beside == [20_000]
 
 
 @pytest.mark.parametrize("path", ["/nope", "/v2/chat/completions", "/generate/x"])

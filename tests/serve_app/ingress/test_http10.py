@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message
 
 from serve_app.ingress import http10
-from serve_app.ingress.body_budget import BodyBudget
+from serve_app.ingress.body import BodyBudget
 from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.relay.frame import pack

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.ingress.prompt_prefix import prefix_hashes
+from serve_app.api.facts import prefix_hashes
 from serve_app.ingress.replica_choice import (
     CROWD,
     LEAST_SLACK_TOKENS,

@@ -14,9 +14,8 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Requ
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter
 
-from serve_app.api.token_estimate import EXPECTED_OUTPUT
+from serve_app.api.facts import EXPECTED_OUTPUT, Facts, prefix_hashes
 from serve_app.app import ROUTER
-from serve_app.ingress.prompt_prefix import prefix_hashes
 from serve_app.ingress.replica_choice import SLACK_TOKENS
 from serve_app.ingress.request_router import EngineRouter
 from serve_app.relay.request import RelayRequest
@@ -104,7 +103,7 @@ class Handle:
 
 
 def relayed(prefix: tuple[int, ...] = (), tokens: int = 1_000) -> RelayRequest:
-    return RelayRequest("POST", "/v1/completions", b"", [], b"{}", prefix=prefix, tokens=tokens)
+    return RelayRequest("POST", "/v1/completions", b"", [], b"{}", facts=Facts(prefix=prefix, tokens=tokens))
 
 
 @pytest.fixture
@@ -142,10 +141,10 @@ async def test_requests_that_come_at_once_see_each_other() -> None:
 
 async def test_a_call_without_a_key_is_estimated(three: Handle) -> None:
     name = await three.send({"prompts": ["x" * 398], "max_tokens": 8})
-    assert three.tokens[name] == 100 + 2 + 8 - 2
+    assert three.tokens[name] == 99 + 8
     for nonsense in ({}, {"prompts": 3, "max_tokens": "x"}, None, "text", relayed().headers):
         await three.send(nonsense)
-    assert sum(three.tokens.values()) == 108 + 5 * EXPECTED_OUTPUT
+    assert sum(three.tokens.values()) == 107 + 5 * EXPECTED_OUTPUT
 
 
 async def test_a_call_whose_prompts_are_no_list_is_routed(three: Handle) -> None:
