@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
@@ -22,16 +22,21 @@ from serve_app.batches.engine_load import EngineLoad, engine_load
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.context_lengths import ContextLengths
-from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import Health
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
-from serve_app.ingress.poison import MAX_LOST, PoisonError
 from serve_app.ingress.prompt_prefix import salted
-from serve_app.ingress.proxy import is_expected, unavailable
 from serve_app.ingress.quotas import key_quota
+from serve_app.ingress.relay import (
+    MAX_LOST,
+    PoisonError,
+    Relay,
+    back_off,
+    is_expected,
+    ran_there,
+    unavailable,
+)
 from serve_app.ingress.replica_stats import replica_stats
-from serve_app.ingress.retry import back_off, ran_there
 from serve_app.ingress.routing import Routing
 from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
 from serve_app.ingress.token_demand import call_demand, openai_demand
@@ -79,7 +84,9 @@ class EngineClient:
         self._suspects = asyncio.Lock()
         self._contexts = ContextLengths(self._routing, self._replicas, self._engines)
         self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
-        self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
+        self._relays = {
+            model: Relay(handle, partial(health.running, model)) for model, handle in self._engines.items()
+        }
 
     @property
     def models(self) -> Collection[str]:
@@ -222,13 +229,7 @@ class EngineClient:
             request: The request.
             usage: Filled with what the answer has taken.
         """
-
-        async def served() -> bool:
-            return await self._health.running(model) > 0
-
-        messages = self._relays[model].remote(request)
-        assert isinstance(messages, DeploymentResponseGenerator)
-        call = EngineCall(messages, served)
+        call = self._relays[model].ask(request)
         head: Head | None = None
         pieces = []
         complete = False

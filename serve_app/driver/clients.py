@@ -204,8 +204,7 @@ class HandleClient:
 
     async def generate(self, body: JSON) -> JSON:
         """Send one `generate` call and return its answer; ask a second engine if the first one is lost."""
-        from serve_app.ingress.poison import Losses
-        from serve_app.ingress.retry import back_off
+        from serve_app.ingress.relay import Losses, back_off
 
         losses = Losses()
         while True:
@@ -228,7 +227,7 @@ class HandleClient:
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
-        from serve_app.ingress.retry import ran_there
+        from serve_app.ingress.relay import ran_there
 
         # By value, that is over gRPC: Ray's object store costs the driver more CPU. Options are set here,
         # since setting them starts the handle's router, which may need the running loop.

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,12 +16,9 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.small_body import small_body
 from serve_app.ingress.body_budget import HeldBody, held_body
-from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import BATCHES
-from serve_app.ingress.poison import LostEngines
-from serve_app.ingress.proxy import ProxyResponse
+from serve_app.ingress.relay import TRIES, EngineCall, Relay, RelayResponse
 from serve_app.ingress.replica_stats import deployment_stats
-from serve_app.ingress.retry import TRIES
 from serve_app.relay.request import RelayRequest
 
 ROUTES = {
@@ -64,11 +61,10 @@ class Forward:
     """
 
     def __init__(self, handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]]) -> None:
-        self._relay = relay_of(handle)
+        self._relay = Relay(handle, running)
         self._put = handle.options(method_name="put", _by_reference=False, request_serialization="pickle")
         self._handle = handle
         self._running = running
-        self._lost = LostEngines()
 
     async def answer(self, request: Request, path: str, headers: list[tuple[bytes, bytes]]) -> Response:
         """Return the answer to a request.
@@ -99,35 +95,25 @@ class Forward:
         # A request that changes something is not repeated: it may be done already.
         tries = TRIES if request.method == "GET" else 1
         if upload:
-            return _UploadResponse(self._ask, relayed, self._lost, request, self._put)
-        return ProxyResponse(self._ask, relayed, self._lost, tries=tries)
+            return _UploadResponse(self._relay.ask, relayed, request, self._put)
+        return RelayResponse(self._relay.ask, relayed, tries=tries)
 
     async def stats(self) -> JSON:
         """Return the statistics of the deployment; see `deployment_stats`."""
         return await deployment_stats(BATCHES, self._handle, self._running)
 
-    def _ask(self, request: RelayRequest) -> EngineCall:
-        messages = self._relay.remote(request)
-        assert isinstance(messages, DeploymentResponseGenerator)
 
-        async def served() -> bool:
-            return await self._running() > 0
-
-        return EngineCall(messages, served)
-
-
-class _UploadResponse(ProxyResponse):
+class _UploadResponse(RelayResponse):
     """An answer to a request whose body is sent in pieces meanwhile."""
 
     def __init__(
         self,
         ask: Callable[[RelayRequest], EngineCall],
         relayed: RelayRequest,
-        lost: LostEngines,
         request: Request,
         put: DeploymentHandle[Any],
     ) -> None:
-        super().__init__(ask, relayed, lost, tries=1)
+        super().__init__(ask, relayed, tries=1)
         self._body = request
         self._id = relayed.upload
         self._put = put

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -34,7 +34,6 @@ from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_fields, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.context_lengths import ContextLengths
-from serve_app.ingress.engine_call import EngineCall, relay_of
 from serve_app.ingress.health import BATCHES, QUOTAS, Health
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.large_bodies import look, weight
@@ -49,15 +48,14 @@ from serve_app.ingress.limits import (
     read_openai,
 )
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
-from serve_app.ingress.poison import LostEngines
 from serve_app.ingress.prompt_prefix import salted
-from serve_app.ingress.proxy import ProxyResponse
 from serve_app.ingress.quotas import (
     RATE_LIMIT_HEADERS,
     QuotaMiddleware,
     key_quota,
     reserve,
 )
+from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
 from serve_app.ingress.replica_stats import deployment_stats, replica_stats
 from serve_app.ingress.routing import PROCESS, Adapter, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
@@ -128,10 +126,13 @@ class Ingress:
         self._settings = settings
         self._engines = dict(engines)
         self._routing = Routing(settings.models)
-        self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
         context = serve.get_replica_context()
         profiles = {model.id: profile for model in settings.models if (profile := simulated(model))}
         self._health = Health(context.app_name, list(self._engines), profiles)
+        self._relays = {
+            model: Relay(handle, partial(self._health.running, model))
+            for model, handle in self._engines.items()
+        }
         self._batches = None if batch_handle is None else Forward(batch_handle, self._running(BATCHES))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
@@ -359,20 +360,11 @@ class Ingress:
         await self._adapters.find(model)
         name = self._routing.choose(model, path, caller.models if caller else None)
         chosen = self._routing.base_of(name)
-        relay = self._relays[chosen]
         given = with_request_id(request.scope)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
         headers = self._telemetry.assign(request.scope, name, scheduling, headers)
         query = request.scope["query_string"]
-
-        async def served() -> bool:
-            return await self._health.running(chosen) > 0
-
-        def ask(request: RelayRequest) -> EngineCall:
-            messages = relay.remote(request)
-            assert isinstance(messages, DeploymentResponseGenerator)
-            return EngineCall(messages, served)
 
         most = self._settings.ingress.max_tokens
         relayed = RelayRequest(
@@ -388,7 +380,7 @@ class Ingress:
             adapter="" if name == chosen else name,
             key=caller.key.name if caller else "",
         )
-        self._lost.check(relayed)
+        losses = await self._lost.enter(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         if self._quotas is not None:
             quota = key_quota(caller.key.name, caller.key.quota) if caller else None
@@ -402,7 +394,7 @@ class Ingress:
                 await reserve(self._quotas, request.scope, scheduling.tenant, demand.most(context), quota)
             except RequestError as error:
                 raise self._contexts.refusal(chosen, error) from None
-        return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
+        return RelayResponse(self._relays[chosen].ask, relayed, losses, keep_alive=keep_alive)
 
 
 class SlashMiddleware:

@@ -23,10 +23,10 @@ from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.engines import EngineClient
 from serve_app.batches.pacing import RETRYABLE
 from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress import context_lengths, retry
+from serve_app.ingress import context_lengths, relay
 from serve_app.ingress.health import Health, ModelHealth
 from serve_app.ingress.large_bodies import LARGE_BYTES
-from serve_app.ingress.poison import PoisonError
+from serve_app.ingress.relay import PoisonError
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -218,7 +218,7 @@ class Dying:
 
 
 async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
     engine = Engine(Dying(2))
     assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
     assert len(engine.requests) == 3
@@ -229,7 +229,7 @@ async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.Monke
 
 
 async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
     dying = Dying(10)
     client = client_of({"demo": Engine(dying)})
     answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))

@@ -22,9 +22,11 @@ from serve_app.ingress.deployment import Ingress
 from serve_app.ingress.health import Health, ModelHealth, Report
 from serve_app.ingress.limits import read_json
 from serve_app.relay.frame import pack, pack_error
+from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.schema import parse
+from tests.batcher.virtual import virtual
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -73,14 +75,12 @@ async def test_a_request_goes_to_the_engine_of_its_model_and_its_answer_comes_ba
         (CHAT, {"x-keep-alive": "1"}, False),
     ],
 )
+@virtual
 async def test_a_call_that_asks_for_signs_of_life_gets_them(
-    monkeypatch: pytest.MonkeyPatch, path: str, headers: dict[str, str], spaces: bool
+    path: str, headers: dict[str, str], spaces: bool
 ) -> None:
-    monkeypatch.setattr("serve_app.ingress.proxy.KEEPALIVE_S", 0)
-
     async def late(request: RelayRequest) -> AsyncGenerator[bytes, None]:
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await asyncio.sleep(1.5 * KEEPALIVE_S)
         yield complete(PLAIN, b'{"results": []}')
 
     async with Client({"a": Engine(late)}) as client:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_app.api.protocol import JSON
-from serve_app.ingress.splice import MAX_KEPT_BYTES, Sent, Splice, UnresumableError
+from serve_app.ingress.resume import MAX_KEPT_BYTES, ResumableStream, Splice, UnresumableError
 from serve_app.relay.events import DONE
+from serve_app.relay.frame import Piece
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import to_ids
 
@@ -145,31 +146,40 @@ def ids_of(*token_ids: int) -> bytes:
     return array("I", token_ids).tobytes()
 
 
+def piece(body: bytes, token_ids: bytes = b"") -> Piece:
+    return Piece(body=body, token_ids=token_ids)
+
+
 def test_tokens_travel_beside_the_text() -> None:
-    sent = Sent("tokens")
+    sent = ResumableStream("tokens")
     for token_ids, body in ((ids_of(1, 2), text("a")), (b"", text("b")), (ids_of(70_000), text("c"))):
-        sent.add(token_ids, body)
-    again = sent.request(request())
+        assert sent.add(piece(body, token_ids)) == body
+    again = sent.rest_of(request())
     assert again.resumes
     assert to_ids(again.token_ids) == [1, 2, 70_000]
-    assert answer(sent.splice().rest(text("abcd"))) == "d"
+    sent.go_on("tokens")
+    assert answer(sent.add(piece(text("abcd")))) == "d"
 
 
 def test_a_text_drawn_with_a_seed_is_drawn_again_from_the_start() -> None:
-    sent = Sent("again")
-    sent.add(b"", text("a"))
-    assert sent.request(request(seed=1)).token_ids == b""
+    sent = ResumableStream("again")
+    sent.add(piece(text("a")))
+    assert sent.rest_of(request(seed=1)).token_ids == b""
 
 
 def test_it_can_break_again() -> None:
-    sent = Sent("tokens")
-    sent.add(ids_of(1), text("a"))
-    splice = sent.splice()
-    sent.start_over("tokens")
-    for token_ids, body in ((ids_of(1, 2), text("ab", id="b")), (ids_of(3), text("c", id="b"))):
-        sent.add(token_ids, splice.rest(body))
-    assert to_ids(sent.request(request()).token_ids) == [1, 2, 3]
-    assert answer(sent.splice().rest(text("abcd", id="c"))) == "d"
+    sent = ResumableStream("tokens")
+    sent.add(piece(text("a"), ids_of(1)))
+    sent.rest_of(request())
+    sent.go_on("tokens")
+    told = [
+        sent.add(piece(text("ab", id="b"), ids_of(1, 2))),
+        sent.add(piece(text("c", id="b"), ids_of(3))),
+    ]
+    assert list(map(answer, told)) == ["b", "c"]
+    assert to_ids(sent.rest_of(request()).token_ids) == [1, 2, 3]
+    sent.go_on("tokens")
+    assert answer(sent.add(piece(text("abcd", id="c")))) == "d"
 
 
 @pytest.mark.parametrize(
@@ -185,27 +195,29 @@ def test_it_can_break_again() -> None:
     ],
 )
 def test_an_answer_that_is_not_one_text_does_not_go_on(body: JSON) -> None:
-    sent = Sent("tokens")
+    sent = ResumableStream("tokens")
     with pytest.raises(UnresumableError):
-        sent.request(request(**body))
+        sent.rest_of(request(**body))
 
 
 @pytest.mark.parametrize("prompt", ["a", ["a"], [1, 2], [[1, 2]]])
 def test_one_prompt_has_many_shapes(prompt: object) -> None:
-    assert Sent("tokens").request(request(prompt=prompt)).resumes
+    sent = ResumableStream("tokens")
+    sent.add(piece(text("a")))
+    assert sent.rest_of(request(prompt=prompt)).resumes
 
 
 def test_parameters_may_forbid_it() -> None:
     with pytest.raises(UnresumableError, match="parameters"):
-        Sent("").request(request())
+        ResumableStream("").rest_of(request())
 
 
 def test_the_kept_pieces_are_bounded() -> None:
-    sent = Sent("tokens")
+    sent = ResumableStream("tokens")
     for _ in range(3):
-        sent.add(b"", b"x" * (MAX_KEPT_BYTES // 2))
+        sent.add(piece(b"x" * (MAX_KEPT_BYTES // 2)))
     with pytest.raises(UnresumableError, match="long"):
-        sent.request(request())
+        sent.rest_of(request())
 
 
 def test_comments_between_events_are_passed_over() -> None:
@@ -215,13 +227,13 @@ def test_comments_between_events_are_passed_over() -> None:
 
 @pytest.mark.parametrize("value", [None, False, [], {}])
 def test_a_field_that_asks_for_nothing_does_not_keep_a_stream_from_going_on(value: object) -> None:
-    sent = Sent("tokens")
-    sent.add(b"", text("a"))
-    assert sent.request(request(logprobs=value, tools=value)).resumes
+    sent = ResumableStream("tokens")
+    sent.add(piece(text("a")))
+    assert sent.rest_of(request(logprobs=value, tools=value)).resumes
 
 
 def test_no_logprobs_beside_the_token_itself_are_logprobs_too() -> None:
-    sent = Sent("tokens")
-    sent.add(b"", text("a"))
+    sent = ResumableStream("tokens")
+    sent.add(piece(text("a")))
     with pytest.raises(UnresumableError, match="logprobs"):
-        sent.request(request(logprobs=0))
+        sent.rest_of(request(logprobs=0))

@@ -11,7 +11,7 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from serve_app.api.errors import EngineLostError
-from serve_app.ingress.engine_call import (
+from serve_app.ingress.relay import (
     HELD,
     SILENCE_S,
     TICKS,
@@ -19,9 +19,10 @@ from serve_app.ingress.engine_call import (
     EngineGoneError,
     EngineSilentError,
     EngineUnreachedError,
+    is_lost,
     process_lives,
+    ran_there,
 )
-from serve_app.ingress.retry import is_lost, ran_there
 from serve_app.relay.frame import KEEP_ALIVE, LOST, Piece, pack
 from tests.batcher.virtual import blocked, now, virtual
 

@@ -1,4 +1,4 @@
-"""Joins a stream of the OpenAI API that broke to its continuation from another Engine."""
+"""A stream of the OpenAI API that broke goes on in another engine, and the client sees no seam."""
 
 import json
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from serve_app.relay.events import DONE
+from serve_app.relay.frame import Piece
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import ResumeMode
 
@@ -28,42 +29,47 @@ class UnresumableError(Exception):
     """A stream can't go on elsewhere; the message says why."""
 
 
-class Sent:
-    """The part of a stream that a client has been sent, unparsed: it is read only if the stream breaks.
+class ResumableStream:
+    """A stream that another engine can go on with.
+
+    What the client has is kept unparsed: it is read only if the stream breaks.
 
     Args:
-        resume: How the stream could go on; nothing is kept of one that can't.
+        resume: How the stream could go on; nothing is kept of a stream that can't.
     """
 
-    __slots__ = ("_bodies", "_resume", "_size", "_token_ids")
+    __slots__ = ("_bodies", "_next", "_resume", "_size", "_splice", "_token_ids")
 
     def __init__(self, resume: ResumeMode) -> None:
         self._resume = resume
         self._bodies: list[bytes] = []
         self._token_ids: list[bytes] = []
         self._size = 0
+        self._splice: Splice | None = None
+        self._next: Splice | None = None
 
-    def add(self, token_ids: bytes, body: bytes) -> None:
-        """Add a piece."""
+    def add(self, piece: Piece) -> bytes:
+        """Add a piece of the engine that has the stream now; return what is new in it for the client.
+
+        Raises:
+            UnresumableError: The other engine has another text.
+        """
+        body = piece.body if self._splice is None else self._splice.rest(piece.body)
         if not self._resume:
-            return
-        self._size += len(token_ids) + len(body)
+            return body
+        self._size += len(piece.token_ids) + len(body)
         if self._size <= MAX_KEPT_BYTES:
-            self._token_ids.append(token_ids)
+            self._token_ids.append(piece.token_ids)
             self._bodies.append(body)
         elif self._bodies:
             self._token_ids, self._bodies = [], []
+        return body
 
-    def start_over(self, resume: ResumeMode) -> None:
-        """Forget the tokens, not the text: another Engine sends the tokens from the first one on."""
-        self._resume = resume
-        self._token_ids = []
-
-    def request(self, request: RelayRequest) -> RelayRequest:
-        """Return the request for another Engine that goes on with the stream.
+    def rest_of(self, request: RelayRequest) -> RelayRequest:
+        """Return the request for another engine that goes on with the stream.
 
         Raises:
-            UnresumableError: No Engine can go on.
+            UnresumableError: No engine can go on.
         """
         if not self._resume:
             raise UnresumableError("its parameters don't allow it")
@@ -76,16 +82,21 @@ class Sent:
         prompt = body.get("prompt")
         if (body.get("n") or 1) != 1 or (isinstance(prompt, list) and not _one_prompt(prompt)):
             raise UnresumableError("it has several texts")
+        self._next = Splice(b"".join(self._bodies))
         token_ids = b"".join(self._token_ids) if self._resume == "tokens" else b""
         return replace(request, resumes=True, token_ids=token_ids)
 
-    def splice(self) -> "Splice":
-        """Return what joins another Engine's stream to what was sent.
+    def go_on(self, resume: ResumeMode) -> None:
+        """Take the pieces of another engine from now on.
 
-        Raises:
-            UnresumableError: What was sent is not text that could go on.
+        The engine sends tokens and text from the first one on; so the tokens that are kept are forgotten.
+
+        Args:
+            resume: How its stream could go on.
         """
-        return Splice(b"".join(self._bodies))
+        self._resume = resume
+        self._token_ids = []
+        self._splice = self._next
 
 
 class Splice:
