@@ -27,7 +27,7 @@ and answer a refused request with the time after which to retry."""
 HEALTH_CHECK_PERIOD_S = 1
 """Seconds between health checks: a dead replica is replaced at the next, a failing one after three."""
 
-ROUTER = "serve_app.ingress.request_router:EngineRouter"
+ROUTER = "serve_app.ingress.replica_router:EngineRouter"
 """Chooses between the replicas of a language model, in every process that has a handle of it."""
 
 ROUTING_STATS_PERIOD_S = 2.0

@@ -11,8 +11,7 @@ from typing import Any
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from serve_app.api.token_estimate import estimate_call
-from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
-from serve_app.ingress.replica_loads import Charge
+from serve_app.ingress.replica_choice import Charge, ReplicaChoice, ReplicaState
 from serve_app.relay.request import RelayRequest
 
 

@@ -18,7 +18,7 @@ from serve_app.api.token_estimate import EXPECTED_OUTPUT
 from serve_app.app import ROUTER
 from serve_app.ingress.prompt_prefix import prefix_hashes
 from serve_app.ingress.replica_choice import SLACK_TOKENS
-from serve_app.ingress.request_router import EngineRouter
+from serve_app.ingress.replica_router import EngineRouter
 from serve_app.relay.request import RelayRequest
 from tests.progress import STILL_S
 
