@@ -148,7 +148,7 @@ def _engine(
         request_router_config=RequestRouterConfig(**router),
     )(kind)
     more: dict[str, Any] = {} if quotas is None else {"quotas": quotas}
-    if not isinstance(model, FunctionSettings) and model.share is not None:
+    if model.share is not None:
         share = settings.share_groups.get(model.share, ShareSettings())
         more |= {"share": share, "turns": turns}
     return deployment.options(name=engine_name(model.id)).bind(

@@ -6,6 +6,9 @@ from serve_app.api.errors import RequestError
 
 GENERATE = "/generate"
 
+PROCESS = "/process"
+"""The route of functions of a batch."""
+
 GENERATION = (
     "/v1/chat/completions",
     "/v1/completions",

@@ -20,11 +20,10 @@ from serve_app.auth.middleware import KeyStore
 from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engine_load import EngineLoad, engine_load
 from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress.adapters import ServedAdapters
-from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.health import Health
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
+from serve_app.ingress.models import ServedModels
 from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.quotas import key_quota
 from serve_app.ingress.relay import (
@@ -37,7 +36,6 @@ from serve_app.ingress.relay import (
     unavailable,
 )
 from serve_app.ingress.replica_stats import replica_stats
-from serve_app.ingress.routing import Routing
 from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
 from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.relay.frame import Head
@@ -76,14 +74,12 @@ class EngineClient:
         self._limits = settings.ingress
         self._keys = keys
         self._quotas = quotas
-        self._routing = Routing(settings.models)
         self._engines = dict(engines)
         self._health = health
         self._asked: Counter[str] = Counter()
         self._used: set[str] = set()
         self._suspects = asyncio.Lock()
-        self._contexts = ContextLengths(self._routing, self._replicas, self._engines)
-        self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
+        self._models = ServedModels(settings.models, self._replicas, self._engines)
         self._relays = {
             model: Relay(handle, partial(health.running, model)) for model, handle in self._engines.items()
         }
@@ -91,11 +87,11 @@ class EngineClient:
     @property
     def models(self) -> Collection[str]:
         """The ids of the models and adapters that are served, as they are now."""
-        return self._routing
+        return self._models
 
     async def refresh(self) -> None:
         """Learn which adapters are served now."""
-        await self._adapters.refresh()
+        await self._models.refresh()
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
@@ -114,12 +110,12 @@ class EngineClient:
         # While the row is at an engine, its text is enough.
         del body
         key = self._keys.named(scheduling.key) if self._keys else None
-        await self._adapters.find(named if isinstance(named, str) else None)
+        await self._models.learn(named if isinstance(named, str) else None)
         model, demand, request = await look(
             len(text), lambda: self._request(endpoint, text, scheduling, models)
         )
         usage = RequestUsage()
-        context = await self._contexts.of(model) if self._quotas.on else None
+        context = await self._models.context(model) if self._quotas.on else None
         quota = key_quota(key.name, key.quota) if key else None
         self._asked[model] += 1
         self._used.add(model)
@@ -131,7 +127,7 @@ class EngineClient:
         except RequestError as error:
             if reserved:
                 raise
-            error = self._contexts.refusal(model, error)
+            error = self._models.refusal(model, error)
             if error.status != 429:
                 raise error from None
             raise QuotaError(
@@ -164,7 +160,7 @@ class EngineClient:
 
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
-        return self._routing.base_of(model) if model in self._routing else None
+        return self._models.base_of(model) if model in self._models else None
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of the engines of a model.
@@ -203,8 +199,8 @@ class EngineClient:
             fields = read_openai(content, endpoint, self._limits)
             name, key = fields.model, openai_key(content, fields, len(text))
             demand = openai_demand(content, fields, endpoint, text, self._limits)
-        served = self._routing.choose(name, endpoint, allowed)
-        base = self._routing.base_of(served)
+        served = self._models.choose(name, endpoint, allowed)
+        base = self._models.base_of(served)
         request = RelayRequest(
             "POST",
             MOVED.get(endpoint, endpoint),

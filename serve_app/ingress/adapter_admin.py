@@ -15,13 +15,11 @@ from starlette.routing import Route
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, Flag, parse_body
 from serve_app.api.small_body import small_body
-from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.admin import check_admin
 from serve_app.ingress.broadcast import broadcast
-from serve_app.ingress.routing import Routing
+from serve_app.ingress.models import ServedModels
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.fields import ServedId
-from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import Settings
 from serve_app.system import cancellation
 
@@ -82,8 +80,7 @@ class AdapterAdmin:
         settings: The config's `args`.
         engines: The handle of each model's Engine, by model id.
         running: Returns how many replicas of a model can serve.
-        routing: The models and their adapters.
-        served: Keeps the adapters of `routing` up to date.
+        models: The models and their adapters.
     """
 
     def __init__(
@@ -91,19 +88,13 @@ class AdapterAdmin:
         settings: Settings,
         engines: Mapping[str, DeploymentHandle[Any]],
         running: Callable[[str], Awaitable[int]],
-        routing: Routing,
-        served: ServedAdapters,
+        models: ServedModels,
     ) -> None:
         self._settings = settings
-        self._bases = {
-            model.id: model
-            for model in settings.models
-            if isinstance(model, LLMSettings) and model.has_adapters
-        }
+        self._bases = [model.id for model in settings.models if model.has_adapters]
         self._engines = engines
         self._running = running
-        self._routing = routing
-        self._served = served
+        self._models = models
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -120,8 +111,8 @@ class AdapterAdmin:
     async def _load(self, request: Request) -> Response:
         self._check(request)
         body = parse_body(LoadBody, await small_body(request, BODY_BYTES))
-        await self._served.refresh(0.0)
-        if body.lora_name in self._routing:
+        await self._models.refresh(0.0)
+        if body.lora_name in self._models:
             message = f"lora_name: {body.lora_name!r} is served already; unload it first, or choose another"
             raise RequestError(400, "invalid_request_error", message, param="lora_name")
         base = self._base(body.model)
@@ -153,10 +144,10 @@ class AdapterAdmin:
     async def _unload(self, request: Request) -> Response:
         self._check(request)
         body = parse_body(UnloadBody, await small_body(request, BODY_BYTES))
-        await self._served.refresh(0.0)
+        await self._models.refresh(0.0)
         name = body.lora_name
-        self._routing.find(name)
-        if (base := self._routing.base_of(name)) == name:
+        self._models.find(name)
+        if (base := self._models.base_of(name)) == name:
             message = f"lora_name: {name!r} is a model, not an adapter"
             raise RequestError(400, "invalid_request_error", message, param="lora_name")
         kept: str = await self._one(base, "keep_adapter", name, None)
@@ -169,7 +160,7 @@ class AdapterAdmin:
         return await self._answer("unloaded", name, base, len(replicas))
 
     async def _answer(self, status: str, id: str, base: str, replicas: int) -> Response:
-        await self._served.refresh(0.0)
+        await self._models.refresh(0.0)
         return JSONResponse(
             {"object": "adapter", "id": id, "model": base, "status": status, "replicas": replicas}
         )
@@ -178,7 +169,7 @@ class AdapterAdmin:
         """Return the id of the model that gets an adapter."""
         there = ", ".join(self._bases) or "none"
         if name is None and len(self._bases) == 1:
-            return next(iter(self._bases))
+            return self._bases[0]
         if name in self._bases:
             return name
         message = f"model: name the base model of the adapter; models with adapters: {there}"

@@ -17,12 +17,11 @@ from pydantic.json_schema import models_json_schema
 
 from serve_app.api.embeddings import EmbeddingRequest
 from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, ProcessRequest
-from serve_app.api.routes import EMBEDDINGS, GENERATE, GENERATION, MOVED, OPENAI, TOKENIZING
+from serve_app.api.routes import EMBEDDINGS, GENERATE, GENERATION, MOVED, OPENAI, PROCESS, TOKENIZING
 from serve_app.auth.middleware import OPEN
 from serve_app.ingress import adapter_admin, admin, batches
 from serve_app.ingress.pages import docs_page
 from serve_app.ingress.replica_stats import deployment_stats
-from serve_app.ingress.routing import PROCESS
 from serve_app.ingress.usage_report import FIELDS
 from serve_app.settings.models import FunctionSettings, LLMSettings
 from serve_app.settings.schema import Settings
@@ -255,9 +254,8 @@ class APIDocument:
         return not model.engine.pooling_routes
 
     def _loads_adapters(self) -> bool:
-        models = [model for model in self._models if isinstance(model, LLMSettings) and model.has_adapters]
         open = self._settings.ingress.open_adapters or self._settings.access is not None
-        return bool(models) and open
+        return open and any(model.has_adapters for model in self._models)
 
 
 _BODIES: tuple[type[BaseModel], ...] = (

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,19 +20,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError, path_of
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import EMBEDDINGS, GENERATE, MOVED, OPENAI, TOKENIZING
+from serve_app.api.routes import EMBEDDINGS, GENERATE, MOVED, OPENAI, PROCESS, TOKENIZING
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.token_bound import NOTHING, TokenDemand
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.ingress import admin, batches
 from serve_app.ingress.adapter_admin import AdapterAdmin
-from serve_app.ingress.adapters import ServedAdapters
 from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_fields, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
-from serve_app.ingress.context_lengths import ContextLengths
 from serve_app.ingress.health import BATCHES, QUOTAS, Health
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.large_bodies import look, weight
@@ -47,6 +44,7 @@ from serve_app.ingress.limits import (
     read_json,
     read_openai,
 )
+from serve_app.ingress.models import ServedModels
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.quotas import (
@@ -57,14 +55,12 @@ from serve_app.ingress.quotas import (
 )
 from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
 from serve_app.ingress.replica_stats import deployment_stats, replica_stats
-from serve_app.ingress.routing import PROCESS, Adapter, Routing, card, simulated
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.ingress.stats_view import own_part
 from serve_app.ingress.token_demand import call_demand, form_demand, openai_demand
 from serve_app.ingress.usage_report import UsageReports
 from serve_app.quotas.handle import Handle, quota_client
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
@@ -125,9 +121,9 @@ class Ingress:
         flush_warnings()
         self._settings = settings
         self._engines = dict(engines)
-        self._routing = Routing(settings.models)
+        self._models = ServedModels(settings.models, self._replicas, self._engines)
         context = serve.get_replica_context()
-        profiles = {model.id: profile for model in settings.models if (profile := simulated(model))}
+        profiles = {model.id: profile for model in settings.models if (profile := model.profile)}
         self._health = Health(context.app_name, list(self._engines), profiles)
         self._relays = {
             model: Relay(handle, partial(self._health.running, model))
@@ -136,12 +132,7 @@ class Ingress:
         self._batches = None if batch_handle is None else Forward(batch_handle, self._running(BATCHES))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
-        self._started = int(time.time())
-        self._contexts = ContextLengths(self._routing, self._replicas, self._engines)
-        self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
-        self._adapter_admin = AdapterAdmin(
-            settings, self._engines, self._health.running, self._routing, self._adapters
-        )
+        self._adapter_admin = AdapterAdmin(settings, self._engines, self._health.running, self._models)
         self._document = APIDocument(settings, self._engines, self._health.running)
         self._lost = LostEngines()
         self._quotas_handle = quotas
@@ -173,7 +164,7 @@ class Ingress:
                 Route(VERSION, self._versions),
                 Route(DOCUMENT, self._describe),
                 Route(PAGE, self._describe),
-                Route("/v1/models", self._models),
+                Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._model),
                 *self._adapter_admin.routes(),
                 *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
@@ -217,7 +208,7 @@ class Ingress:
             self._access.check()
 
     async def _index(self, request: Request) -> Response:
-        visible = self._routing.visible(_allowed(request))
+        visible = self._models.visible(_allowed(request))
         models = [model for model in self._settings.models if model.id in visible]
         return HTMLResponse(page(models, base_url(request)))
 
@@ -313,29 +304,17 @@ class Ingress:
         headers = [(name, value) for name, value in request.scope["headers"] if name not in LEFT_BEHIND]
         return await self._batches.answer(request, path_of(request.scope), headers)
 
-    async def _models(self, request: Request) -> Response:
-        await self._adapters.refresh()
-        names = [
-            name
-            for name in self._routing.visible(_allowed(request))
-            if self._routing.base_of(name) in self._engines
-        ]
-        cards = await asyncio.gather(*map(self._card, names))
+    async def _list_models(self, request: Request) -> Response:
+        await self._models.refresh()
+        visible = self._models.visible(_allowed(request))
+        names = [name for name in visible if self._models.base_of(name) in self._engines]
+        cards = await asyncio.gather(*map(self._models.card, names))
         return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        await self._adapters.find(name)
-        self._routing.find(name, _allowed(request))
-        return JSONResponse(await self._card(name))
-
-    def _card(self, name: str) -> Awaitable[JSON]:
-        # Both are looked up at once: the adapter may be unloaded while the context is asked for.
-        return self._card_of(name, self._routing.find(name), self._routing.adapter(name))
-
-    async def _card_of(self, name: str, model: ModelSettings, adapter: Adapter | None) -> JSON:
-        context = await self._contexts.of(model.id)
-        return card(model, self._started, context, name, adapter)
+        await self._models.learn(name)
+        return JSONResponse(await self._models.card(name, _allowed(request)))
 
     def _visible(self, request: Request) -> list[str]:
         """Return the ids of the models that the caller may use, as far as they run here."""
@@ -357,9 +336,9 @@ class Ingress:
         demand: TokenDemand = NOTHING,
     ) -> Response:
         caller = request.scope.get("caller")
-        await self._adapters.find(model)
-        name = self._routing.choose(model, path, caller.models if caller else None)
-        chosen = self._routing.base_of(name)
+        await self._models.learn(model)
+        name = self._models.choose(model, path, caller.models if caller else None)
+        chosen = self._models.base_of(name)
         given = with_request_id(request.scope)
         scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
@@ -384,16 +363,14 @@ class Ingress:
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         if self._quotas is not None:
             quota = key_quota(caller.key.name, caller.key.quota) if caller else None
-            context = None if demand is NOTHING else await self._contexts.of(chosen)
+            context = None if demand is NOTHING else await self._models.context(chosen)
             if path == GENERATE and demand.output is None:
                 # The config may set a limit for calls that state none.
-                served_model = self._routing.find(chosen)
-                if not isinstance(served_model, FunctionSettings):
-                    demand = demand._replace(output=served_model.sampling.max_tokens)
+                demand = demand._replace(output=self._models.find(chosen).usual_output)
             try:
                 await reserve(self._quotas, request.scope, scheduling.tenant, demand.most(context), quota)
             except RequestError as error:
-                raise self._contexts.refusal(chosen, error) from None
+                raise self._models.refusal(chosen, error) from None
         return RelayResponse(self._relays[chosen].ask, relayed, losses, keep_alive=keep_alive)
 
 

@@ -8,10 +8,9 @@ from pydantic import BaseModel, Field
 
 from serve_app.api.errors import ANTHROPIC, RequestError
 from serve_app.api.protocol import MAX_NAME, check_count, parse_body
-from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, SPEECH
+from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, PROCESS, SPEECH
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
 from serve_app.ingress.body import JSONBody
-from serve_app.ingress.routing import PROCESS
 from serve_app.ingress.value_count import check_values, count_values, is_within
 from serve_app.settings.ingress import IngressSettings
 

@@ -1,7 +1,7 @@
 """Settings of models: language models and functions."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +15,18 @@ from pydantic import (
 from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
 from serve_app.api.protocol import Flag, SamplingFields
-from serve_app.api.routes import CLASSIFY, EMBEDDINGS, POOLING, SCORE
+from serve_app.api.routes import (
+    CLASSIFY,
+    EMBEDDINGS,
+    GENERATE,
+    GENERATION,
+    OPENAI,
+    POOLING,
+    PROCESS,
+    SCORE,
+    SPEECH,
+    TOKENIZING,
+)
 from serve_app.settings.adapters import (
     LATER_SLOTS,
     MAX_CPU_SLOTS,
@@ -233,6 +244,44 @@ class LLMSettings(Strict):
         return self.source
 
     @property
+    def root(self) -> str:
+        """The model, as clients see where it is from."""
+        return self.source
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """Routes that the model may serve. vLLM knows better which of them it does."""
+        if self.pools:
+            return (*self.engine.pooling_routes, *TOKENIZING)
+        text = (*GENERATION, *SPEECH) if self.engine.runner == "generate" else OPENAI
+        return (GENERATE, *text, *TOKENIZING)
+
+    @property
+    def pools(self) -> bool:
+        """True if the model is said to return one result for each prompt, and no text."""
+        return bool(self.engine.pooling_routes)
+
+    @property
+    def has_context(self) -> bool:
+        """True if a request has to fit into a context of the model."""
+        return True
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the context; None: they are known once the engine has started."""
+        return self.engine.context
+
+    @property
+    def usual_output(self) -> int | None:
+        """Output tokens of a prompt of `/generate` that states no limit; None: the context's rest."""
+        return self.sampling.max_tokens
+
+    @property
+    def profile(self) -> str | None:
+        """Name of the profile of the simulated device; None: the model runs."""
+        return None if self.simulate is None else self.simulate.name
+
+    @property
     def has_adapters(self) -> bool:
         """True if the engine can run adapters."""
         if self.engine.enable_lora is not None:
@@ -343,6 +392,26 @@ class FunctionSettings(Strict):
     options: dict[str, Any] = Field(default_factory=dict)
     embeddings: Flag = False
     batcher: FunctionBatcherSettings = FunctionBatcherSettings()
+
+    # The same properties as a language model's, so that few need to ask for the kind.
+    adapters: ClassVar[tuple[AdapterSettings, ...]] = ()
+    has_adapters: ClassVar[bool] = False
+    has_context: ClassVar[bool] = False
+    context: ClassVar[int | None] = None
+    pools: ClassVar[bool] = True
+    profile: ClassVar[str | None] = None
+    share: ClassVar[str | None] = None
+    usual_output: ClassVar[int | None] = None
+
+    @property
+    def root(self) -> str:
+        """The class, as clients see where the model is from."""
+        return self.target
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """Routes that the model serves."""
+        return (PROCESS, EMBEDDINGS) if self.embeddings else (PROCESS,)
 
 
 def _kind(model: object) -> str:

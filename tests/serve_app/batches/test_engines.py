@@ -23,7 +23,7 @@ from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.engines import EngineClient
 from serve_app.batches.pacing import RETRYABLE
 from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress import context_lengths, relay
+from serve_app.ingress import models, relay
 from serve_app.ingress.health import Health, ModelHealth
 from serve_app.ingress.large_bodies import LARGE_BYTES
 from serve_app.ingress.relay import PoisonError
@@ -112,7 +112,7 @@ async def test_a_row_for_a_model_that_sleeps_comes_again_once_its_context_is_kno
     assert settings.usage.quotas
     engine = Engine(answer(complete(PLAIN, b"{}")))
     waking = Waking(engine, health, 1000)
-    monkeypatch.setattr(context_lengths, "start_replica", waking)
+    monkeypatch.setattr(models, "start_replica", waking)
     handles: Any = {"demo": engine}
     quotas = CallQuotas(settings.usage.quotas, QuotasHandle(settings.usage.quotas))
     client = EngineClient(settings, handles, Health("llm", ["demo"]), quotas=quotas)

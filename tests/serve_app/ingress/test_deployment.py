@@ -888,22 +888,3 @@ async def test_a_request_without_an_id_gets_one_for_the_engine() -> None:
         (request,) = client.engine.requests
     assert len(dict(request.headers)[b"x-request-id"]) == 32
     assert (request.key, request.source) == ("", "http")
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo:x"])
-async def test_an_adapter_that_is_unloaded_meanwhile_is_listed_as_it_was(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapters = [{"source": "/a", "id": "demo:x"}]
-    settings = parse({"models": [{"id": "demo", "source": "x", "adapters": adapters}]})
-    engines: Any = {"demo": Engine(echo)}
-    ingress = Ingress(settings, engines)
-
-    async def unload(model: str) -> None:
-        ingress._routing.set_adapters(model, {})
-
-    monkeypatch.setattr(ingress._contexts, "of", unload)
-    transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
-    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
-        body = (await client.get(path)).json()
-    assert [card["id"] for card in body.get("data", [body])][-1] == "demo:x"
