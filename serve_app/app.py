@@ -12,7 +12,7 @@ from serve_app.batches.deployment import Batches
 from serve_app.engine.function import FunctionEngine
 from serve_app.engine.llm import Engine
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import BATCHES, QUOTAS, TURNS, engine_name
+from serve_app.ingress.status import BATCHES, QUOTAS, TURNS, engine_name
 from serve_app.quotas.deployment import Quotas
 from serve_app.settings.environment_check import check_environment
 from serve_app.settings.models import FunctionSettings, ModelSettings

@@ -20,7 +20,6 @@ from serve_app.auth.middleware import KeyStore
 from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engine_load import EngineLoad, engine_load
 from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress.health import Health
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.models import ServedModels
@@ -35,8 +34,8 @@ from serve_app.ingress.relay import (
     ran_there,
     unavailable,
 )
-from serve_app.ingress.replica_stats import replica_stats
 from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
+from serve_app.ingress.status import Health, replica_stats
 from serve_app.ingress.token_demand import call_demand, openai_demand
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest

@@ -14,7 +14,7 @@ from serve_app.api.validation import is_port, suggestion
 from serve_app.auth.middleware import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
-from serve_app.ingress.health import engine_name
+from serve_app.ingress.status import engine_name
 from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import IMPORT_PATH, complete_config
 from serve_app.settings.messages import plain_errors

@@ -172,7 +172,7 @@ class HandleClient:
         import ray
         from ray import serve
 
-        from serve_app.ingress.health import engine_name
+        from serve_app.ingress.status import engine_name
 
         if not ray.is_initialized():
             try:
@@ -276,7 +276,7 @@ class HandleClient:
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""
-        from serve_app.ingress.replica_stats import replica_stats
+        from serve_app.ingress.status import replica_stats
 
         try:
             return await replica_stats(self._handle, self._running, STATS_TIMEOUT_S)

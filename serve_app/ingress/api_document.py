@@ -19,10 +19,9 @@ from serve_app.api.embeddings import EmbeddingRequest
 from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, ProcessRequest
 from serve_app.api.routes import EMBEDDINGS, GENERATE, GENERATION, MOVED, OPENAI, PROCESS, TOKENIZING
 from serve_app.auth.middleware import OPEN
-from serve_app.ingress import adapter_admin, admin, batches
+from serve_app.ingress import admin, batches
 from serve_app.ingress.pages import docs_page
-from serve_app.ingress.replica_stats import deployment_stats
-from serve_app.ingress.usage_report import FIELDS
+from serve_app.ingress.status import deployment_stats
 from serve_app.settings.models import FunctionSettings, LLMSettings
 from serve_app.settings.schema import Settings
 
@@ -220,8 +219,8 @@ class APIDocument:
         add("get", "/v1/models/{model}", "A model or an adapter.")
         if self._loads_adapters():
             text = "an adapter on every replica of its model."
-            add("post", adapter_admin.LOAD, f"Load {text}", body=body(adapter_admin.LoadBody))
-            add("post", adapter_admin.UNLOAD, f"Unload {text}", body=body(adapter_admin.UnloadBody))
+            add("post", admin.LOAD, f"Load {text}", body=body(admin.LoadBody))
+            add("post", admin.UNLOAD, f"Unload {text}", body=body(admin.UnloadBody))
         if self._settings.access is not None:
             add("get", admin.KEYS, "All API keys; for an administrator.")
             if self._settings.usage.ledger is not None:
@@ -229,7 +228,7 @@ class APIDocument:
                     "get",
                     admin.USAGE,
                     "Who used what; for an administrator.",
-                    query=FIELDS,
+                    query=admin.FIELDS,
                 )
         if self._settings.batches is not None:
             for path, methods in batches.ROUTES.items():
@@ -262,8 +261,8 @@ _BODIES: tuple[type[BaseModel], ...] = (
     GenerateRequest,
     ProcessRequest,
     EmbeddingRequest,
-    adapter_admin.LoadBody,
-    adapter_admin.UnloadBody,
+    admin.LoadBody,
+    admin.UnloadBody,
 )
 
 _FORMS: dict[tuple[str, str], JSON] = {

@@ -16,9 +16,8 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.small_body import small_body
 from serve_app.ingress.body_budget import HeldBody, held_body
-from serve_app.ingress.health import BATCHES
 from serve_app.ingress.relay import TRIES, EngineCall, Relay, RelayResponse
-from serve_app.ingress.replica_stats import deployment_stats
+from serve_app.ingress.status import BATCHES, deployment_stats
 from serve_app.relay.request import RelayRequest
 
 ROUTES = {

@@ -25,13 +25,12 @@ from serve_app.api.scheduling import SchedulingFields, scheduling_of
 from serve_app.api.token_bound import NOTHING, TokenDemand
 from serve_app.auth import bind_check
 from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
-from serve_app.ingress import admin, batches
-from serve_app.ingress.adapter_admin import AdapterAdmin
+from serve_app.ingress import batches
+from serve_app.ingress.admin import Admin
 from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_fields, read_body
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
-from serve_app.ingress.health import BATCHES, QUOTAS, Health
 from serve_app.ingress.http10 import HTTP10Middleware
 from serve_app.ingress.large_bodies import look, weight
 from serve_app.ingress.limits import (
@@ -45,7 +44,6 @@ from serve_app.ingress.limits import (
     read_openai,
 )
 from serve_app.ingress.models import ServedModels
-from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.ingress.prompt_prefix import salted
 from serve_app.ingress.quotas import (
     RATE_LIMIT_HEADERS,
@@ -54,11 +52,9 @@ from serve_app.ingress.quotas import (
     reserve,
 )
 from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
-from serve_app.ingress.replica_stats import deployment_stats, replica_stats
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
-from serve_app.ingress.stats_view import own_part
+from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, deployment_stats
 from serve_app.ingress.token_demand import call_demand, form_demand, openai_demand
-from serve_app.ingress.usage_report import UsageReports
 from serve_app.quotas.handle import Handle, quota_client
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import Settings
@@ -121,7 +117,6 @@ class Ingress:
         flush_warnings()
         self._settings = settings
         self._engines = dict(engines)
-        self._models = ServedModels(settings.models, self._replicas, self._engines)
         context = serve.get_replica_context()
         profiles = {model.id: profile for model in settings.models if (profile := model.profile)}
         self._health = Health(context.app_name, list(self._engines), profiles)
@@ -132,33 +127,34 @@ class Ingress:
         self._batches = None if batch_handle is None else Forward(batch_handle, self._running(BATCHES))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
-        self._adapter_admin = AdapterAdmin(settings, self._engines, self._health.running, self._models)
         self._document = APIDocument(settings, self._engines, self._health.running)
         self._lost = LostEngines()
-        self._quotas_handle = quotas
         self._quotas = quota_client(settings.usage.quotas, quotas, context.replica_tag)
         self._access = KeyStore(settings.access, quotas=self._quotas is not None) if settings.access else None
         if self._access:
             self._access.watch()
         elif warning := bind_check.warning(bind_check.serve_host(), keys=False):
             logger.warning(warning)
+        others: dict[str, Callable[[], Awaitable[JSON]]] = {}
+        if self._batches is not None:
+            others["batches"] = self._batches.stats
+        if quotas is not None:
+            others["quotas"] = partial(deployment_stats, QUOTAS, quotas, self._running(QUOTAS))
+        self._status = Status(settings.models, self._health, self._engines, others)
+        self._models = ServedModels(settings.models, self._status.replicas, self._engines)
+        self._admin = Admin(settings, self._access, self._engines, self._health.running, self._models)
         use_batch_scheduling(RELAY_NICE)
         collect_rarely()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application that Serve runs in this replica."""
-        ledger = self._settings.usage.ledger
         app = Starlette(
             # The router tries one after the other: the most frequent ones go first. Other routes of vLLM's
             # application, its administration above all, can't be reached.
             routes=[
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[:2]),
                 Route(GENERATE, self._generate, methods=["POST"]),
-                Route("/", self._index),
-                Route("/health", self._report_health),
-                Route("/ping", self._report_health, methods=["GET", "POST"]),
-                Route("/stats", self._stats),
-                Route("/stats.html", self._stats),
+                *self._status.routes(),
                 Route(PROCESS, self._process, methods=["POST"]),
                 Route("/metrics", _no_metrics),
                 Route(VERSION, self._versions),
@@ -166,8 +162,7 @@ class Ingress:
                 Route(PAGE, self._describe),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._model),
-                *self._adapter_admin.routes(),
-                *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
+                *self._admin.routes(),
                 *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
                 *(Route(path, self._openai, methods=["POST"]) for path in TOKENIZING),
                 *(
@@ -207,21 +202,6 @@ class Ingress:
         if self._access:
             self._access.check()
 
-    async def _index(self, request: Request) -> Response:
-        visible = self._models.visible(_allowed(request))
-        models = [model for model in self._settings.models if model.id in visible]
-        return HTMLResponse(page(models, base_url(request)))
-
-    async def _report_health(self, request: Request) -> Response:
-        try:
-            health = await self._health.read()
-        except Exception as error:
-            # Probes ask every few seconds; the stack would be that of Ray Serve's client.
-            logger.warning("Ray Serve's controller doesn't answer: %r", error)
-            body = {"status": "unknown", "awaits": "Ray Serve's controller"}
-            return JSONResponse(body, status_code=503)
-        return JSONResponse(health.body(), status_code=200 if health.ready else 503)
-
     async def _versions(self, request: Request) -> Response:
         return JSONResponse(await self._document.versions())
 
@@ -231,28 +211,8 @@ class Ingress:
             return HTMLResponse(await self._document.page(prefix))
         return Response(await self._document.text(prefix), media_type="application/json")
 
-    async def _stats(self, request: Request) -> Response:
-        if wants_page(request):
-            return HTMLResponse(STATS_PAGE)
-        names = self._visible(request)
-        reports = await asyncio.gather(*map(self._replica_stats, names))
-        body: JSON = {"models": dict(zip(names, reports, strict=True))}
-        if self._batches is not None:
-            body["batches"] = await self._batches.stats()
-        if self._quotas_handle is not None:
-            body["quotas"] = await deployment_stats(QUOTAS, self._quotas_handle, self._running(QUOTAS))
-        return JSONResponse(own_part(body, request.scope.get("caller")))
-
     def _running(self, deployment: str) -> Callable[[], Awaitable[int]]:
         return partial(self._health.running_other, deployment)
-
-    async def _replica_stats(self, model: str) -> JSON:
-        try:
-            running = partial(self._health.running, model)
-            return {"replicas": await replica_stats(self._engines[model], running)}
-        except Exception as error:
-            # The caller gets the reason, every second while a model starts.
-            return {"replicas": [], "error": str(error) or type(error).__name__}
 
     async def _generate(self, request: Request) -> Response:
         limits = self._settings.ingress
@@ -315,15 +275,6 @@ class Ingress:
         name = request.path_params["model"]
         await self._models.learn(name)
         return JSONResponse(await self._models.card(name, _allowed(request)))
-
-    def _visible(self, request: Request) -> list[str]:
-        """Return the ids of the models that the caller may use, as far as they run here."""
-        allowed = _allowed(request)
-        return [model for model in self._engines if allowed is None or model in allowed]
-
-    async def _replicas(self, model: str) -> Sequence[JSON]:
-        replicas: Sequence[JSON] = (await self._replica_stats(model))["replicas"]
-        return replicas
 
     async def _relay(
         self,

@@ -11,7 +11,6 @@ from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import POOLING, PROCESS, listed, named
 from serve_app.api.validation import suggestion
-from serve_app.ingress.replica_stats import start_replica
 from serve_app.settings.adapters import adapters_by_id
 from serve_app.settings.models import ModelSettings
 
@@ -257,6 +256,15 @@ class ServedModels(Collection[str]):
             "kind": model.kind,
             **({"simulated": model.profile} if model.profile else {}),
         }
+
+
+async def start_replica(handle: Any) -> None:
+    """Wait for a replica of a model; one is started if there is none.
+
+    Args:
+        handle: The handle of the model's Engine.
+    """
+    await handle.options(method_name="stats", _by_reference=False).remote()
 
 
 def _describe(model: ModelSettings) -> str:

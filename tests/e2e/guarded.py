@@ -10,7 +10,7 @@ from ray.serve import Application
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import BATCHES, Health, engine_name
+from serve_app.ingress.status import BATCHES, Health, engine_name
 from serve_app.settings.schema import Settings, parse
 
 ENGINES = "llm"

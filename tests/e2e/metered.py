@@ -7,7 +7,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import Health, engine_name
+from serve_app.ingress.status import Health, engine_name
 from serve_app.quotas.deployment import Quotas
 from serve_app.settings.schema import Settings, parse
 from tests.e2e.guarded import ENGINES, Unprefixed

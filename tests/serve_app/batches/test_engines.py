@@ -24,9 +24,9 @@ from serve_app.batches.engines import EngineClient
 from serve_app.batches.pacing import RETRYABLE
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress import models, relay
-from serve_app.ingress.health import Health, ModelHealth
 from serve_app.ingress.large_bodies import LARGE_BYTES
 from serve_app.ingress.relay import PoisonError
+from serve_app.ingress.status import Health, ModelHealth
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage

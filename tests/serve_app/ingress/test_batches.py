@@ -21,7 +21,7 @@ from serve_app.batches.store import Store
 from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
 from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import ModelHealth
+from serve_app.ingress.status import ModelHealth
 from serve_app.settings.schema import Settings, parse
 from tests.progress import STILL_S
 from tests.serve_app.batches.engine import Engine

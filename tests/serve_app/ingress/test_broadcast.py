@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from serve_app.ingress.broadcast import broadcast
+from serve_app.ingress.status import broadcast
 
 TURNS = 20
 """More turns of the loop than a call needs once its replica has answered."""

@@ -19,8 +19,8 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import Health, ModelHealth, Report
 from serve_app.ingress.limits import read_json
+from serve_app.ingress.status import Health, ModelHealth, Report
 from serve_app.relay.frame import pack, pack_error
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest

@@ -14,7 +14,7 @@ from ray.serve.schema import (
     ServeStatus,
 )
 
-from serve_app.ingress.health import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
+from serve_app.ingress.status import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
 from tests.progress import STILL_S
 
 
@@ -62,7 +62,7 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     controller = Controller()
     monkeypatch.setattr(serve, "status", controller.status)
     # Not `time.monotonic` itself: the event loop has to keep its clock.
-    monkeypatch.setattr("serve_app.ingress.health.time", SimpleNamespace(monotonic=lambda: controller.now))
+    monkeypatch.setattr("serve_app.ingress.status.time", SimpleNamespace(monotonic=lambda: controller.now))
     return controller
 
 
@@ -227,10 +227,10 @@ async def test_a_controller_that_does_not_answer_is_an_error_and_is_asked_once(
     controller.may_answer.clear()
     async with asyncio.timeout(STILL_S):
         for _ in range(3):
-            monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", 0.01)
+            monkeypatch.setattr("serve_app.ingress.status.ANSWER_S", 0.01)
             with pytest.raises(TimeoutError):
                 await health.read()
         controller.may_answer.set()
-        monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", STILL_S)
+        monkeypatch.setattr("serve_app.ingress.status.ANSWER_S", STILL_S)
         await health.read()
     assert controller.calls == 1

@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.ingress import models
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import ModelHealth
+from serve_app.ingress.status import ModelHealth
 from serve_app.relay.frame import pack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage

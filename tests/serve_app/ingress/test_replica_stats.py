@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from serve_app.api.protocol import JSON
-from serve_app.ingress.replica_stats import replica_stats, start_replica
+from serve_app.ingress.models import start_replica
+from serve_app.ingress.status import replica_stats
 from tests.serve_app.ingress.engine_doubles import Engine, answer
 
 

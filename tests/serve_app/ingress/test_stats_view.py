@@ -8,7 +8,7 @@ from serve_app.api.protocol import JSON
 from serve_app.auth.keys import Key
 from serve_app.auth.middleware import Caller
 from serve_app.auth.rate_limit import RateLimit
-from serve_app.ingress.stats_view import own_part
+from serve_app.ingress.status import own_part
 
 
 def caller(name: str, **fields: Any) -> Caller:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.ingress import usage_report
-from serve_app.ingress.usage_report import UsageReports
+from serve_app.ingress import admin
+from serve_app.ingress.admin import UsageReports
 from tests.serve_app.ledger.ledgers import write_row
 
 
@@ -56,8 +56,8 @@ async def test_a_ledger_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 async def test_a_report_that_takes_too_long_is_ended(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_report, "WAIT_S", 0.2)
-    monkeypatch.setattr(usage_report, "COMMAND", ("sh", "-c", "exec sleep 60"))
+    monkeypatch.setattr(admin, "WAIT_S", 0.2)
+    monkeypatch.setattr(admin, "COMMAND", ("sh", "-c", "exec sleep 60"))
     with pytest.raises(RequestError) as raised:
         await UsageReports(str(ledger)).make({})
     assert raised.value.status == 503
