@@ -10,7 +10,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.protocol import JSON
-from serve_app.auth.middleware import KeyStore
+from serve_app.auth.key_store import KeyStore
 from serve_app.engine.quotas import CallQuotas
 from serve_app.ingress.status import Health
 from serve_app.quotas.handle import Handle

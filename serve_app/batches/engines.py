@@ -16,15 +16,15 @@ from serve_app.api.protocol import JSON
 from serve_app.api.routes import GENERATE, MOVED
 from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import TokenDemand
-from serve_app.auth.middleware import KeyStore
+from serve_app.auth.key_store import KeyStore
 from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engine_load import EngineLoad, engine_load
 from serve_app.engine.quotas import CallQuotas
+from serve_app.ingress.context import key_quota
 from serve_app.ingress.large_bodies import look
 from serve_app.ingress.limits import read_call, read_json, read_openai
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.prompt_prefix import salted
-from serve_app.ingress.quotas import key_quota
 from serve_app.ingress.relay import (
     MAX_LOST,
     PoisonError,

@@ -22,7 +22,8 @@ from starlette.routing import Route
 from serve_app.api.errors import ErrorType, RequestError
 from serve_app.api.protocol import JSON, Flag, parse_body
 from serve_app.api.small_body import small_body
-from serve_app.auth.middleware import Caller, KeyStore
+from serve_app.auth.key_store import KeyStore
+from serve_app.ingress.context import context_of
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.status import broadcast
 from serve_app.settings.adapters import AdapterSettings
@@ -145,7 +146,7 @@ class Admin:
         return Response(text, media_type=media_type)
 
     def _check(self, request: Request) -> None:
-        if not (self._open_adapters and "caller" not in request.scope):
+        if not (self._open_adapters and context_of(request.scope).caller is None):
             check_admin(request)
 
     async def _load(self, request: Request) -> Response:
@@ -270,7 +271,7 @@ def check_admin(request: Request) -> None:
 
     A service without keys has no administrator, so its clients get a 403 too.
     """
-    caller: Caller | None = request.scope.get("caller")
+    caller = context_of(request.scope).caller
     if caller is None:
         message = "This service asks for no API keys, so it has no administrator; see `args.access`."
         raise RequestError(403, "permission_error", message)

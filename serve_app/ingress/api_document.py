@@ -18,7 +18,7 @@ from pydantic.json_schema import models_json_schema
 from serve_app.api.embeddings import EmbeddingRequest
 from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, ProcessRequest
 from serve_app.api.routes import EMBEDDINGS, GENERATE, GENERATION, MOVED, OPENAI, PROCESS, TOKENIZING
-from serve_app.auth.middleware import OPEN
+from serve_app.auth.key_store import OPEN
 from serve_app.ingress import admin, batches
 from serve_app.ingress.pages import docs_page
 from serve_app.ingress.status import deployment_stats

@@ -13,9 +13,10 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.api.scheduling import SchedulingFields
 from serve_app.api.small_body import small_body
-from serve_app.ingress.body_budget import HeldBody, held_body
+from serve_app.ingress.body_budget import HeldBody
+from serve_app.ingress.context import context_of
 from serve_app.ingress.relay import TRIES, EngineCall, Relay, RelayResponse
 from serve_app.ingress.status import BATCHES, deployment_stats
 from serve_app.relay.request import RelayRequest
@@ -79,16 +80,14 @@ class Forward:
         if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
             message = f"Content-Encoding: {encoding} is not supported here; send the body as it is"
             raise RequestError(415, "invalid_request_error", message, param="content-encoding")
-        caller = request.scope.get("caller")
+        context = context_of(request.scope)
         given = request.scope["headers"]
         # The rows of a batch are of this tier, so its key has to allow it.
         creates = request.method == "POST" and path == "/v1/batches"
         fields = SchedulingFields(service_tier="flex" if creates else None)
-        scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
-        if caller:
-            scheduling = scheduling._replace(key=caller.key.name)
+        scheduling = context.scheduling(given, fields)._replace(key=context.key_name)
         upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""
-        body = b"" if upload else await small_body(request, BODY_BYTES, held_body(request.scope).add)
+        body = b"" if upload else await small_body(request, BODY_BYTES, context.body.add)
         query = request.scope["query_string"]
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
         # A request that changes something is not repeated: it may be done already.
@@ -126,7 +125,7 @@ class _UploadResponse(RelayResponse):
             sending.cancel()
 
     async def _upload(self) -> None:
-        held = held_body(self._body.scope)
+        held = context_of(self._body.scope).body
         waiting = bytearray()
         since = time.monotonic()
         try:

@@ -3,8 +3,6 @@
 from collections.abc import MutableMapping
 from typing import Any
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from serve_app.api.errors import RequestError
 
 SMALL = 64 * 1024
@@ -17,8 +15,6 @@ LAST_PART = 8
 RETRY_AFTER_S = 1.0
 """Seconds after which a refused client comes back. A large body on its way gives up its bytes once it is
 answered, which may be at any time."""
-
-_SCOPE_KEY = "saturate.held_body"
 
 
 class BodyBudget:
@@ -86,28 +82,7 @@ class HeldBody:
         self.size = 0
 
 
-class BodyBudgetMiddleware:
-    """Gives back the bytes of a request when it ends, however it ends.
-
-    Args:
-        app: The application.
-        budget: The budget of this replica.
-    """
-
-    def __init__(self, app: ASGIApp, budget: BodyBudget) -> None:
-        self._app = app
-        self._budget = budget
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application."""
-        body = scope[_SCOPE_KEY] = HeldBody(self._budget)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            body.give_back()
-
-
 def held_body(scope: MutableMapping[str, Any]) -> HeldBody:
     """Return what a request holds of its replica's budget."""
-    body: HeldBody = scope[_SCOPE_KEY]
+    body: HeldBody = scope["state"]["context"].body
     return body

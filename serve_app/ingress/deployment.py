@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -11,27 +11,25 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError, path_of
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
 from serve_app.api.routes import EMBEDDINGS, GENERATE, MOVED, OPENAI, PROCESS, TOKENIZING
-from serve_app.api.scheduling import SchedulingFields, scheduling_of
+from serve_app.api.scheduling import SchedulingFields
 from serve_app.api.token_bound import NOTHING, TokenDemand
 from serve_app.auth import bind_check
-from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
+from serve_app.auth.key_store import KeyStore
 from serve_app.ingress import batches
 from serve_app.ingress.admin import Admin
 from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
 from serve_app.ingress.body import form_fields, read_body
-from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
-from serve_app.ingress.http10 import HTTP10Middleware
+from serve_app.ingress.body_budget import BodyBudget
+from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.large_bodies import look, weight
 from serve_app.ingress.limits import (
     FORM,
@@ -45,12 +43,6 @@ from serve_app.ingress.limits import (
 )
 from serve_app.ingress.models import ServedModels
 from serve_app.ingress.prompt_prefix import salted
-from serve_app.ingress.quotas import (
-    RATE_LIMIT_HEADERS,
-    QuotaMiddleware,
-    key_quota,
-    reserve,
-)
 from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
 from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
 from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, deployment_stats
@@ -79,22 +71,6 @@ NOT_STORED = (
     "/v1/chat/completions/{id}/messages",
 )
 """OpenAI's routes for answers that it has stored."""
-
-
-def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Return the middleware that lets pages of other origins call the service. A preflight needs no key."""
-    if not origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=list(origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id", *RATE_LIMIT_HEADERS],
-            max_age=600,
-        )
-    ]
 
 
 class Ingress:
@@ -171,16 +147,15 @@ class Ingress:
                 ),
                 *(Route(path, _not_stored, methods=["GET", "POST", "DELETE"]) for path in NOT_STORED),
             ],
-            # Requests without a valid key are counted too.
             middleware=[
-                Middleware(SlashMiddleware),
-                self._telemetry.middleware,
-                *_cors(self._settings.ingress.allow_origins),
-                *([Middleware(AuthMiddleware, self._access)] if self._access else []),
-                # In front of the quotas: a stream that it breaks off has used what it has reserved.
-                Middleware(HTTP10Middleware, self._bodies),
-                *([Middleware(QuotaMiddleware, self._quotas)] if self._quotas else []),
-                Middleware(BodyBudgetMiddleware, self._bodies),
+                Middleware(
+                    RequestMiddleware,
+                    self._telemetry.tracker,
+                    self._bodies,
+                    access=self._access,
+                    quotas=self._quotas,
+                    origins=self._settings.ingress.allow_origins,
+                )
             ],
             exception_handlers=EXCEPTION_HANDLERS,
             lifespan=self._lifespan,
@@ -266,7 +241,7 @@ class Ingress:
 
     async def _list_models(self, request: Request) -> Response:
         await self._models.refresh()
-        visible = self._models.visible(_allowed(request))
+        visible = self._models.visible(context_of(request.scope).models)
         names = [name for name in visible if self._models.base_of(name) in self._engines]
         cards = await asyncio.gather(*map(self._models.card, names))
         return JSONResponse({"object": "list", "data": cards})
@@ -274,7 +249,7 @@ class Ingress:
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
         await self._models.learn(name)
-        return JSONResponse(await self._models.card(name, _allowed(request)))
+        return JSONResponse(await self._models.card(name, context_of(request.scope).models))
 
     async def _relay(
         self,
@@ -286,14 +261,14 @@ class Ingress:
         key: RoutingKey = NO_KEY,
         demand: TokenDemand = NOTHING,
     ) -> Response:
-        caller = request.scope.get("caller")
+        context = context_of(request.scope)
         await self._models.learn(model)
-        name = self._models.choose(model, path, caller.models if caller else None)
+        name = self._models.choose(model, path, context.models)
         chosen = self._models.base_of(name)
         given = with_request_id(request.scope)
-        scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
+        scheduling = context.scheduling(given, fields)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
-        headers = self._telemetry.assign(request.scope, name, scheduling, headers)
+        headers = self._telemetry.assign(context, name, scheduling, headers)
         query = request.scope["query_string"]
 
         most = self._settings.ingress.max_tokens
@@ -308,40 +283,20 @@ class Ingress:
             prefix=key.prefix if name == chosen else salted(key.prefix, name),
             tokens=key.tokens,
             adapter="" if name == chosen else name,
-            key=caller.key.name if caller else "",
+            key=context.key_name,
         )
         losses = await self._lost.enter(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         if self._quotas is not None:
-            quota = key_quota(caller.key.name, caller.key.quota) if caller else None
-            context = None if demand is NOTHING else await self._models.context(chosen)
+            length = None if demand is NOTHING else await self._models.context(chosen)
             if path == GENERATE and demand.output is None:
                 # The config may set a limit for calls that state none.
                 demand = demand._replace(output=self._models.find(chosen).usual_output)
             try:
-                await reserve(self._quotas, request.scope, scheduling.tenant, demand.most(context), quota)
+                await context.reserve(self._quotas, scheduling.tenant, demand.most(length))
             except RequestError as error:
                 raise self._models.refusal(chosen, error) from None
         return RelayResponse(self._relays[chosen].ask, relayed, losses, keep_alive=keep_alive)
-
-
-class SlashMiddleware:
-    """ASGI middleware that takes a path with a slash at its end for the path without it.
-
-    Args:
-        app: The application behind it.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application."""
-        if scope["type"] == "http" and scope["path"].endswith("/"):
-            prefix = scope.get("root_path", "")
-            path = scope["path"].removeprefix(prefix).rstrip("/") or "/"
-            scope = {**scope, "path": prefix + path}
-        await self._app(scope, receive, send)
 
 
 async def _not_stored(request: Request) -> Response:
@@ -358,12 +313,6 @@ async def _no_metrics(request: Request) -> Response:
         "the metrics_export_port of `ray start`, and prom_metrics_service_discovery.json in Ray's folder"
     )
     raise RequestError(404, "not_found_error", message)
-
-
-def _allowed(request: Request) -> Collection[str] | None:
-    """Return the ids of the models that the caller may use; None: all."""
-    caller: Caller | None = request.scope.get("caller")
-    return caller.models if caller else None
 
 
 def _is_json(request: Request, path: str, body: bytes) -> bool:

@@ -13,7 +13,7 @@ import logging
 import random
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -38,12 +38,12 @@ from serve_app.api.errors import (
     internal_error,
 )
 from serve_app.api.headers import request_id
+from serve_app.ingress.context import RequestContext, context_of
 from serve_app.ingress.resume import ResumableStream, UnresumableError
 from serve_app.relay.events import error_event
 from serve_app.relay.frame import KEEP_ALIVE, Head, Piece, unpack
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY
 from serve_app.system import cancellation
 
 logger = logging.getLogger("ray.serve")
@@ -528,7 +528,7 @@ def _hash(request: RelayRequest) -> bytes:
 
 
 class RelayResponse(Response):
-    """An answer that an engine streams. Its usage goes into the request's scope.
+    """An answer that an engine streams. Its usage goes into the request's context.
 
     Args:
         ask: Sends a request to an engine; called when the answer begins.
@@ -577,25 +577,26 @@ class RelayResponse(Response):
                 self._log("an engine failed before it answered", error)
             response = error_response(unavailable(self._failure or error), self._request.path)
             if self._started:
-                scope[STATUS_KEY] = response.status_code
+                context_of(scope).status = response.status_code
                 await send({"type": "http.response.body", "body": response.body, "more_body": False})
             else:
                 await response(scope, receive, send)
             return
+        context = context_of(scope)
         headers = head.headers
         if piece.usage is not None and not any(name.lower() == b"content-length" for name, _ in headers):
             # Clients of HTTP/1.0 can't read chunks.
             headers = [*headers, (b"content-length", str(len(piece.body)).encode())]
         if self._started:
-            scope[STATUS_KEY] = head.status
+            context.status = head.status
         else:
             await send({"type": "http.response.start", "status": head.status, "headers": headers})
         if piece.usage is not None:
-            _keep_usage(scope, piece)
+            _keep_usage(context, piece)
             await self._answered(head)
             await send({"type": "http.response.body", "body": piece.body, "more_body": False})
             return
-        async with aclosing(self._bodies(head, piece, scope)) as bodies:
+        async with aclosing(self._bodies(head, piece, context)) as bodies:
             async for body in bodies:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -633,7 +634,7 @@ class RelayResponse(Response):
                 logger.warning("an engine failed before it answered; trying another: %r", error)
             await self._ask_again(self._request)
 
-    async def _bodies(self, head: Head, piece: Piece, scope: Scope) -> AsyncGenerator[bytes, None]:
+    async def _bodies(self, head: Head, piece: Piece, context: RequestContext) -> AsyncGenerator[bytes, None]:
         """Yield a body of several pieces; have another engine go on with a stream when its own is lost."""
         stream = ResumableStream(head.resume)
         while True:
@@ -641,7 +642,7 @@ class RelayResponse(Response):
             try:
                 while True:
                     body = stream.add(piece)
-                    _keep_usage(scope, piece)
+                    _keep_usage(context, piece)
                     if body:
                         yield body
                     if piece.usage is not None:
@@ -767,6 +768,6 @@ class RelayResponse(Response):
             self._call.cancel()
 
 
-def _keep_usage(scope: MutableMapping[str, Any], piece: Piece) -> None:
+def _keep_usage(context: RequestContext, piece: Piece) -> None:
     if piece.usage is not None and piece.usage.prompt_tokens:
-        scope[SCOPE_KEY] = piece.usage
+        context.usage = piece.usage

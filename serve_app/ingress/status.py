@@ -16,7 +16,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from serve_app.api.protocol import JSON
-from serve_app.auth.middleware import Caller
+from serve_app.auth.key_store import Caller
+from serve_app.ingress.context import context_of
 from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
 from serve_app.quotas.messages import key_subject, tenant_subject
 from serve_app.settings.models import ModelSettings
@@ -354,7 +355,7 @@ class Status:
         body: JSON = {"models": dict(zip(names, reports, strict=True))}
         for name, stats in self._others.items():
             body[name] = await stats()
-        return JSONResponse(own_part(body, request.scope.get("caller")))
+        return JSONResponse(own_part(body, context_of(request.scope).caller))
 
     async def _replica_stats(self, model: str) -> JSON:
         try:
@@ -367,5 +368,5 @@ class Status:
 
 def _may_use(request: Request, model: str) -> bool:
     """Return whether the caller of a request may use a model."""
-    caller: Caller | None = request.scope.get("caller")
-    return caller is None or caller.models is None or model in caller.models
+    models = context_of(request.scope).models
+    return models is None or model in models

@@ -4,12 +4,6 @@ import struct
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-SCOPE_KEY = "saturate.usage"
-"""Key of the ASGI scope under which the Ingress keeps the usage of an answer."""
-
-STATUS_KEY = "saturate.status"
-"""Key of the ASGI scope for the status of an answer that began before that was known."""
-
 MAX_PROMPTS = 64
 """Prompts of one request that are kept one by one; a request may have thousands."""
 

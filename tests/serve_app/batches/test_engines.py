@@ -15,8 +15,8 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import KeyStore
 from serve_app.batches import engines
 from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engine_load import EngineLoad

@@ -14,8 +14,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.api.errors import RequestError, error_response
 from serve_app.ingress.body import read_body
-from serve_app.ingress.body_budget import SMALL, BodyBudget, BodyBudgetMiddleware
+from serve_app.ingress.body_budget import SMALL, BodyBudget
+from serve_app.ingress.context import RequestMiddleware
 from serve_app.settings.ingress import IngressSettings
+from serve_app.telemetry.request_tracker import RequestTracker
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
     LIMIT_S,
@@ -60,7 +62,7 @@ class RawCall:
         headers = [] if length is None else [(b"content-length", str(length).encode())]
         scope: Message = {"type": "http", "method": "POST", "path": "/", "headers": headers}
         self.task = asyncio.ensure_future(
-            BodyBudgetMiddleware(endpoint, budget)(scope, self._receive, self._send)
+            RequestMiddleware(endpoint, RequestTracker([]), budget)(scope, self._receive, self._send)
         )
         self.task.add_done_callback(lambda _: self._waits.set())
 
@@ -260,7 +262,9 @@ async def test_a_body_in_tiny_pieces_takes_no_more_memory_than_its_bytes() -> No
     scope: Message = {"type": "http", "method": "POST", "path": "/", "headers": []}
     tracemalloc.start()
     try:
-        await BodyBudgetMiddleware(app, BodyBudget(LIMITS.bytes_in_flight))(scope, receive, unused)
+        await RequestMiddleware(app, RequestTracker([]), BodyBudget(LIMITS.bytes_in_flight))(
+            scope, receive, unused
+        )
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -15,6 +15,8 @@ from ray.serve.handle import DeploymentResponseGenerator
 from starlette.types import Message, Send
 
 from serve_app.api.errors import RequestError, engine_failed
+from serve_app.ingress.body_budget import BodyBudget
+from serve_app.ingress.context import RequestContext, context_of
 from serve_app.ingress.relay import (
     BACKOFF_S,
     LONG_S,
@@ -30,7 +32,7 @@ from serve_app.relay.frame import LOST, Head, pack, pack_error
 from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.resume import ResumeMode, to_ids
-from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
+from serve_app.relay.usage import RequestUsage
 from tests.batcher.virtual import blocked, now, virtual
 
 PLAIN = [(b"content-type", b"application/json")]
@@ -124,6 +126,13 @@ class Reply:
         return "".join(choice["text"] for choice in choices)
 
 
+def scope_of() -> dict[str, Any]:
+    """Return the scope of a request that has its context."""
+    scope: dict[str, Any] = {"type": "http"}
+    scope["state"] = {"context": RequestContext(scope, BodyBudget(0))}
+    return scope
+
+
 async def no_body() -> Message:
     raise AssertionError("the body was read before")
 
@@ -131,13 +140,13 @@ async def no_body() -> Message:
 async def reply(engines: Engines, take: Send | None = None, **body: Any) -> Reply:
     request = RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
     received = Reply()
-    scope: dict[str, Any] = {"type": "http"}
+    scope = scope_of()
     try:
         losses = await engines.lost.enter(request)
     except PoisonError as error:
         return Reply(error.status)
     await RelayResponse(engines.ask, request, losses)(scope, no_body, take or received.take)
-    received.usage = scope.get(SCOPE_KEY)
+    received.usage = context_of(scope).usage
     assert take is not None or received.ended
     assert all(answer.left for answer in engines.answers), "no call is left running"
     return received
@@ -296,20 +305,20 @@ class LateAnswer(Answer):
 @virtual
 async def test_spaces_come_before_an_answer_that_takes_long(script: Script, status: int, body: Any) -> None:
     received = Reply()
-    scope: dict[str, Any] = {"type": "http"}
+    scope = scope_of()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
     response = RelayResponse(lambda _: EngineCall(LateAnswer(script), served), request, keep_alive=True)
     await response(scope, no_body, received.take)
     assert received.ended
     assert received.status == 200
-    assert scope[STATUS_KEY] == status
+    assert context_of(scope).status == status
     assert received.body.startswith(b"   {")
     answer = json.loads(received.body)
     if body is None:
         assert answer["error"]["code"] == status
     else:
         assert answer == body
-        assert scope[SCOPE_KEY] == USAGE
+        assert context_of(scope).usage == USAGE
 
 
 @pytest.mark.parametrize(("script", "status"), [([ANSWER], 200), ([FULL], 429)])
@@ -317,12 +326,12 @@ async def test_spaces_come_before_an_answer_that_takes_long(script: Script, stat
 async def test_an_answer_that_comes_soon_keeps_its_status(script: Script, status: int) -> None:
     engines = Engines([script])
     received = Reply()
-    scope: dict[str, Any] = {"type": "http"}
+    scope = scope_of()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
     await RelayResponse(engines.ask, request, keep_alive=True)(scope, no_body, received.take)
     assert received.status == status
     assert received.body.startswith(b"{")
-    assert STATUS_KEY not in scope
+    assert context_of(scope).status == 0
 
 
 @virtual
@@ -331,7 +340,7 @@ async def test_a_client_that_leaves_ends_a_call_that_is_kept_alive() -> None:
     received = Reply()
     request = RelayRequest("POST", "/generate", b"", [], b"{}")
     response = RelayResponse(lambda _: EngineCall(answer, served), request, keep_alive=True)
-    task = asyncio.ensure_future(response({"type": "http"}, no_body, received.take))
+    task = asyncio.ensure_future(response(scope_of(), no_body, received.take))
     await asyncio.sleep(1.5 * KEEPALIVE_S)
     assert received.body == b" "
     task.cancel()
@@ -511,7 +520,7 @@ async def test_an_answer_that_can_not_be_sent_is_no_failure_of_its_engine(
 
     request = RelayRequest("POST", "/v1/completions", b"", [], b'{"prompt": "x"}')
     with pytest.raises(type(failure)):
-        await RelayResponse(engines.ask, request)({"type": "http"}, no_body, send)
+        await RelayResponse(engines.ask, request)(scope_of(), no_body, send)
     assert len(engines.asked) == 1
     assert engines.answers[0].left
     assert not caplog.records

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from serve_app.api.protocol import JSON
+from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key
-from serve_app.auth.middleware import Caller
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.ingress.status import own_part
 

@@ -1,4 +1,4 @@
-"""Authentication: the valid API keys, and the ASGI middleware that requires one."""
+"""The valid API keys, and the callers that have them."""
 
 import logging
 import os
@@ -7,9 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from serve_app.api.errors import RequestError, error_response, path_of
+from serve_app.api.errors import RequestError
 from serve_app.api.headers import Headers, bearer_token
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling, SchedulingFields, scheduling_of
@@ -90,9 +88,6 @@ class KeyStore:
         now: Time of day, in seconds since the epoch, at which keys expire.
         quotas: The service keeps quotas: without it, a key that has one is refused.
 
-    Attributes:
-        trusted_proxies: Proxies whose `X-Forwarded-For` counts.
-
     Raises:
         SettingsError: The keys can't be read.
     """
@@ -110,7 +105,7 @@ class KeyStore:
         self._file = WatchedFile(settings.keys_file, "access.keys_file") if settings.keys_file else None
         self._clock = clock
         self._now = now
-        self.trusted_proxies = Networks(settings.trusted_proxies)
+        self._trusted_proxies = Networks(settings.trusted_proxies)
         self._fixed: list[Key] = []
         if name := settings.keys_env:
             if name not in environment:
@@ -175,6 +170,24 @@ class KeyStore:
             raise RequestError(401, "authentication_error", message)
         return caller
 
+    def authenticate(self, headers: Headers, host: str | None) -> Caller:
+        """Return the caller of a request.
+
+        Args:
+            headers: The request's headers.
+            host: The address of the connection's other end; None, or empty: the server doesn't know it.
+
+        Raises:
+            RequestError: 401, see `find`; 403, the client's address is not among those of its key.
+        """
+        caller = self.find(headers)
+        if caller.allow_from is not None:
+            address = client_address(host, headers, self._trusted_proxies)
+            if address is None or address not in caller.allow_from:
+                message = f"This API key may not be used from your address, {address or 'which is unknown'}."
+                raise RequestError(403, "permission_error", message)
+        return caller
+
     def describe(self) -> list[JSON]:
         """Return all keys for an administrator, without hashes; see `Key.describe`."""
         now = self._now()
@@ -225,53 +238,6 @@ class KeyStore:
                 "%s: has the key of %s in plain text; remove it, the hash is enough", source, ", ".join(names)
             )
         return keys
-
-
-class AuthMiddleware:
-    """ASGI middleware that requires a valid API key, and enforces its addresses and its rate limit.
-
-    It puts the caller into the scope, as "caller".
-
-    Args:
-        app: The application behind it.
-        keys: The valid keys.
-    """
-
-    def __init__(self, app: ASGIApp, keys: KeyStore) -> None:
-        self._app = app
-        self._keys = keys
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            # No route of the application takes websockets.
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] != "http" or path_of(scope) in OPEN:
-            await self._app(scope, receive, send)
-            return
-        try:
-            caller = self._keys.find(scope["headers"])
-            if caller.allow_from is not None:
-                self._check_address(scope, caller.allow_from)
-            rate_limit = caller.rate_limit
-            entered = rate_limit.enter()
-        except RequestError as error:
-            await error_response(error, path_of(scope))(scope, receive, send)
-            return
-        scope["caller"] = caller
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            rate_limit.leave(entered)
-
-    def _check_address(self, scope: Scope, allowed: Networks) -> None:
-        """Raise a RequestError if the client's address is not among those of its key."""
-        # None, or empty: the server doesn't know it.
-        host, *_ = scope.get("client") or (None,)
-        address = client_address(host, scope["headers"], self._keys.trusted_proxies)
-        if address is None or address not in allowed:
-            message = f"This API key may not be used from your address, {address or 'which is unknown'}."
-            raise RequestError(403, "permission_error", message)
 
 
 def _api_key(headers: Headers) -> bytes:

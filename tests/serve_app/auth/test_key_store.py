@@ -1,6 +1,5 @@
-"""Valid keys, their permissions, their reload, and the middleware that requires one."""
+"""Valid keys, their permissions and addresses, and their reload."""
 
-import asyncio
 import errno
 import gc
 import json
@@ -12,18 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse
-from starlette.routing import Route
-from starlette.types import Message
 
 from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import SchedulingFields
+from serve_app.auth.key_store import Caller, KeyStore
 from serve_app.auth.keys import hash_key, new_key
-from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
 from serve_app.settings.ingress import AccessSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.system.rounds import SILENT_S
@@ -457,7 +450,7 @@ def test_a_source_with_a_key_in_plain_text_works_and_warns(
     assert key not in record.getMessage()
 
 
-# The middleware
+# Addresses
 
 
 def from_address(
@@ -467,26 +460,17 @@ def from_address(
     allowed = {"allow_from": ["10.0.0.0/8", "2001:db8::/32"]} | more
     settings = AccessSettings.model_validate({"keys_env": "KEYS", "trusted_proxies": trusted})
     keys = KeyStore(settings, environment={"KEYS": json.dumps([entry(**allowed)])})
-    sent: list[Any] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await PlainTextResponse("ok")(scope, receive, send)
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        raise AssertionError
-
     headers = bearer(KEY) + [(b"x-forwarded-for", value.encode()) for value in forwarded]
-    scope = {"type": "http", "path": "/", "headers": headers, "client": host and (host, 5000)}
-    asyncio.run(AuthMiddleware(app, keys)(scope, receive, send))
-    status: int = sent[0]["status"]
-    if status != 200:
-        error = json.loads(sent[1]["body"])["error"]
-        assert error["type"] == "permission_error"
-        assert KEY not in error["message"]
-    return status
+    try:
+        found = keys.authenticate(headers, host).key.name
+    except RequestError as error:
+        refused = error
+    else:
+        assert found == "ada"
+        return 200
+    assert refused.type == "permission_error"
+    assert KEY not in refused.message
+    return refused.status
 
 
 @pytest.mark.parametrize(
@@ -519,125 +503,6 @@ def test_without_trusted_proxies_the_header_does_not_count() -> None:
 
 def test_a_key_without_ranges_is_for_all_addresses() -> None:
     assert from_address(None, allow_from=None) == 200
-
-
-def test_a_request_from_elsewhere_takes_nothing_from_the_limits() -> None:
-    keys = made(entry(allow_from=["10.0.0.0/8"], requests_per_minute=1))
-    rate_limit = keys.find(bearer(KEY)).rate_limit
-
-    async def ask(host: str) -> int:
-        transport = httpx.ASGITransport(
-            AuthMiddleware(Starlette(routes=[Route("/", hello)]), keys), client=(host, 5000)
-        )
-        async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as http:
-            return (await http.get("/", headers={"authorization": f"Bearer {KEY}"})).status_code
-
-    async def run() -> list[int]:
-        return [await ask(host) for host in ("203.0.113.9", "203.0.113.9", "10.0.0.1", "10.0.0.1")]
-
-    assert asyncio.run(run()) == [403, 403, 200, 429]
-    assert rate_limit.in_flight == 0
-
-
-async def hello(request: Request) -> PlainTextResponse:
-    return PlainTextResponse(request.scope["caller"].key.name)
-
-
-async def healthy(request: Request) -> PlainTextResponse:
-    return PlainTextResponse("ok")
-
-
-def client(keys: KeyStore, app: Any = None) -> httpx.AsyncClient:
-    app = app or Starlette(routes=[Route("/", hello), Route("/health", healthy)])
-    return httpx.AsyncClient(
-        transport=httpx.ASGITransport(AuthMiddleware(app, keys)), base_url="http://saturate"
-    )
-
-
-async def test_a_request_with_a_key_passes_and_has_its_caller() -> None:
-    async with client(made(entry())) as http:
-        response = await http.get("/")
-        assert response.status_code == 401
-        assert response.headers["www-authenticate"] == "Bearer"
-        assert response.json()["error"]["type"] == "authentication_error"
-        assert (await http.get("/", headers={"authorization": f"Bearer {KEY}"})).text == "ada"
-
-
-@pytest.mark.parametrize("path", ["/", "/nothing", "/healthy", "/health/", "/x/health", "/x/health/../stats"])
-async def test_only_health_needs_no_key(path: str) -> None:
-    async with client(made(entry())) as http:
-        assert (await http.get("/health")).status_code == 200
-        assert (await http.get(path)).status_code == 401
-
-
-async def test_a_key_above_its_rate_is_429_with_retry_after() -> None:
-    async with client(made(entry(requests_per_minute=1))) as http:
-        headers = {"authorization": f"Bearer {KEY}"}
-        assert (await http.get("/", headers=headers)).status_code == 200
-        response = await http.get("/", headers=headers)
-        assert response.status_code == 429
-        assert 50 <= int(response.headers["retry-after"]) <= 60
-
-
-@pytest.mark.parametrize("end", ["returns", "raises", "is cancelled"])
-async def test_a_request_leaves_the_rate_limit_however_it_ends(end: str) -> None:
-    inside, go = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        inside.set()
-        await go.wait()
-        if end == "raises":
-            raise ValueError
-
-    keys = made(entry(max_concurrency=1))
-    authenticated = AuthMiddleware(app, keys)
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def receive() -> Message:
-        raise AssertionError
-
-    scope = {"type": "http", "path": "/", "headers": bearer(KEY)}
-    task = asyncio.ensure_future(authenticated(dict(scope), receive, send))
-    async with asyncio.timeout(LIMIT_S):
-        await inside.wait()
-        await authenticated(dict(scope), receive, send)
-        assert sent[0]["status"] == 429
-        if end == "is cancelled":
-            task.cancel()
-        go.set()
-        await asyncio.wait([task])
-    assert keys.find(bearer(KEY)).rate_limit.in_flight == 0
-
-
-async def test_a_websocket_is_closed() -> None:
-    sent: list[Message] = []
-
-    async def send(message: Message) -> None:
-        sent.append(message)
-
-    async def app(*_: Any) -> Any:
-        raise AssertionError
-
-    await AuthMiddleware(app, made(entry()))(
-        {"type": "websocket", "path": "/health", "headers": []}, app, send
-    )
-    assert [message["type"] for message in sent] == ["websocket.close"]
-
-
-async def test_the_start_of_the_application_needs_no_key_and_has_no_path() -> None:
-    begun: list[str] = []
-
-    async def app(scope: Any, *_: Any) -> None:
-        begun.append(scope["type"])
-
-    async def unused(*_: Any) -> Any:
-        raise AssertionError
-
-    await AuthMiddleware(app, made(entry()))({"type": "lifespan"}, unused, unused)
-    assert begun == ["lifespan"]
 
 
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EMFILE])
