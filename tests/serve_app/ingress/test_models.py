@@ -9,7 +9,7 @@ import pytest
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.ingress.models import RETRY_S, ServedModels
+from serve_app.ingress.models import RETRY_S, ServedModels, start_replica
 from serve_app.settings.schema import parse
 from tests.batcher.virtual import Clock, until
 
@@ -455,3 +455,19 @@ async def test_other_refusals_of_a_quota_stay_as_they_are(name: str, error: Requ
     replicas = Replicas()
     assert routing(LLM, SHORT, FUNCTION, replicas=replicas).refusal(name, error) is error
     assert replicas.started == []
+
+
+async def test_a_replica_is_started_by_a_call() -> None:
+    calls: list[dict[str, Any]] = []
+
+    class Handle:
+        def options(self, **options: Any) -> "Handle":
+            calls.append(options)
+            return self
+
+        async def remote(self) -> JSON:
+            return {}
+
+    await start_replica(Handle())
+    # Unlike a broadcast, a call makes Ray Serve scale the model up.
+    assert [call["method_name"] for call in calls] == ["stats"]

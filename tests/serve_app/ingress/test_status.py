@@ -1,4 +1,4 @@
-"""Calls of every replica, with Ray Serve's own response and replicas that the test plays."""
+"""Statistics: calls of every replica, with replicas that the test plays, and what a caller may see."""
 
 import asyncio
 from typing import Any
@@ -6,7 +6,11 @@ from typing import Any
 import pytest
 from ray.serve.handle import DeploymentBroadcastResponse
 
-from serve_app.ingress.status import broadcast
+from serve_app.api.protocol import JSON
+from serve_app.auth.key_store import Caller
+from serve_app.auth.keys import Key
+from serve_app.auth.rate_limit import RateLimit
+from serve_app.ingress.status import broadcast, own_part, replica_stats
 
 TURNS = 20
 """More turns of the loop than a call needs once its replica has answered."""
@@ -71,6 +75,15 @@ async def test_each_replica_is_asked() -> None:
     assert handle.options_given == [{"_by_reference": True}]
 
 
+async def test_the_statistics_are_those_of_each_replica() -> None:
+    handle: Any = Handle()
+    asking = asyncio.create_task(replica_stats(handle, one))
+    await turn(TURNS)
+    handle.answers[0].set_result({"replica": "a"})
+    assert await asking == [{"replica": "a"}]
+    assert handle.calls == [("stats", ())]
+
+
 async def test_a_model_without_replicas_is_not_asked() -> None:
     async def none() -> int:
         return 0
@@ -120,3 +133,49 @@ async def test_a_replica_that_stops_is_an_error_and_no_cancellation() -> None:
     handle.answers[0].cancel()
     with pytest.raises(ConnectionError, match="stopped while it was asked"):
         await asking
+
+
+# The part that a caller may see
+
+
+def caller(name: str, **fields: Any) -> Caller:
+    """Return the caller with a key of the tenant `research`."""
+    key = Key.model_validate({"name": name, "sha256": "0" * 64, "tenant": "research"} | fields)
+    return Caller(key, RateLimit(lambda: 0.0))
+
+
+def stats() -> JSON:
+    limit = {"tokens_per_day": {"limit": 9, "remaining": 4, "reserved": 0, "ends_in_s": 60.0}}
+    return {
+        "models": {
+            "demo": {
+                "replicas": [
+                    {"replica": "a", "usage": {"tenants": {"research": {"calls": 1}, "sales": {"calls": 2}}}}
+                ]
+            },
+            "none": {"replicas": [], "error": "no answer"},
+        },
+        "quotas": {
+            "holders": 2,
+            "limits": {"key ada": limit, "key bob": limit, "tenant research": limit, "tenant sales": limit},
+        },
+    }
+
+
+def test_a_key_sees_its_own_usage_and_limits() -> None:
+    found = own_part(stats(), caller("ada"))
+    (replica,) = found["models"]["demo"]["replicas"]
+    assert set(replica["usage"]["tenants"]) == {"research"}
+    assert set(found["quotas"]["limits"]) == {"key ada", "tenant research"}
+    assert found["quotas"]["holders"] == 2
+
+
+@pytest.mark.parametrize("who", [None, caller("root", admin=True)])
+def test_an_administrator_sees_all_and_so_does_anybody_without_keys(who: Caller | None) -> None:
+    assert own_part(stats(), who) == stats()
+
+
+def test_a_service_without_quotas_has_none_to_show() -> None:
+    assert own_part({"models": {}}, caller("ada")) == {"models": {}}
+    away = {"models": {}, "quotas": {"error": "the replica is gone"}}
+    assert own_part(away, caller("ada")) == away
