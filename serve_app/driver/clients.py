@@ -211,9 +211,8 @@ class HandleClient:
             try:
                 return await self._generate(body)
             except EngineLostError as error:
-                if not losses.add(error):
+                if not await losses.add(error):
                     raise
-                losses.check()
                 await back_off(losses.count)
 
     async def _generate(self, body: JSON) -> JSON:

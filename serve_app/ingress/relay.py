@@ -12,7 +12,7 @@ import hashlib
 import logging
 import random
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -401,13 +401,16 @@ class Losses:
         self._engines: set[str] = set()
         self._hash: bytes | None = None
 
-    def add(self, error: Exception, engine: str | None = None) -> bool:
+    async def add(self, error: Exception, engine: str | None = None) -> bool:
         """Return whether a call failed since its engine was lost while it had the request, and count it.
 
         Args:
             error: The error of the call.
             engine: Id of the engine, which is lost once: its process may take the request again while it
                 ends. None: it isn't known.
+
+        Raises:
+            PoisonError: The request may not be tried on another engine.
         """
         if not ran_there(error):
             return False
@@ -415,21 +418,19 @@ class Losses:
             self.count += 1
         if engine is not None:
             self._engines.add(engine)
-        return True
-
-    def check(self) -> None:
-        """Raise a PoisonError if the request may not be tried on another engine."""
+        if self._memory is not None:
+            self._memory.note(await self.hash(), self.count)
         if self.count >= MAX_LOST:
+            logger.error(
+                "%d engines were lost with the same request; it is not sent on: %r", self.count, error
+            )
             raise PoisonError("it is not tried again")
-
-    async def remember(self) -> None:
-        """Keep the losses for the repeats of the request."""
-        if self._memory is not None and self._request is not None:
-            self._memory.note(await self.hash(), len(self._request.body), self.count)
+        return True
 
     async def forget(self) -> None:
         """Forget what the memory has of the request: an engine has answered it."""
-        if self._memory is not None and self._request is not None and self._memory.may_have(self._request):
+        # Without a loss that is remembered it is empty, that is false, and no body is hashed.
+        if self._memory:
             self._memory.forget(await self.hash())
 
     async def hash(self) -> bytes:
@@ -449,7 +450,8 @@ class LostEngines:
     second try succeeds, and so does its own after the kill of a healthy engine. A request that loses the
     second engine too is not tried again, and its repeats are refused for `REMEMBERED_S`.
 
-    Requests are the same if route and body are; uploads never are. Nothing is kept of them but a hash.
+    Requests are the same if route and body are; uploads never are. Nothing is kept of them but a hash, and
+    none is computed while nothing is remembered.
 
     Args:
         clock: Returns the time in seconds.
@@ -459,9 +461,8 @@ class LostEngines:
     def __init__(self, clock: Callable[[], float] = time.monotonic, most: int = MAX_REMEMBERED) -> None:
         self._clock = clock
         self._most = most
-        # The engines lost, when, and the size of the body, by hash.
-        self._lost: OrderedDict[bytes, tuple[int, float, int]] = OrderedDict()
-        self._sizes: Counter[int] = Counter()
+        # The engines lost, and when, by hash.
+        self._lost: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def __len__(self) -> int:
         """Return how many requests are remembered."""
@@ -475,47 +476,32 @@ class LostEngines:
         """
         losses = Losses(request, self)
         self._drop()
-        if self.may_have(request):
-            losses.count = self._lost.get(await losses.hash(), (0,))[0]
+        if self._lost:
+            losses.count, _ = self._lost.get(await losses.hash(), (0, 0.0))
         if losses.count >= MAX_LOST:
             raise PoisonError("it is refused for some minutes")
         return losses
 
-    def may_have(self, request: RelayRequest) -> bool:
-        """Return whether a body of this size is remembered; if none is, a body needn't be hashed."""
-        return len(request.body) in self._sizes
+    def note(self, hash: bytes, count: int) -> None:
+        """Note how many engines a request has lost in a row.
 
-    def note(self, hash: bytes, size: int, count: int) -> None:
-        """Note the losses of a request.
-
-        Args:
-            hash: Its hash.
-            size: Bytes of its body.
-            count: Engines that it has lost in a row. An engine that had it several times is lost once; so the
-                number is the caller's.
+        An engine that had the same request several times is lost once; so the number is the caller's.
         """
-        before = self.forget(hash)
-        self._lost[hash] = max(count, before), self._clock(), size
-        self._sizes[size] += 1
+        before, _ = self._lost.pop(hash, (0, 0.0))
+        self._lost[hash] = max(count, before), self._clock()
         self._drop()
 
-    def forget(self, hash: bytes) -> int:
-        """Forget a request, and return how many engines were lost with it."""
-        if (found := self._lost.pop(hash, None)) is None:
-            return 0
-        count, _, size = found
-        self._sizes[size] -= 1
-        if not self._sizes[size]:
-            del self._sizes[size]
-        return count
+    def forget(self, hash: bytes) -> None:
+        """Forget a request."""
+        self._lost.pop(hash, None)
 
     def _drop(self) -> None:
         """Forget what is over, and what is too much."""
         while self._lost:
-            hash, (_, at, _) = next(iter(self._lost.items()))
+            hash, (_, at) = next(iter(self._lost.items()))
             if len(self._lost) <= self._most and self._clock() - at < REMEMBERED_S:
                 return
-            self.forget(hash)
+            del self._lost[hash]
 
 
 def _hash(request: RelayRequest) -> bytes:
@@ -736,15 +722,7 @@ class RelayResponse(Response):
             PoisonError: The request may be the cause.
         """
         assert self._call is not None
-        if not self._losses.add(error, self._call.engine):
-            return
-        await self._losses.remember()
-        try:
-            self._losses.check()
-        except PoisonError:
-            count = self._losses.count
-            logger.error("%d engines were lost with the same request; it is not sent on: %r", count, error)
-            raise
+        await self._losses.add(error, self._call.engine)
 
     def _log(self, event: str, error: Exception) -> None:
         """Log a failure: one of an engine or a limit in a line, any other one with its stack."""
