@@ -13,9 +13,9 @@ import logging
 import random
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import ray
@@ -189,14 +189,6 @@ async def back_off(tried: int) -> None:
 # One try
 
 
-class Messages(Protocol):
-    """The result of a handle for a method that streams."""
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-    def cancel(self) -> None: ...
-
-
 class EngineCall:
     """The pieces of an answer, without the keep-alives between them.
 
@@ -204,14 +196,14 @@ class EngineCall:
     first piece that is asked for.
 
     Args:
-        messages: The result of the handle.
+        messages: The result of a handle for a method that streams, such as Ray Serve's.
         served: Tells whether any engine could have the request by now; it may wait for one to start.
         lives: Tells whether the process of an engine lives, by the id of its actor.
     """
 
     def __init__(
         self,
-        messages: Messages,
+        messages: Any,
         served: Callable[[], Awaitable[bool]],
         lives: Callable[[str], Awaitable[bool]] | None = None,
     ) -> None:
@@ -437,8 +429,13 @@ class Losses:
         """Return the hash of route and body. It is computed once, that of a large body in a thread."""
         if self._hash is None:
             assert self._request is not None
-            large = len(self._request.body) > LARGE_BYTES
-            self._hash = await asyncio.to_thread(_hash, self._request) if large else _hash(self._request)
+            body = self._request.body
+            hash = hashlib.sha256(f"{self._request.path}\0{self._request.upload}\0".encode())
+            if len(body) > LARGE_BYTES:
+                await asyncio.to_thread(hash.update, body)
+            else:
+                hash.update(body)
+            self._hash = hash.digest()
         return self._hash
 
 
@@ -504,12 +501,6 @@ class LostEngines:
             del self._lost[hash]
 
 
-def _hash(request: RelayRequest) -> bytes:
-    hash = hashlib.sha256(f"{request.path}\0{request.upload}\0".encode())
-    hash.update(request.body)
-    return hash.digest()
-
-
 # The answer
 
 
@@ -556,7 +547,7 @@ class RelayResponse(Response):
 
     async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            head, piece = await (self._begin_alive(send) if self._keep_alive else self._begin())
+            head, piece = await (self._begin_alive(send) if self._keep_alive else self._begin(self._request))
         except Exception as error:
             # `_log` logs the stack of a fault.
             if self._failure is None:
@@ -589,7 +580,7 @@ class RelayResponse(Response):
 
     async def _begin_alive(self, send: Send) -> tuple[Head, Piece]:
         """Do as `_begin`, and send a space every few seconds meanwhile: JSON may begin with spaces."""
-        beginning = asyncio.ensure_future(self._begin())
+        beginning = asyncio.ensure_future(self._begin(self._request))
         try:
             while not (await asyncio.wait([beginning], timeout=KEEPALIVE_S))[0]:
                 if not self._started:
@@ -601,10 +592,10 @@ class RelayResponse(Response):
         finally:
             beginning.cancel()
 
-    async def _begin(self) -> tuple[Head, Piece]:
-        """Return the head and the first piece, from the first engine that answers."""
-        self._ask(self._request)
+    async def _begin(self, request: RelayRequest) -> tuple[Head, Piece]:
+        """Return the head and the first piece of the first engine that can serve a request."""
         while True:
+            await self._ask(request)
             try:
                 head, piece = await self._first_piece()
                 if piece.usage is not None:
@@ -618,7 +609,6 @@ class RelayResponse(Response):
                 if not is_lost(error) or self._tried == self._tries:
                     raise
                 logger.warning("an engine failed before it answered; trying another: %r", error)
-            await self._ask_again(self._request)
 
     async def _bodies(self, head: Head, piece: Piece, context: RequestContext) -> AsyncGenerator[bytes, None]:
         """Yield a body of several pieces; have another engine go on with a stream when its own is lost."""
@@ -665,24 +655,14 @@ class RelayResponse(Response):
         if not is_lost(error):
             raise UnresumableError("the replica itself is not lost")
         request = stream.rest_of(self._request)
-        while self._tried < self._tries:
-            logger.warning("an engine failed in the middle of an answer; another goes on: %r", error)
-            await self._ask_again(request)
-            try:
-                head, piece = await self._first_piece()
-            except Exception as failure:
-                # As in `_begin`.
-                await self._note_loss(failure)
-                if not is_lost(failure):
-                    raise
-                error = failure
-                continue
-            if head.resume:
-                stream.go_on(head.resume)
-                return piece
-            if head.status != UNAVAILABLE:
-                raise UnresumableError(f"the other engine answered {head.status}")
-        raise UnresumableError("no engine could go on")
+        if self._tried == self._tries:
+            raise UnresumableError("no engine is left to ask")
+        logger.warning("an engine failed in the middle of an answer; another goes on: %r", error)
+        head, piece = await self._begin(request)
+        if not head.resume:
+            raise UnresumableError(f"the other engine answered {head.status}")
+        stream.go_on(head.resume)
+        return piece
 
     async def _first_piece(self) -> tuple[Head, Piece]:
         piece = await self._next_piece()
@@ -732,14 +712,13 @@ class RelayResponse(Response):
             id = request_id(self._request.headers)
             logger.error("request %s to %s: %s", id, self._request.path, event, exc_info=error)
 
-    def _ask(self, request: RelayRequest) -> None:
+    async def _ask(self, request: RelayRequest) -> None:
+        """Send a request to an engine, after a pause if that is not the first one."""
+        if self._call is not None:
+            self._cancel()
+            await back_off(self._tried)
         self._tried += 1
         self._call = self._start(request)
-
-    async def _ask_again(self, request: RelayRequest) -> None:
-        self._cancel()
-        await back_off(self._tried)
-        self._ask(request)
 
     def _cancel(self) -> None:
         if self._call is not None:
