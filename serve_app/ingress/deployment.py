@@ -81,6 +81,7 @@ class Ingress:
         engines: The handle of each model's Engine, by model id.
         batch_handle: The handle of the Batches deployment; None: there is none.
         quotas: The handle of the Quotas deployment; None: there is none.
+        engines_app: The Serve application of the Engines; None: the Ingress' own.
     """
 
     def __init__(
@@ -89,13 +90,15 @@ class Ingress:
         engines: Mapping[str, DeploymentHandle[Any]],
         batch_handle: DeploymentHandle[Any] | None = None,
         quotas: Handle | None = None,
+        engines_app: str | None = None,
     ) -> None:
         flush_warnings()
         self._settings = settings
         self._engines = dict(engines)
         context = serve.get_replica_context()
         profiles = {model.id: profile for model in settings.models if (profile := model.profile)}
-        self._health = Health(context.app_name, list(self._engines), profiles)
+        self._own = Health(context.app_name, list(self._engines), profiles)
+        self._health = Health(engines_app, list(self._engines), profiles) if engines_app else self._own
         self._relays = {
             model: Relay(handle, partial(self._health.running, model))
             for model, handle in self._engines.items()
@@ -187,7 +190,7 @@ class Ingress:
         return Response(await self._document.text(prefix), media_type="application/json")
 
     def _running(self, deployment: str) -> Callable[[], Awaitable[int]]:
-        return partial(self._health.running_other, deployment)
+        return partial(self._own.running_other, deployment)
 
     async def _generate(self, request: Request) -> Response:
         limits = self._settings.ingress
