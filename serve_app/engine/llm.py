@@ -32,8 +32,8 @@ from serve_app.engine.replica import (
     usage_stats,
 )
 from serve_app.engine.turns import EngineTurns, Place, asking
-from serve_app.engine.usage_metrics import UsageMetrics
 from serve_app.ledger.calls import Call, Origin
+from serve_app.ledger.metrics import UsageMetrics
 from serve_app.ledger.writer import ledger_of, new_book, start_writer
 from serve_app.quotas.handle import Handle
 from serve_app.relay.frame import LOST, pack_error, split
@@ -121,7 +121,6 @@ class Engine:
                     max_prompts=max_prompts,
                     book=self._book,
                     metrics=telemetry.metrics and telemetry.engine_metrics,
-                    exact=usage.ledger is not None,
                 )
                 app, self._routes = await self._engine.start()
                 if share is not None and self._turns is not None:
@@ -222,7 +221,7 @@ class Engine:
             )
             try:
                 async with self._quotas.reserved(scheduling.tenant, demand, context, usage):
-                    with self._accounted(origin) as call:
+                    with self._accounted(origin, usage) as call:
                         response = await self._generate(request, scheduling, usage, call, adapter)
             except RequestError:
                 if self._engine.died:
@@ -245,7 +244,7 @@ class Engine:
                 yield pack_error(error, request.path)
                 return
         try:
-            with self._holding(request.tokens), self._accounted(origin_of(request)) as call:
+            with self._holding(request.tokens), self._accounted(origin_of(request), usage) as call:
                 if refusal := self._unserved(request.path):
                     yield pack_error(refusal, request.path)
                     return
@@ -262,10 +261,11 @@ class Engine:
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, the engine's limits, and the usage since the start."""
-        usage: JSON = usage_stats(self._book, self._tenants)
-        if counters := self._engine.counters:
+        counters = self._engine.stats
+        usage = usage_stats(self._book, self._tenants) | {
             # For a comparison: the ledger counts by call, vLLM by step.
-            usage["engine"] = {"prompt": counters.prompt, "output": counters.output}
+            "engine": {"prompt": counters.prompt, "output": counters.output}
+        }
         turn = {} if self._turns is None else {"turn": self._turns.stats()}
         return replica_stats(
             self._engine.batcher.stats,
@@ -323,9 +323,9 @@ class Engine:
             self._held -= tokens
 
     @contextmanager
-    def _accounted(self, origin: Origin) -> Iterator[Call]:
+    def _accounted(self, origin: Origin, usage: RequestUsage) -> Iterator[Call]:
         """Account for the work of a call."""
-        call = self._book.open(origin)
+        call = self._book.open(origin, usage)
         try:
             yield call
         finally:
@@ -365,10 +365,10 @@ class Engine:
 
         def report() -> None:
             usage()
-            meters.count(PROMPT_TOKENS, engine.llm.prompt_tokens, model)
-            meters.count(OUTPUT_TOKENS, engine.batcher.stats.output_tokens, model)
+            meters.count(PROMPT_TOKENS, engine.stats.prompt, model)
+            meters.count(OUTPUT_TOKENS, engine.stats.output, model)
             meters.record(LOOP_HELD, watch.take_longest(), model)
-            engine.report_metrics()
+            engine.stats.flush()
 
         return report
 

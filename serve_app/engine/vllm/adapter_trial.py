@@ -3,7 +3,6 @@
 The imports are those of vLLM 0.32.
 """
 
-import asyncio
 import math
 from typing import Any
 
@@ -17,9 +16,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve_app.engine.adapter_files import AdapterError
-from serve_app.engine.vllm.usage import set_part
+from serve_app.engine.vllm.stats import own_work
 from serve_app.engine.vllm.warm_up import POOLING
-from serve_app.ledger.calls import CallBook, Origin
+from serve_app.ledger.calls import CallBook
 
 TEXT = (
     'What is 47+28? The quick brown fox jumps over the lazy dog: 3.14, (6*7) = 42; "Straße" & {x: [1, 2]} '
@@ -44,29 +43,19 @@ async def try_adapter(llm: Any, request: LoRARequest, book: CallBook) -> None:
     Raises:
         AdapterError: A number isn't finite, or the engine takes no such request.
     """
-    # A task of its own: the part is not to be that of the caller.
-    await asyncio.create_task(_try(llm, request, book))
-
-
-async def _try(llm: Any, request: LoRARequest, book: CallBook) -> None:
     limit = max(1, min(MOST_TOKENS, llm.model_config.max_model_len - 2))
     prompt = tokens_input(llm.get_tokenizer().encode(TEXT)[:limit])
-    call = book.open(Origin(source="warm_up"))
-    part = call.part()
-    set_part(part)
     try:
         tasks = await llm.get_supported_tasks()
-        if "generate" in tasks:
-            finite = await _generates(llm, request, prompt)
-        elif (task := llm.model_config.get_pooling_task(tasks)) in POOLING:
-            finite = await _pools(llm, request, prompt, task)
-        else:
-            finite = True
+        with own_work(book):
+            if "generate" in tasks:
+                finite = await _generates(llm, request, prompt)
+            elif (task := llm.model_config.get_pooling_task(tasks)) in POOLING:
+                finite = await _pools(llm, request, prompt, task)
+            else:
+                finite = True
     except (VLLMClientError, ValueError) as error:
         raise AdapterError(f"can't be tried, since the engine refuses the trial request: {error}") from None
-    finally:
-        part.end()
-        call.close()
     if not finite:
         raise AdapterError(
             "gives numbers that are not finite (NaN): a trial request with it failed. Its matrices or its "

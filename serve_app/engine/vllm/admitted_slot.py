@@ -4,7 +4,6 @@ The imports are those of vLLM 0.32.
 """
 
 import asyncio
-import time
 from typing import Any
 
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -12,10 +11,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from batcher import BatcherError, ContinuousBatcher, Slot
 from serve_app.engine.admission import current, refusal_of
 from serve_app.engine.vllm.refusal import RefusedError
-from serve_app.engine.vllm.usage import set_part
-from serve_app.ledger.calls import Part
-from serve_app.ledger.rows import Outcome
-from serve_app.relay.usage import PromptUsage
+from serve_app.engine.vllm.stats import slot_usage
+from serve_app.relay.usage import Outcome, SlotUsage
 
 
 class AdmittedSlot:
@@ -25,13 +22,13 @@ class AdmittedSlot:
         last: The last output of vLLM.
     """
 
-    __slots__ = ("_length", "_part", "_result", "_slot", "last")
+    __slots__ = ("_length", "_result", "_slot", "_usage", "last")
 
     def __init__(
         self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int, n: int = 1
     ) -> None:
         self._length = length
-        self._part: Part | None = None
+        self._usage: SlotUsage
         self.last: Any = None
         request, self._result = current()
         # The first slot of a request is refused when the queue is full; once it has one, the others wait, and
@@ -59,30 +56,19 @@ class AdmittedSlot:
             self._result.refusal = refusal_of(error)
             raise RefusedError(self._result.refusal) from None
         self._result.admitted = True
-        if (call := self._result.call) is not None:
-            self._part = call.part(slot.started_at - slot.submitted_at)
-            # vLLM adds its sequences in this task, before it does anything else.
-            set_part(self._part)
+        try:
+            self._usage = self._result.usage.begin(slot, self._length)
+        except BaseException as error:
+            await slot.__aexit__(type(error), error, None)
+            raise
+        # vLLM adds its sequences in this task, before it does anything else.
+        slot_usage.set(self._usage)
         return slot
 
     async def __aexit__(self, *exc: Any) -> None:
-        slot = self._slot
-        if self._part is not None:
-            # Its sequences have ended before: their generator is closed first.
-            self._part.end(self._outcome(exc[0]))
-        await slot.__aexit__(*exc)
-        cached = getattr(self.last, "num_cached_tokens", None) or 0
-        self._result.usage.add(
-            PromptUsage(
-                slot.submitted_at,
-                slot.started_at,
-                time.monotonic(),
-                self._length,
-                slot.output_tokens,
-                # A stream that goes on has more in the cache than its prompt.
-                min(cached, self._length),
-            )
-        )
+        # Its sequences have ended before: their generator is closed first.
+        self._usage.end(self._outcome(exc[0]))
+        await self._slot.__aexit__(*exc)
 
     def _outcome(self, error: type[BaseException] | None) -> Outcome:
         # A reader may leave the last output without waiting for the end.

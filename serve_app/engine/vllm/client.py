@@ -11,7 +11,6 @@ from vllm import SamplingParams
 from vllm.outputs import PoolingRequestOutput, RequestOutput
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
@@ -27,6 +26,7 @@ from serve_app.engine.vllm.refusal import RefusedError
 from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
 from serve_app.engine.vllm.scheduler import may_be_held
+from serve_app.engine.vllm.stats import CountedLLM
 from serve_app.relay.resume import StreamTokens
 
 NO_ADAPTER = nullcontext()
@@ -38,7 +38,7 @@ MAX_ID = 256
 """Characters of an id that vLLM gets, which come back with each token. One of the Ingress has 128 at most."""
 
 
-class GatedLLM(AsyncLLM):  # type: ignore[misc]
+class GatedLLM(CountedLLM):
     """An `AsyncLLM` whose requests are admitted by a batcher first.
 
     Attributes:
@@ -46,7 +46,6 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         piece_rate: Bounds the pieces per second of all streams.
         by_priority: vLLM schedules by priority too.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
-        prompt_tokens: Tokens of the prompts that were admitted.
         adapters: The LoRA adapters that requests may name.
         grammars: Checks the grammars that the engine compiles; None: another backend than xgrammar does.
     """
@@ -55,7 +54,6 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
     piece_rate: PieceRate
     by_priority: bool
     max_prompt_logprobs: int
-    prompt_tokens: int = 0
     adapters: Adapters
     grammars: GrammarCheck | None = None
 
@@ -98,7 +96,6 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
             self._adapter(options),
             aclosing(results),
         ):
-            self.prompt_tokens += length
             if sampling_params.output_kind is RequestOutputKind.DELTA:
                 if (stream := result.stream) is not None:
                     stream.resume = resume_mode(prompt, sampling_params)
@@ -134,7 +131,6 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         results = search(prompt=prompt, params=params, **options)
         admitted = self._slot(length, params.max_tokens, params.beam_width)
         async with admitted as slot, self._adapter(options), aclosing(results):
-            self.prompt_tokens += length
             result.searching = True
             async for output in results:
                 admitted.last = output
@@ -290,7 +286,6 @@ class GatedLLM(AsyncLLM):  # type: ignore[misc]
         results = super().encode(prompt, pooling_params, request_id, **options)
         admitted = AdmittedSlot(self.batcher, self._blocks(length), 0, length)
         async with admitted as slot, self._adapter(options), aclosing(results):
-            self.prompt_tokens += length
             async for result in results:
                 # Goals look at the first token; here that is the result.
                 slot.first_token()

@@ -3,12 +3,11 @@
 The imports are those of vLLM 0.32; they move between minor versions.
 """
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
+from typing import cast
 
 from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -29,16 +28,14 @@ from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.completions import Completions
 from serve_app.engine.vllm.cpu_lora import zero_blocks
 from serve_app.engine.vllm.media import refuse_media, use_allowed_hosts
-from serve_app.engine.vllm.metrics import EngineMetrics
 from serve_app.engine.vllm.options import batcher_of, limits_of, vllm_args
 from serve_app.engine.vllm.prompts import Prompts
 from serve_app.engine.vllm.refusal import hide_refusals
 from serve_app.engine.vllm.sleep import VLLMSleeper
-from serve_app.engine.vllm.steps import StepTimer
+from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, own_work
 from serve_app.engine.vllm.tokenizing import bound_tokenizing, render_short_chats_at_once
-from serve_app.engine.vllm.usage import EngineCounters, count_sequences, set_part
 from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
-from serve_app.ledger.calls import CallBook, Origin
+from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.turns import ShareSettings
@@ -58,10 +55,9 @@ class VLLMEngine:
         max_prompts: Most prompts in a list.
         metrics: Whether vLLM's own metrics go to Ray's endpoint.
         book: Gets the work of each call.
-        exact: Whether vLLM's statistics, of which the work is counted, are on in any case.
 
     Attributes:
-        counters: vLLM's own counters; None: its statistics may be off.
+        stats: The engine's statistics.
         adapters: The LoRA adapters.
         completions: The completions of `/generate`.
         prompts: Its prompts, once the engine has started.
@@ -81,7 +77,6 @@ class VLLMEngine:
         max_prompts: int,
         book: CallBook,
         metrics: bool = False,
-        exact: bool = False,
     ) -> None:
         use_allowed_hosts()
         if not settings.multimodal:
@@ -96,27 +91,23 @@ class VLLMEngine:
             zero_blocks()
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
-        steps = StepTimer()
-        counters = EngineCounters()
-        self.counters = counters if metrics or exact else None
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
             usage_context=UsageContext.OPENAI_API_SERVER,
-            stat_loggers=[
-                *([lambda *_: steps] if settings.batcher.goals else []),
-                *([EngineMetrics] if metrics else []),
-                # vLLM has statistics wherever there is a logger for them.
-                *([lambda *_: counters] if self.counters else []),
-            ],
+            # vLLM makes an object of it, and tells a class for all engines by its base.
+            stat_loggers=[EngineStats if metrics else UnreportedStats],
         )
+        loggers = self.llm.logger_manager.stat_loggers
+        self.stats: EngineStats = next(each for each in loggers if isinstance(each, EngineStats))
         self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched, book)
         self._book = book
-        count_sequences(self.llm, book)
         self.llm.piece_rate = PieceRate()
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._limits = limits_of(settings.batcher, self.llm)
-        self.batcher = self.llm.batcher = steps.batcher = batcher_of(settings.batcher, self._limits)
+        self.batcher = self.llm.batcher = batcher_of(settings.batcher, self._limits)
+        if settings.batcher.goals:
+            self.stats.batcher = self.batcher
         self.max_model_len: int = self.llm.model_config.max_model_len
         defaults: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
@@ -137,20 +128,6 @@ class VLLMEngine:
         bound_tokenizing(self.llm.renderer, self._texts, self.max_tokenize_tokens)
         if not self._args.trust_request_chat_template:
             render_short_chats_at_once(self.llm.renderer)
-        self.steps = 0
-        self._count_steps()
-
-    def _count_steps(self) -> None:
-        """Count the outputs of the engine: there is one every few steps at least, see `HeldTokens`."""
-        core = self.llm.engine_core
-        get_output = core.get_output_async
-
-        async def counted() -> Any:
-            outputs = await get_output()
-            self.steps += 1
-            return outputs
-
-        core.get_output_async = counted
 
     async def sleeper(self, share: ShareSettings) -> VLLMSleeper:
         """Return what puts the engine to sleep, between its turns on a shared device."""
@@ -162,6 +139,11 @@ class VLLMEngine:
     def died(self) -> bool:
         """True if the engine has died."""
         return bool(self.llm.errored)
+
+    @property
+    def steps(self) -> int:
+        """Messages that the engine has sent so far."""
+        return self.stats.steps
 
     @property
     def busy(self) -> bool:
@@ -216,8 +198,8 @@ class VLLMEngine:
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Warm the engine up, start the batcher; return vLLM's application and the routes that it serves."""
         await self.adapters.start()
-        # A task of its own: the part of the warm-up is not to be that of tasks that are started here.
-        await asyncio.create_task(self._warm_up())
+        with own_work(self._book):
+            await warm_up(self.llm)
         await self.batcher.start()
         await self._texts.start()
         app, routes = await build_application(self.llm, self._args, self._texts)
@@ -227,22 +209,6 @@ class VLLMEngine:
         enable_envs_cache()
         hide_refusals()
         return cast(ASGIApp, app), routes
-
-    async def _warm_up(self) -> None:
-        call = self._book.open(Origin(source="warm_up"))
-        part = call.part()
-        set_part(part)
-        try:
-            await warm_up(self.llm)
-        finally:
-            part.end()
-            call.close()
-
-    def report_metrics(self) -> None:
-        """Report vLLM's counters since the last call."""
-        for each in self.llm.logger_manager.stat_loggers if self.llm.logger_manager else ():
-            if isinstance(each, EngineMetrics):
-                each.flush()
 
     async def check_health(self) -> None:
         """Raise if the engine has died."""

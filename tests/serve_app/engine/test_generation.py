@@ -46,7 +46,7 @@ class Parts:
 
 
 async def run(parts: Any, adapter: str = "", **fields: Any) -> GenerateResponse:
-    call = CallBook("demo").open(Origin())
+    call = CallBook("demo").open(Origin(), RequestUsage())
     request = GenerateRequest.model_validate(fields)
     return await Generation(parts, parts).run(request, Scheduling(), RequestUsage(), call, adapter)
 

@@ -15,10 +15,11 @@ from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.llm import Engine
 from serve_app.engine.openai_answers import OpenAIAnswers
 from serve_app.ledger.calls import CallBook
-from serve_app.ledger.rows import Row, Tokens
+from serve_app.ledger.rows import Row
 from serve_app.relay import frame
 from serve_app.relay.frame import LOST, unpack
 from serve_app.relay.request import RelayRequest
+from serve_app.relay.usage import Tokens
 from serve_app.settings.telemetry import SILENT
 from serve_app.telemetry.engine import EngineTelemetry
 from tests.progress import STILL_S
@@ -192,25 +193,24 @@ def rows(engine: Any) -> list[Row]:
     return [call.row(0.0) for call in engine._book.take()[1]]
 
 
-def working(part_ends: bool = True) -> Any:
+def working(slot_ends: bool = True) -> Any:
     """Return an application whose engine samples three tokens."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         result = current().result
-        assert result.call
         result.admitted = True
-        part = result.call.part()
-        part.begin(FakeSequence(Tokens(10, 4, 3)))
+        slot = result.usage.begin(prompt_tokens=10)
+        slot.count(FakeSequence(Tokens(10, 4, 3)))
         await send({"type": "http.response.start", "status": 200, "headers": STREAM})
-        await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": part_ends is False})
-        if part_ends:
-            part.end()
+        await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": slot_ends is False})
+        if slot_ends:
+            slot.end()
         else:
             try:
                 await receive()
                 await receive()
             finally:
-                part.end("cancelled")
+                slot.end("cancelled")
 
     return app
 
@@ -238,7 +238,7 @@ async def test_a_call_that_the_engine_ran_has_a_row_with_its_origin() -> None:
 
 
 async def test_the_row_of_a_call_whose_client_left_waits_for_the_end_of_its_work() -> None:
-    engine = made(working(part_ends=False))
+    engine = made(working(slot_ends=False))
     messages = engine.relay(REQUEST)
     await anext(messages)
     await messages.aclose()
@@ -272,9 +272,9 @@ async def test_a_call_over_the_handle_has_a_row() -> None:
     parts._max_prompts = 1
 
     async def generate(request: Any, scheduling: Any, usage: Any, call: Any, adapter: str) -> Any:
-        part = call.part()
-        part.begin(FakeSequence(Tokens(10, 4, 3)))
-        part.end()
+        slot = usage.begin(prompt_tokens=10)
+        slot.count(FakeSequence(Tokens(10, 4, 3)))
+        slot.end()
         raise RequestError(400, "invalid_request_error", "no")
 
     parts._generate = generate

@@ -31,7 +31,7 @@ def made(app: Any, ready_at: float = 0.0) -> OpenAIAnswers:
 
 
 async def answer(answers: OpenAIAnswers, request: RelayRequest = REQUEST) -> tuple[int, Any]:
-    call = CallBook("demo").open(origin_of(request))
+    call = CallBook("demo").open(origin_of(request), RequestUsage())
     messages = answers.answer(request, time.monotonic(), RequestUsage(), call)
     # The process that checks grammars may take seconds to start.
     (message,) = [message async for message in messages if message != KEEP_ALIVE]
@@ -117,7 +117,7 @@ async def test_a_stream_whose_application_breaks_off_ends_with_an_error_event(
         await left.wait()
         raise KeyError("inside")
 
-    call = CallBook("demo").open(origin_of(REQUEST))
+    call = CallBook("demo").open(origin_of(REQUEST), RequestUsage())
     messages = made(app).answer(REQUEST, time.monotonic(), RequestUsage(), call)
     assert unpack(await anext(messages)).body == b"data: a\n\n"
     left.set()
@@ -164,7 +164,7 @@ async def test_a_request_whose_grammar_takes_long_to_check_has_keep_alives(
     answers = OpenAIAnswers(failing(), engine, grammars, ready_at=0.0)
     body = json.dumps({"structured_outputs": {"regex": "a" * characters}}).encode()
     request = replace(REQUEST, body=body)
-    call = CallBook("demo").open(origin_of(request))
+    call = CallBook("demo").open(origin_of(request), RequestUsage())
     async with asyncio.timeout(LIMIT_S):
         messages = answers.answer(request, time.monotonic(), RequestUsage(), call)
         assert await anext(messages) == KEEP_ALIVE

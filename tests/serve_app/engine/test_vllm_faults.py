@@ -69,7 +69,7 @@ class Service:
         body = json.dumps({"model": "demo", "stream": stream} | BODIES[path] | more).encode()
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"mine")]
         request = replace(REQUEST, path=path, body=body, headers=headers)
-        call = CallBook("demo").open(origin_of(request))
+        call = CallBook("demo").open(origin_of(request), RequestUsage())
         messages = self._answers.answer(request, time.monotonic(), RequestUsage(), call)
         pieces = [unpack(message) async for message in messages if message != KEEP_ALIVE]
         assert pieces[0].head is not None

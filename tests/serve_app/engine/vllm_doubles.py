@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -18,8 +19,8 @@ from vllm.v1.metrics.stats import IterationStats, PrefillStats
 from batcher import ContinuousBatcher
 from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.vllm.client import GatedLLM
-from serve_app.engine.vllm.usage import EngineCounters, count_sequences
-from serve_app.ledger.calls import CallBook
+from serve_app.engine.vllm.stats import UnreportedStats, slot_usage
+from serve_app.relay.usage import Tokens
 from tests.progress import STILL_S
 
 BLOCK = 16
@@ -35,6 +36,28 @@ def output(*token_ids: int, text: str = "", finish: str | None = None) -> Any:
         text=text, token_ids=list(token_ids), finish_reason=finish, stop_reason=None, index=0
     )
     return SimpleNamespace(outputs=[completion], finished=finish is not None, prompt_token_ids=[])
+
+
+class Taken:
+    """Sequences that a script has begun: the prompt once for each answer, and the tokens of its results."""
+
+    def __init__(self, prompt: Any, params: Any) -> None:
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        self._prompt = len(ids or ()) * getattr(params, "n", 1)
+        self._delta = getattr(params, "output_kind", None) is RequestOutputKind.DELTA
+        self._output = 0
+
+    def add(self, result: Any) -> None:
+        """Add a result."""
+        outputs = getattr(result, "outputs", ())
+        tokens = sum(len(each.token_ids) for each in outputs)
+        self._output = self._output + tokens if self._delta else tokens
+
+    def tokens(self) -> Tokens:
+        return Tokens(self._prompt, 0, self._output)
+
+    def ended(self) -> bool:
+        return False
 
 
 class Script:
@@ -60,10 +83,14 @@ class Script:
         assert self.batcher is not None
         self.costs.append(self.batcher.stats.running_cost)
         self.calls.append({"prompt": prompt, "params": params, "request_id": request_id, **options})
+        taken = Taken(prompt, params)
+        if (slot := slot_usage.get()) is not None:
+            slot.count(taken)
         try:
             for result in self.results:
                 if isinstance(result, BaseException):
                     raise result
+                taken.add(result)
                 yield result
         finally:
             self.closed += 1
@@ -133,20 +160,20 @@ class SteppedEngine:
     """An engine whose steps a test makes; vLLM's own output processor counts them.
 
     Attributes:
-        counters: vLLM's counters.
+        stats: The counters.
         cached: Prompt tokens that were found in the cache.
     """
 
     def __init__(self) -> None:
         self.processor = OutputProcessor(None, log_stats=True)
-        self.counters = EngineCounters()
+        self.stats = UnreportedStats(None)
         self.cached = 0
         self._numbers = itertools.count()
 
-    async def run(
-        self, prompt: Any, params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Do as vLLM's own `generate` and `encode`."""
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, **options: Any
+    ) -> RequestOutputCollector:
+        """Do as vLLM's own method."""
         name = f"{request_id}-{next(self._numbers)}"
         queue = RequestOutputCollector(params.output_kind, name)
         request = self._request(prompt, params, request_id, name)
@@ -159,15 +186,11 @@ class SteppedEngine:
                 )
         else:
             self.processor.add_request(request, None, None, 0, queue)
-        try:
-            finished = False
-            while not finished:
-                output = queue.get_nowait() or await queue.get()
-                finished = output.finished
-                yield output
-        except (asyncio.CancelledError, GeneratorExit):
-            self.processor.abort_requests([name], internal=True)
-            raise
+        return queue
+
+    async def abort(self, request_id: str, internal: bool = False) -> None:
+        """Do as vLLM's own method."""
+        self.processor.abort_requests([request_id], internal)
 
     def _request(self, prompt: Any, params: Any, external: str, name: str) -> EngineCoreRequest:
         sampling = params if isinstance(params, SamplingParams) else None
@@ -222,17 +245,18 @@ class SteppedEngine:
             )
         stats = IterationStats()
         self.processor.process_outputs(outputs, 1.0, stats)
-        self.counters.record(None, stats)
+        self.stats.record(None, stats)
 
 
-def stepped(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, book: CallBook
-) -> tuple[GatedLLM, SteppedEngine]:
-    """Return a client whose engine makes steps, and counts its sequences for a book."""
+def stepped(monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher) -> tuple[GatedLLM, SteppedEngine]:
+    """Return a client whose engine makes steps."""
     engine = SteppedEngine()
-    llm = gated(monkeypatch, Script(), batcher)
-    for method in ("generate", "encode"):
-        monkeypatch.setattr(AsyncLLM, method, lambda self, *args, **options: engine.run(*args, **options))
+    with monkeypatch.context() as patch:
+        # The constructor of the client alone: the methods of vLLM's client are its own.
+        llm = gated(patch, Script(), batcher)
+    for method in ("add_request", "abort"):
+        own = getattr(engine, method)
+        monkeypatch.setattr(AsyncLLM, method, lambda self, *args, own=own, **options: own(*args, **options))
     llm.output_processor = engine.processor
-    count_sequences(llm, book)
+    llm.log_requests = False
     return llm, engine

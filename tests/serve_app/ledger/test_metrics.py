@@ -1,12 +1,12 @@
 """Metrics of what tenants use."""
 
-from serve_app.engine.usage_metrics import UsageMetrics
 from serve_app.ledger.calls import CallBook
 from serve_app.ledger.ledger import Ledger
-from serve_app.ledger.rows import Tokens
+from serve_app.ledger.metrics import UsageMetrics
+from serve_app.relay.usage import Tokens
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
-from tests.serve_app.ledger.crashing import FOLDER, FakeSequence, MemoryDisk, Store, call_of, ran
+from tests.serve_app.ledger.crashing import FOLDER, FakeSequence, MemoryDisk, Store, begun, call_of, ran
 from tests.serve_app.telemetry.instruments import Instruments
 
 
@@ -20,9 +20,8 @@ def test_tokens_are_counted_as_they_are_made_and_once() -> None:
     book = CallBook("demo")
     metrics, made = metrics_of(book)
     call = call_of(book, "acme")
-    part = call.part()
     sequence = FakeSequence(Tokens(10, 4, 3))
-    part.begin(sequence)
+    slot = begun(call, sequence)
     metrics()
     sequence.now = Tokens(10, 4, 5)
     metrics()
@@ -31,7 +30,7 @@ def test_tokens_are_counted_as_they_are_made_and_once() -> None:
     assert tokens == {"prompt": 10, "output": 5}
     assert made.of(catalogue.USAGE_TOKENS, "demo", "acme", "cached") == [4]
     assert made.series(catalogue.USAGE_CALLS) == set()
-    part.end()
+    slot.end()
     call.close()
     metrics()
     assert made.total(catalogue.USAGE_CALLS, "demo", "acme") == 1
