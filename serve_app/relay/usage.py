@@ -10,8 +10,10 @@ A `RequestUsage` is made when a request comes, and goes with it to its end:
         own.end("ok")
     call.close()  # the request is over: no slot begins any more
 
-The tokens are those that the engine itself counts for its sequences. So they can be read at any time and in
-any thread, also of a request that is aborted, and nothing is added up per token.
+A usage has two counts. Log, quotas, metrics and traces read the tokens of the answer, `prompt_tokens` and
+`output_tokens`: a prompt counts once, and the output is what the slot's reader has reported to the batcher.
+The ledger reads `counted`, the tokens that the engine itself counts for its sequences: they can be read at
+any time and in any thread, also of a request that is aborted, and nothing is added up per token.
 """
 
 import asyncio
@@ -93,6 +95,10 @@ class Started(Protocol):
     def started_at(self) -> float:
         """Time of its start."""
 
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that its reader has reported so far."""
+
 
 class Usage(NamedTuple):
     """The usage of one slot.
@@ -101,7 +107,8 @@ class Usage(NamedTuple):
         submitted_at: Time at which the slot was asked for, on the clock of `time.monotonic`, in seconds.
         started_at: Time of its start.
         ended_at: Time of its end.
-        prompt_tokens: Tokens of its prompt as an answer states them: once, however many sequences have it.
+        prompt_tokens: Tokens of its prompt, once for all answers to it.
+        output_tokens: Tokens of its answers, those of another Engine too where a stream goes on.
         counted: Tokens that the engine has counted for its sequences.
         outcome: Its end.
         cost: Cost of the records of a function; 0 for a language model.
@@ -111,6 +118,7 @@ class Usage(NamedTuple):
     started_at: float
     ended_at: float
     prompt_tokens: int = 0
+    output_tokens: int = 0
     counted: Tokens = NONE
     outcome: Outcome = "ok"
     cost: int = 0
@@ -126,11 +134,6 @@ class Usage(NamedTuple):
         return self.ended_at - self.started_at
 
     @property
-    def output_tokens(self) -> int:
-        """Tokens out."""
-        return self.counted.output
-
-    @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that were in the engine's prefix cache."""
         # Further sequences find the prompt there, and a stream that goes on has more there than its prompt.
@@ -140,14 +143,11 @@ class Usage(NamedTuple):
 class SlotUsage:
     """The usage of a slot that runs; see `RequestUsage.begin`."""
 
-    __slots__ = ("_counted", "_prompt_tokens", "_request", "_running", "_started_at", "_submitted_at", "over")
+    __slots__ = ("_counted", "_prompt_tokens", "_request", "_running", "_slot", "over")
 
-    def __init__(
-        self, request: "RequestUsage", submitted_at: float, started_at: float, prompt_tokens: int
-    ) -> None:
+    def __init__(self, request: "RequestUsage", slot: Started, prompt_tokens: int) -> None:
         self._request = request
-        self._submitted_at = submitted_at
-        self._started_at = started_at
+        self._slot = slot
         self._prompt_tokens = prompt_tokens
         self._counted = NONE
         self._running: list[Sequences] = []
@@ -181,16 +181,10 @@ class SlotUsage:
         if self.over:
             return
         self.over = True
-        request = self._request
+        request, slot = self._request, self._slot
         with _lock:
-            usage = Usage(
-                self._submitted_at,
-                self._started_at,
-                request.now(),
-                self._prompt_tokens,
-                self._tokens(),
-                outcome,
-            )
+            times = slot.submitted_at, slot.started_at, request.now()
+            usage = Usage(*times, self._prompt_tokens, slot.output_tokens, self._tokens(), outcome)
             self._running = []
             request._running.discard(self)
             request._add(usage)
@@ -243,7 +237,7 @@ class RequestUsage:
         """Begin the usage of a slot.
 
         Args:
-            slot: The slot; None: one that starts now, and has not waited.
+            slot: The slot; None: the work has none, and starts now.
             prompt_tokens: Tokens of its prompt.
 
         Raises:
@@ -252,20 +246,19 @@ class RequestUsage:
         if self._closed:
             raise asyncio.CancelledError("the request has ended")
         if slot is None:
-            submitted_at = started_at = self.now()
-        else:
-            submitted_at, started_at = slot.submitted_at, slot.started_at
-        own = SlotUsage(self, submitted_at, started_at, prompt_tokens)
+            now = self.now()
+            slot = Usage(now, now, now)
+        own = SlotUsage(self, slot, prompt_tokens)
         with _lock:
             self._running.add(own)
-            self._begin(submitted_at, started_at)
+            self._begin(slot)
         return own
 
     def add(self, usage: Usage) -> None:
         """Add a slot that has ended; it ran."""
         with _lock:
             self.ran = True
-            self._begin(usage.submitted_at, usage.started_at)
+            self._begin(usage)
             self._add(usage)
 
     def close(self, then: Callable[[], None]) -> None:
@@ -306,10 +299,10 @@ class RequestUsage:
         """Read the totals that `pack` wrote."""
         return cls(*_FIELDS.unpack(data))
 
-    def _begin(self, submitted_at: float, started_at: float) -> None:
-        self.wait_s = max(self.wait_s, started_at - submitted_at)
-        self._submitted_at = min(self._submitted_at, submitted_at)
-        self._started_at = min(self._started_at, started_at)
+    def _begin(self, slot: Started) -> None:
+        self.wait_s = max(self.wait_s, slot.started_at - slot.submitted_at)
+        self._submitted_at = min(self._submitted_at, slot.submitted_at)
+        self._started_at = min(self._started_at, slot.started_at)
 
     def _add(self, usage: Usage) -> None:
         self.prompt_tokens += usage.prompt_tokens

@@ -21,24 +21,27 @@ class Sequence:
 
 def test_the_usage_of_a_request_is_that_of_its_slots() -> None:
     usage = RequestUsage()
-    usage.add(Usage(10.0, 10.5, 12.0, prompt_tokens=3, counted=Tokens(3, 0, 4)))
-    usage.add(Usage(9.0, 11.0, 13.0, prompt_tokens=5, counted=Tokens(5, 4, 6), outcome="failed"))
+    usage.add(Usage(10.0, 10.5, 12.0, prompt_tokens=3, output_tokens=4))
+    usage.add(
+        Usage(9.0, 11.0, 13.0, prompt_tokens=5, output_tokens=6, counted=Tokens(5, 4, 7), outcome="failed")
+    )
     assert (usage.prompt_tokens, usage.output_tokens) == (8, 10)
     assert usage.cached_tokens == 4
     assert usage.wait_s == 2.0
     assert usage.engine_s == 4.0
-    assert (usage.counted, usage.outcome, usage.ran) == (Tokens(8, 4, 10), "failed", True)
+    assert (usage.counted, usage.outcome, usage.ran) == (Tokens(5, 4, 7), "failed", True)
     assert [(slot.waited_s, slot.ran_s) for slot in usage.slots] == [(0.5, 1.5), (2.0, 2.0)]
 
 
 def test_an_answer_counts_a_prompt_once_and_the_engine_once_for_each_sequence() -> None:
     usage = RequestUsage()
-    slot = usage.begin(prompt_tokens=10)
+    # Its reader has left before the last tokens.
+    slot = usage.begin(Usage(0.0, 1.0, 2.0, output_tokens=12), prompt_tokens=10)
     for cached in (0, 8, 8):
         slot.count(Sequence(Tokens(10, cached, 5)))
     assert usage.total() == Tokens(30, 16, 15)
     slot.end()
-    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (10, 10, 15)
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (10, 10, 12)
     assert usage.total() == usage.counted == Tokens(30, 16, 15)
 
 
@@ -103,7 +106,7 @@ def test_the_totals_cross_the_relay() -> None:
 def test_only_the_first_slots_are_kept_one_by_one() -> None:
     usage = RequestUsage()
     for _ in range(MAX_SLOTS + 1):
-        usage.add(Usage(0.0, 0.0, 1.0, 1, Tokens(1, 0, 1)))
+        usage.add(Usage(0.0, 0.0, 1.0, 1, 1))
     assert len(usage.slots) == MAX_SLOTS
     assert usage.prompt_tokens == MAX_SLOTS + 1
 

@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage, Tokens, Usage
+from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage, Usage
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.request_tracker import (
@@ -24,7 +24,7 @@ from serve_app.telemetry.requests import RequestMetrics
 from tests.serve_app.telemetry.instruments import Instruments
 
 USAGE = RequestUsage()
-USAGE.add(Usage(1.0, 1.5, 2.0, 12, Tokens(12, 0, 5)))
+USAGE.add(Usage(1.0, 1.5, 2.0, 12, 5))
 SECRET = "the prompt"
 
 

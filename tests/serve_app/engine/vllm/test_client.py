@@ -23,6 +23,7 @@ from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import Grammar
 from serve_app.engine.stream_interval import StreamInterval
 from serve_app.engine.vllm.refusal import RefusedError
+from serve_app.relay.usage import Tokens
 from tests.serve_app.engine.vllm_doubles import BLOCK, CONTEXT, LIMIT_S, TEN, Script, gated, output, run
 
 DELTA = RequestOutputKind.DELTA
@@ -348,8 +349,9 @@ async def test_a_beam_search_is_admitted_once_with_all_its_beams(
     # Four beams are four records.
     assert (stats.total_completed, stats.running_cost) == (4, 0)
     assert result.usage.prompt_tokens == 10
+    assert result.usage.output_tokens == 7
     # All that the engine has sampled: a token for each beam and step.
-    assert result.usage.output_tokens == 12
+    assert result.usage.counted == Tokens(12 * 10, 0, 12)
 
 
 async def test_a_beam_search_that_never_fits_is_refused(
