@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from batcher import Slot
+
 SCOPE_KEY = "saturate.usage"
 """Key of the ASGI scope under which the Ingress keeps the usage of an answer."""
 
@@ -84,74 +86,32 @@ class Sequences(Protocol):
         """Return whether the engine counts nothing for them any more."""
 
 
-class Started(Protocol):
-    """A slot of a batcher that has started; its times are those of `time.monotonic`, in seconds."""
-
-    @property
-    def submitted_at(self) -> float:
-        """Time at which it was asked for."""
-
-    @property
-    def started_at(self) -> float:
-        """Time of its start."""
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that its reader has reported so far."""
-
-
-class Usage(NamedTuple):
-    """The usage of one slot.
+@dataclass(slots=True, eq=False)
+class Usage:
+    """The usage of one slot; see `RequestUsage.begin`.
 
     Attributes:
         submitted_at: Time at which the slot was asked for, on the clock of `time.monotonic`, in seconds.
         started_at: Time of its start.
-        ended_at: Time of its end.
+        ended_at: Time of its end; 0: it runs.
         prompt_tokens: Tokens of its prompt, once for all answers to it.
         output_tokens: Tokens of its answers, those of another Engine too where a stream goes on.
-        counted: Tokens that the engine has counted for its sequences.
+        counted: Tokens that the engine has counted for the sequences that have ended.
         outcome: Its end.
         cost: Cost of the records of a function; 0 for a language model.
     """
 
     submitted_at: float
     started_at: float
-    ended_at: float
+    ended_at: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
     counted: Tokens = NONE
     outcome: Outcome = "ok"
     cost: int = 0
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds in the batcher's queue."""
-        return self.started_at - self.submitted_at
-
-    @property
-    def ran_s(self) -> float:
-        """Seconds in the engine."""
-        return self.ended_at - self.started_at
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens of the prompt that were in the engine's prefix cache."""
-        # Further sequences find the prompt there, and a stream that goes on has more there than its prompt.
-        return min(self.counted.cached, self.prompt_tokens)
-
-
-class SlotUsage:
-    """The usage of a slot that runs; see `RequestUsage.begin`."""
-
-    __slots__ = ("_counted", "_prompt_tokens", "_request", "_running", "_slot", "over")
-
-    def __init__(self, request: "RequestUsage", slot: Started, prompt_tokens: int) -> None:
-        self._request = request
-        self._slot = slot
-        self._prompt_tokens = prompt_tokens
-        self._counted = NONE
-        self._running: list[Sequences] = []
-        self.over = False
+    _slot: "Slot | Usage | None" = None
+    _request: "RequestUsage | None" = None
+    _running: tuple[Sequences, ...] = ()
 
     def count(self, sequences: Sequences) -> None:
         """Add sequences that the engine has begun for the slot.
@@ -159,39 +119,36 @@ class SlotUsage:
         Raises:
             asyncio.CancelledError: The slot has ended, so the task that asks has outlived it.
         """
-        if self.over:
+        if self._request is None:
             raise asyncio.CancelledError("the slot has ended")
         with _lock:
-            # A beam search has thousands, one after the other: the sequences that have ended are added up.
+            self._request.ran = True
             running = [sequences]
+            # A beam search has thousands, one after the other: the ended ones are added up.
             for each in self._running:
                 if each.ended():
-                    self._counted = self._counted.plus(each.tokens())
+                    self.counted = self.counted.plus(each.tokens())
                 else:
                     running.append(each)
-            self._running = running
-            self._request.ran = True
+            self._running = tuple(running)
 
     def end(self, outcome: Outcome = "ok") -> None:
-        """End the slot; its sequences have ended. Again does nothing.
-
-        Args:
-            outcome: Its end.
-        """
-        if self.over:
+        """End the slot; its sequences have ended. Again does nothing."""
+        request, self._request = self._request, None
+        if request is None:
             return
-        self.over = True
-        request, slot = self._request, self._slot
         with _lock:
-            times = slot.submitted_at, slot.started_at, request.now()
-            usage = Usage(*times, self._prompt_tokens, slot.output_tokens, self._tokens(), outcome)
-            self._running = []
+            self.ended_at = request.now()
+            if self._slot is not None:
+                self.output_tokens, self._slot = self._slot.output_tokens, None
+            self.counted, self._running = self._total(), ()
+            self.outcome = outcome
             request._running.discard(self)
-            request._add(usage)
+            request._add(self)
         request._end_if_idle()
 
-    def _tokens(self) -> Tokens:
-        total = self._counted
+    def _total(self) -> Tokens:
+        total = self.counted
         for each in self._running:
             total = total.plus(each.tokens())
         return total
@@ -199,18 +156,18 @@ class SlotUsage:
 
 @dataclass(slots=True)
 class RequestUsage:
-    """The usage of a request, over all of its slots.
+    """The usage of a request, over all of its slots. The totals are those of the slots that have ended.
 
     Attributes:
-        prompt_tokens: Tokens in, of the slots that have ended; each prompt once.
-        output_tokens: Tokens out, of the slots that have ended.
+        prompt_tokens: Tokens in; each prompt once.
+        output_tokens: Tokens out.
         wait_s: Seconds in the batcher's queue; of several slots, the longest wait.
         engine_s: Seconds from the submission of the first slot to the last end of one.
         cached_tokens: Tokens in that were in the engine's prefix cache.
         slots: The first `MAX_SLOTS` slots that have ended. They don't cross the relay, nor does all below.
-        counted: Tokens that the engine has counted for the slots that have ended.
+        counted: Tokens that the engine has counted.
         cost: Cost of the records of a function.
-        outcome: The worst outcome of a slot.
+        outcome: The worst outcome.
         ran: The engine got a sequence, or a function a record.
         now: The clock of the slots, in seconds.
     """
@@ -226,18 +183,18 @@ class RequestUsage:
     outcome: Outcome = "ok"
     ran: bool = False
     now: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
-    _running: set[SlotUsage] = field(default_factory=set, repr=False, compare=False)
+    _running: set[Usage] = field(default_factory=set, repr=False, compare=False)
     _submitted_at: float = field(default=float("inf"), repr=False, compare=False)
     _started_at: float = field(default=float("inf"), repr=False, compare=False)
     _ended_at: float = field(default=0.0, repr=False, compare=False)
     _closed: bool = field(default=False, repr=False, compare=False)
     _then: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
-    def begin(self, slot: Started | None = None, prompt_tokens: int = 0) -> SlotUsage:
-        """Begin the usage of a slot.
+    def begin(self, slot: Slot | Usage | None = None, prompt_tokens: int = 0) -> Usage:
+        """Begin the usage of a slot, which has to be ended.
 
         Args:
-            slot: The slot; None: the work has none, and starts now.
+            slot: The slot, which has started; None: the work has none, and starts now.
             prompt_tokens: Tokens of its prompt.
 
         Raises:
@@ -245,17 +202,16 @@ class RequestUsage:
         """
         if self._closed:
             raise asyncio.CancelledError("the request has ended")
-        if slot is None:
-            now = self.now()
-            slot = Usage(now, now, now)
-        own = SlotUsage(self, slot, prompt_tokens)
+        now = self.now()
+        times = (now, now) if slot is None else (slot.submitted_at, slot.started_at)
+        usage = Usage(*times, prompt_tokens=prompt_tokens, _slot=slot, _request=self)
         with _lock:
-            self._running.add(own)
-            self._begin(slot)
-        return own
+            self._running.add(usage)
+            self._begin(usage)
+        return usage
 
     def add(self, usage: Usage) -> None:
-        """Add a slot that has ended; it ran."""
+        """Add the usage of work that has run and ended, past `begin`."""
         with _lock:
             self.ran = True
             self._begin(usage)
@@ -275,39 +231,36 @@ class RequestUsage:
         """Return the tokens that the engine has counted so far. It is called in any thread."""
         with _lock:
             total = self.counted
-            for slot in self._running:
-                total = total.plus(slot._tokens())
+            for usage in self._running:
+                total = total.plus(usage._total())
             return total
 
     def run_s(self) -> float:
-        """Return the seconds from the first start of a slot to the last end, or to now while one runs."""
-        ended_at = self.now() if self._running or not self._closed else self._ended_at
+        """Return the seconds from the first start of a slot to the last end, or to now before the end."""
+        ended_at = self._ended_at if self._closed and not self._running else self.now()
         return max(0.0, ended_at - self._started_at)
 
     def pack(self) -> bytes:
         """Return the totals that cross the relay as bytes."""
-        return _FIELDS.pack(
-            min(self.prompt_tokens, _MOST),
-            min(self.output_tokens, _MOST),
-            self.wait_s,
-            self.engine_s,
-            min(self.cached_tokens, _MOST),
-        )
+        tokens = (self.prompt_tokens, self.output_tokens, self.cached_tokens)
+        prompt, output, cached = (min(each, _MOST) for each in tokens)
+        return _FIELDS.pack(prompt, output, self.wait_s, self.engine_s, cached)
 
     @classmethod
     def unpack(cls, data: bytes) -> "RequestUsage":
         """Read the totals that `pack` wrote."""
         return cls(*_FIELDS.unpack(data))
 
-    def _begin(self, slot: Started) -> None:
-        self.wait_s = max(self.wait_s, slot.started_at - slot.submitted_at)
-        self._submitted_at = min(self._submitted_at, slot.submitted_at)
-        self._started_at = min(self._started_at, slot.started_at)
+    def _begin(self, usage: Usage) -> None:
+        self.wait_s = max(self.wait_s, usage.started_at - usage.submitted_at)
+        self._submitted_at = min(self._submitted_at, usage.submitted_at)
+        self._started_at = min(self._started_at, usage.started_at)
 
     def _add(self, usage: Usage) -> None:
         self.prompt_tokens += usage.prompt_tokens
         self.output_tokens += usage.output_tokens
-        self.cached_tokens += usage.cached_tokens
+        # Further answers find the prompt there, and a stream that goes on finds more there than its prompt.
+        self.cached_tokens += min(usage.counted.cached, usage.prompt_tokens)
         self.counted = self.counted.plus(usage.counted)
         self.cost += usage.cost
         self.outcome = worst(self.outcome, usage.outcome)

@@ -12,7 +12,7 @@ from batcher import BatcherError, ContinuousBatcher, Slot
 from serve_app.engine.admission import current, refusal_of
 from serve_app.engine.vllm.refusal import RefusedError
 from serve_app.engine.vllm.stats import slot_usage
-from serve_app.relay.usage import Outcome, SlotUsage
+from serve_app.relay.usage import Outcome, Usage
 
 
 class AdmittedSlot:
@@ -28,7 +28,7 @@ class AdmittedSlot:
         self, batcher: ContinuousBatcher, prompt_tokens: int, max_tokens: int, length: int, n: int = 1
     ) -> None:
         self._length = length
-        self._usage: SlotUsage
+        self._usage: Usage
         self.last: Any = None
         request, self._result = current()
         # The first slot of a request is refused when the queue is full; once it has one, the others wait, and

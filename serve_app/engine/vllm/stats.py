@@ -20,7 +20,7 @@ from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenS
 
 from batcher import ContinuousBatcher
 from serve_app.ledger.calls import CallBook, Origin
-from serve_app.relay.usage import RequestUsage, SlotUsage, Tokens
+from serve_app.relay.usage import RequestUsage, Tokens, Usage
 from serve_app.telemetry.catalogue import Metric
 from serve_app.telemetry.histogram import Histogram, Instrument
 
@@ -90,7 +90,7 @@ class _Ignored:
         pass
 
 
-slot_usage: ContextVar[SlotUsage | None] = ContextVar("slot_usage", default=None)
+slot_usage: ContextVar[Usage | None] = ContextVar("slot_usage", default=None)
 """The slot in which the requests of a task to vLLM are counted, and those of tasks that it starts."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from serve_app.ledger.calls import Call, CallBook, Origin
-from serve_app.relay.usage import RequestUsage, SlotUsage, Tokens
+from serve_app.relay.usage import RequestUsage, Tokens, Usage
 
 FOLDER = Path("/ledger")
 
@@ -157,7 +157,7 @@ def call_of(
     return book.open(origin, RequestUsage(now=now))
 
 
-def begun(call: Call, sequence: FakeSequence) -> SlotUsage:
+def begun(call: Call, sequence: FakeSequence) -> Usage:
     """Return a slot of a call, in which a sequence has begun."""
     slot = call.usage.begin()
     slot.count(sequence)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve_app.ledger import calls
 from serve_app.ledger.calls import OTHER, Call, CallBook, Origin, Sums
-from serve_app.relay.usage import Outcome, RequestUsage, SlotUsage, Tokens, Usage
+from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
 from tests.serve_app.ledger.crashing import FakeSequence, begun
 
 ANNA = Origin("anna's", "anna", endpoint="/v1/completions", headers=[(b"x-request-id", b"r1")])
@@ -144,7 +144,7 @@ Step = tuple[int, int, bool]
 def test_every_token_is_counted_once_and_every_call_is_taken_once(steps: list[Step], looks: bool) -> None:
     book = CallBook("demo", name="n")
     book.keep_ended()
-    opened: dict[int, tuple[Call, list[SlotUsage]]] = {}
+    opened: dict[int, tuple[Call, list[Usage]]] = {}
     given_: Counter[str] = Counter()
     taken: list[Call] = []
     for number, output, ends in steps:

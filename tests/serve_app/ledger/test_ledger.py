@@ -14,7 +14,7 @@ from serve_app.ledger.parquet import to_parquet
 from serve_app.ledger.reading import read
 from serve_app.ledger.report import Report
 from serve_app.ledger.rows import decode
-from serve_app.relay.usage import SlotUsage, Tokens, Usage
+from serve_app.relay.usage import Tokens, Usage
 from tests.serve_app.ledger.crashing import (
     FOLDER,
     Clock,
@@ -51,7 +51,7 @@ class Process:
             compact=to_parquet if parquet else None,
             clock=clock,
         )
-        self.running: list[tuple[Call, SlotUsage, FakeSequence]] = []
+        self.running: list[tuple[Call, Usage, FakeSequence]] = []
         self.counted: Sizes = {}
         self.safe: Sizes = {}
         self._calls = 0

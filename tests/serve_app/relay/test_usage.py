@@ -30,7 +30,7 @@ def test_the_usage_of_a_request_is_that_of_its_slots() -> None:
     assert usage.wait_s == 2.0
     assert usage.engine_s == 4.0
     assert (usage.counted, usage.outcome, usage.ran) == (Tokens(5, 4, 7), "failed", True)
-    assert [(slot.waited_s, slot.ran_s) for slot in usage.slots] == [(0.5, 1.5), (2.0, 2.0)]
+    assert [slot.started_at for slot in usage.slots] == [10.5, 11.0]
 
 
 def test_an_answer_counts_a_prompt_once_and_the_engine_once_for_each_sequence() -> None:
