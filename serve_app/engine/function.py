@@ -17,7 +17,6 @@ from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
 from serve_app.api.token_bound import NOTHING
 from serve_app.engine.batch_call import BatchCall, run_records
-from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.quotas import CallQuotas
 from serve_app.engine.replica import (
     DRAIN_S,
@@ -27,6 +26,7 @@ from serve_app.engine.replica import (
     replica_tag,
     usage_stats,
 )
+from serve_app.engine.watchdog import LoopWatch
 from serve_app.ledger.calls import Origin
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.ledger.writer import ledger_of, new_book, start_writer

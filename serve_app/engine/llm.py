@@ -14,10 +14,8 @@ from serve_app.api.token_bound import NOTHING
 from serve_app.api.token_estimate import estimate_call
 from serve_app.engine.adapter_files import AdapterError
 from serve_app.engine.autoscaling import autoscaling_stats
-from serve_app.engine.engine_watch import EngineWatch
 from serve_app.engine.generation import Generation
 from serve_app.engine.grammar_check import GrammarCheck
-from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.openai_answers import OpenAIAnswers
 from serve_app.engine.quotas import CallQuotas, generate_demand
 from serve_app.engine.replica import (
@@ -32,6 +30,7 @@ from serve_app.engine.replica import (
     usage_stats,
 )
 from serve_app.engine.turns import EngineTurns, Place, asking
+from serve_app.engine.watchdog import EngineWatch, LoopWatch
 from serve_app.ledger.calls import Call, Origin
 from serve_app.ledger.metrics import UsageMetrics
 from serve_app.ledger.writer import ledger_of, new_book, start_writer
@@ -139,7 +138,7 @@ class Engine:
         ).answer
         self._watch = EngineWatch(
             self._engine, settings.engine_hang_timeout_s, excused=self._ended, last=self._flush
-        )
+        ).start()
         self._loop_watch = LoopWatch().start()
         self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._engine_metrics)
         # The engine's own processes are started by now, and keep the scheduling that they have.
