@@ -178,9 +178,7 @@ class LLMSettings(Strict):
         batcher: Admission to each replica.
         sampling: Defaults for `/generate` where a request leaves a field out.
         engine_hang_timeout_s: Seconds without a step after which the replica of an engine with work is
-            replaced. It has to exceed the longest step, a kernel's first compilation included. With
-            `disable_log_stats` only a step that yields a token is seen: then it has to exceed the longest
-            prompt's time to first token.
+            replaced. It has to exceed the longest step, a kernel's first compilation included.
         grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
             may take to parse; one that takes longer is answered 400.
         grammar_compile_cpu_s: The same to compile one, for the tokens of the model.

@@ -112,8 +112,9 @@ class EndedError(Exception):
 
 
 async def ended(
-    engine: FakeEngine,
+    engine: Any,
     timeout_s: float = 100.0,
+    *,
     excused: Callable[[], bool] = lambda: False,
     stop: bool = False,
 ) -> list[str]:
