@@ -227,10 +227,3 @@ class CallBook:
                 name = OTHER
             sums[name] = sums.get(name, Sums()).plus(Sums(0, *call.usage.total(), call.usage.cost))
         return sums
-
-    def total(self) -> Sums:
-        """Return the sums of all calls since the start."""
-        total = Sums()
-        for sums in self.by_tenant().values():
-            total = total.plus(sums)
-        return total

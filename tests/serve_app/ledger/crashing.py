@@ -4,9 +4,10 @@ import fnmatch
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 
-from serve_app.ledger.calls import Call, CallBook, Origin
+from serve_app.ledger.calls import Call, CallBook, Origin, Sums
 from serve_app.relay.usage import RequestUsage, Tokens, Usage
 
 FOLDER = Path("/ledger")
@@ -155,6 +156,11 @@ def call_of(
     headers = [(b"x-request-id", request_id.encode())] if request_id else []
     origin = Origin("ada", tenant, 0, "/v1/completions", "http", headers)
     return book.open(origin, RequestUsage(now=now))
+
+
+def total(book: CallBook) -> Sums:
+    """Return the sums of all calls since the start."""
+    return reduce(Sums.plus, book.by_tenant().values(), Sums())
 
 
 def begun(call: Call, sequence: FakeSequence) -> Usage:

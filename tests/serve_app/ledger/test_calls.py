@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from serve_app.ledger import calls
 from serve_app.ledger.calls import OTHER, Call, CallBook, Origin, Sums
 from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
-from tests.serve_app.ledger.crashing import FakeSequence, begun
+from tests.serve_app.ledger.crashing import FakeSequence, begun, total
 
 ANNA = Origin("anna's", "anna", endpoint="/v1/completions", headers=[(b"x-request-id", b"r1")])
 
@@ -115,7 +115,7 @@ def test_records_of_a_function_have_a_cost_and_the_time_from_their_submission(bo
         call.usage.add(Usage(100.0, 100.0, 103.0, cost=12))
     row = call.row(0.0)
     assert (row.cost, row.engine_s, row.output_tokens) == (12, 3.0, 0)
-    assert book.total() == Sums(1, cost=12)
+    assert total(book) == Sums(1, cost=12)
 
 
 def test_calls_that_nobody_takes_are_bounded(book: CallBook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_calls_that_nobody_takes_are_bounded(book: CallBook, monkeypatch: pytest
         ran(book)
     assert (len(book.take()[1]), book.dropped) == (3, 2)
     # The sums have them all.
-    assert book.total() == Sums(5, 10, 5, 5)
+    assert total(book) == Sums(5, 10, 5, 5)
 
 
 def test_tenants_beyond_the_bound_share_their_sums(book: CallBook, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,4 +172,4 @@ def test_every_token_is_counted_once_and_every_call_is_taken_once(steps: list[St
     running, ended = book.take()
     taken += ended
     assert (running, len({id(call) for call in taken})) == ([], len(taken))
-    assert sum(call.usage.total().output for call in taken) == given_.total() == book.total().output
+    assert sum(call.usage.total().output for call in taken) == given_.total() == total(book).output

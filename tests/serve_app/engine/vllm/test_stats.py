@@ -17,6 +17,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerManager
 from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
@@ -29,6 +30,7 @@ from serve_app.ledger.rows import Row
 from serve_app.relay.usage import RequestUsage
 from tests.progress import STILL_S
 from tests.serve_app.engine.vllm_doubles import SteppedEngine, stepped
+from tests.serve_app.ledger.crashing import total
 from tests.serve_app.telemetry.instruments import Instruments
 
 TEN = tokens_input(list(range(10)))
@@ -59,7 +61,7 @@ async def turns() -> None:
 
 def counted(book: CallBook, engine: SteppedEngine) -> bool:
     """Return whether the book has what vLLM has counted."""
-    _, prompt, cached, output, _ = book.total()
+    _, prompt, cached, output, _ = total(book)
     return (prompt, cached, output) == (engine.stats.prompt, engine.cached, engine.stats.output)
 
 
@@ -408,6 +410,14 @@ def test_each_message_of_the_engine_is_progress_also_without_statistics() -> Non
     stats.record(running(1), None)
     stats.record(None, None)
     assert (stats.steps, stats.prompt, stats.output) == (2, 0, 0)
+
+
+def test_vllm_adds_no_logger_for_prometheus_of_its_own() -> None:
+    config: Any = None
+    manager = StatLoggerManager(config, custom_stat_loggers=[UnreportedStats], enable_default_loggers=False)
+    manager.log_engine_initialized()
+    manager.record_sleep_state(1, 1)
+    assert [type(each) for each in manager.stat_loggers] == [UnreportedStats]
 
 
 def test_an_error_ends_a_part_of_the_statistics_and_not_the_engine(
