@@ -5,8 +5,9 @@ A `RequestUsage` is made when a request comes, and goes with it to its end:
     usage = RequestUsage()
     call = book.open(origin, usage)  # the row of the ledger
     async with batcher.slot(...) as slot:
-        own = usage.begin(slot, prompt_tokens=len(prompt))
-        ...  # the engine adds its sequences with `own.count`
+        own = usage.begin(slot)
+        own.prompt_tokens = len(prompt)
+        ...  # the engine adds its sequences with `own.count`, see `engine.vllm.stats.slot_usage`
         own.end("ok")
     call.close()  # the request is over: no slot begins any more
 
@@ -94,7 +95,7 @@ class Usage:
         submitted_at: Time at which the slot was asked for, on the clock of `time.monotonic`, in seconds.
         started_at: Time of its start.
         ended_at: Time of its end; 0: it runs.
-        prompt_tokens: Tokens of its prompt, once for all answers to it.
+        prompt_tokens: Tokens of its prompt, once for all answers to it; set while it runs, if not before.
         output_tokens: Tokens of its answers, those of another Engine too where a stream goes on.
         counted: Tokens that the engine has counted for the sequences that have ended.
         outcome: Its end.

@@ -1,6 +1,8 @@
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serve_app.relay.usage import MAX_SLOTS, RequestUsage, Tokens, Usage
 
@@ -82,6 +84,49 @@ def test_sequences_that_have_ended_are_not_kept() -> None:
     assert usage.total() == Tokens(1_000, 500, 500)
     slot.end()
     assert (alive, usage.total()) == (0, Tokens(1_000, 500, 500))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "count", "grow", "over", "end", "close"]),
+        st.integers(0, 9),
+        st.builds(Tokens, *[st.integers(0, 5)] * 3),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_every_token_is_counted_once_at_any_time(steps: list[tuple[str, int, Tokens]]) -> None:
+    usage = RequestUsage()
+    slots: list[tuple[Usage, list[Sequence]]] = []
+    made, ended, closed = Tokens(), Tokens(), False
+    ends: list[int] = []
+    for action, which, tokens in steps:
+        slot, sequences = slots[which % len(slots)] if slots else (None, [])
+        running = [each for each in sequences if not each.over]
+        match action:
+            case "begin" if not closed:
+                slots.append((usage.begin(), []))
+            case "count" if slot:
+                sequences.append(Sequence(tokens))
+                slot.count(sequences[-1])
+                made = made.plus(tokens)
+            case "grow" if running:
+                running[0].now = running[0].now.plus(tokens)
+                made = made.plus(tokens)
+            case "over" if running:
+                running[0].over = True
+            case "end" if slot:
+                slot.end()
+                slots.remove((slot, sequences))
+                for each in sequences:
+                    ended = ended.plus(each.now)
+            case "close":
+                closed = True
+                usage.close(lambda: ends.append(1))
+        assert (usage.total(), usage.counted) == (made, ended)
+        assert len(ends) == (closed and not slots)
 
 
 def test_a_request_ends_with_its_last_slot_and_begins_none_after_that() -> None:
