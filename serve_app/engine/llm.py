@@ -12,7 +12,7 @@ from serve_app.api.protocol import JSON, GenerateRequest, parse_generate
 from serve_app.api.routes import GENERATE, unserved
 from serve_app.api.token_bound import NOTHING
 from serve_app.api.token_estimate import estimate_call
-from serve_app.engine.adapter_files import AdapterError
+from serve_app.engine.adapters import AdapterError
 from serve_app.engine.autoscaling import autoscaling_stats
 from serve_app.engine.engine_watch import EngineWatch
 from serve_app.engine.generation import Generation

@@ -21,8 +21,8 @@ from serve_app.engine.admission import current
 from serve_app.engine.grammar_check import GrammarCheck
 from serve_app.engine.grammars import Grammar
 from serve_app.engine.stream_interval import PieceRate, StreamInterval
-from serve_app.engine.vllm.adapters import Adapters
 from serve_app.engine.vllm.admitted_slot import AdmittedSlot
+from serve_app.engine.vllm.lora import Adapters
 from serve_app.engine.vllm.refusal import RefusedError
 from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize

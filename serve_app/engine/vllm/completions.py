@@ -16,8 +16,8 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve_app.api.errors import RequestError, internal_error
 from serve_app.api.protocol import JSON, SamplingFields
-from serve_app.engine.vllm.adapters import Adapters
 from serve_app.engine.vllm.client import GatedLLM
+from serve_app.engine.vllm.lora import Adapters
 from serve_app.engine.vllm.refusal import RefusedError, is_fault
 
 logger = logging.getLogger("ray.serve")
@@ -92,10 +92,8 @@ class Completions:
         request_id = f"generate-{next(self._ids)}"
         options: dict[str, Any] = {}
         if adapter:
-            if adapter not in self._adapters:
-                # It was removed while the prompt was tokenized.
-                raise self._adapters.missing(adapter)
-            options["lora_request"] = self._adapters.requests[adapter]
+            # A 404 if it was removed while the prompt was tokenized.
+            options["lora_request"] = self._adapters.lora_request(adapter)
         try:
             # There is one result, the last; reading on ends the generator and frees its slot.
             output = None

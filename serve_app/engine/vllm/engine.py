@@ -18,16 +18,15 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from batcher import Goals
 from serve_app.api.protocol import JSON
-from serve_app.engine.adapter_copies import AdapterFiles
+from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.grammar_check import GrammarCheck
-from serve_app.engine.lora_options import lora_options
 from serve_app.engine.stream_interval import PieceRate
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm.adapters import Adapters
 from serve_app.engine.vllm.application import build_application, describe_application
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.completions import Completions
 from serve_app.engine.vllm.cpu_lora import zero_blocks
+from serve_app.engine.vllm.lora import Adapters, lora_options
 from serve_app.engine.vllm.media import refuse_media, use_allowed_hosts
 from serve_app.engine.vllm.metrics import EngineMetrics
 from serve_app.engine.vllm.options import batcher_of, limits_of, vllm_args

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.adapter_slots import AdapterSlots
+from serve_app.engine.adapters import AdapterSlots
 from serve_app.engine.admission import current
 from serve_app.relay.request import RelayRequest
 

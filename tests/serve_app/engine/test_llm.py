@@ -165,7 +165,7 @@ async def test_the_tokens_of_a_call_over_the_handle_are_estimated() -> None:
 
 async def test_the_adapters_that_are_loaded_are_reported() -> None:
     engine = made(failing())
-    async with engine._engine.adapters.slots.using("demo:words"):
+    async with engine._engine.adapters.slots.claim("demo:words"):
         assert engine.record_routing_stats() == {"tokens": 0, "adapters": ["demo:words"]}
 
 

@@ -11,9 +11,9 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import SamplingFields
-from serve_app.engine.adapter_copies import AdapterFiles
-from serve_app.engine.vllm.adapters import Adapters
+from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.vllm.completions import Completion, Completions
+from serve_app.engine.vllm.lora import Adapters
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL

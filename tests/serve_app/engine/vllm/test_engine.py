@@ -9,10 +9,10 @@ import xgrammar
 from vllm.tokenizers import get_tokenizer
 
 from batcher import ContinuousBatcher, Goals
-from serve_app.engine.adapter_copies import AdapterFiles
+from serve_app.engine.adapters import AdapterFiles
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm.adapters import Adapters
 from serve_app.engine.vllm.engine import VLLMEngine
+from serve_app.engine.vllm.lora import Adapters
 from serve_app.engine.vllm.options import Limits
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import GoalSettings, LLMSettings

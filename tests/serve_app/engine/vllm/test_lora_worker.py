@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from vllm.model_executor.models.utils import WeightsMapper
 
-from serve_app.engine.vllm.adapter_worker import AdapterWorker
+from serve_app.engine.vllm.lora_worker import LoRAWorker
 
 PEFT = "base_model.model."
 
@@ -25,7 +25,7 @@ def worker(*layers: str, mapper: WeightsMapper | None = None, pooling: bool = Fa
         is_pooling_model=pooling,
         supported_modules_to_save=set(),
     )
-    found: Any = AdapterWorker()
+    found: Any = LoRAWorker()
     found.model_runner = SimpleNamespace(lora_manager=SimpleNamespace(_adapter_manager=manager))
     return found
 

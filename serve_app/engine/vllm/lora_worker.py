@@ -10,13 +10,13 @@ from safetensors import safe_open
 from vllm.lora.layers import FusedMoE3DWithLoRA
 from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 
-from serve_app.engine.adapter_files import WEIGHTS
+from serve_app.engine.adapters import WEIGHTS
 
 UNUSED = "saturate_unused_tensors"
-"""The method of `AdapterWorker`, for `collective_rpc`."""
+"""The method of `LoRAWorker`, for `collective_rpc`."""
 
 
-class AdapterWorker:
+class LoRAWorker:
     """Methods that each worker of an engine with adapters has."""
 
     model_runner: Any
