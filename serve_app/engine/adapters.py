@@ -92,7 +92,7 @@ class AdapterFiles:
     """Copies of adapters, which outlive their sources.
 
     Args:
-        root: The directory in which the copies get a directory; None: the one for temporary files.
+        root: The directory in which the copies get a directory; None: the system's for temporary files.
         max_bytes: Most bytes of an adapter's weights.
     """
 
@@ -135,19 +135,13 @@ class AdapterFiles:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _download(self, location: str, target: Path) -> None:
+        of_web = location.startswith(("http://", "https://"))
         try:
-            from fsspec import filesystem
-            from fsspec.callbacks import Callback
-            from fsspec.core import url_to_fs
-
-            if location.startswith("/"):
-                # `url_to_fs` takes a path with `::` for a chain of URLs.
-                fs, root = filesystem("file"), location
-            else:
-                of_web = location.startswith(("http://", "https://"))
-                fs, root = url_to_fs(location, **({"get_client": _web_client} if of_web else {}))
+            fs, root = _file_system(location, **({"get_client": _web_client} if of_web else {}))
         except ImportError as error:
             raise AdapterError(f"needs a package of its scheme: {STORAGE} ({error})") from None
+        from fsspec.callbacks import Callback
+
         for name in (CONFIG, WEIGHTS):
             path = f"{root.rstrip('/')}/{name}"
             if not fs.exists(path):
@@ -183,6 +177,18 @@ class AdapterFiles:
         most = MAX_CONFIG_BYTES if name == CONFIG else self._max_bytes
         if size is not None and size > most:
             raise AdapterError(f"{name} has {size} bytes, and {most} are the most")
+
+
+def _file_system(place: str, **options: Any) -> tuple[Any, str]:
+    """Return fsspec's file system of a path or URL, and the path inside of it."""
+    from fsspec import filesystem
+    from fsspec.core import url_to_fs
+
+    if "://" not in place:
+        # `url_to_fs` takes a path with `::` for a chain of URLs.
+        return filesystem("file"), place
+    found: tuple[Any, str] = url_to_fs(place, **options)
+    return found
 
 
 async def _web_client(**options: Any) -> Any:
@@ -385,19 +391,14 @@ class AdapterFolder:
         # The adapters that were read last, and by which details of their files, by path.
         self._known: dict[str, tuple[str, AdapterSettings]] = {}
         name = quote(model, safe="")
-        self._fs: Any
+        root = place.rstrip("/") if "://" in place else Path(place).expanduser().absolute()
         try:
-            from fsspec import filesystem
-            from fsspec.core import url_to_fs
-            from fsspec.implementations.local import LocalFileSystem
-
-            if "://" in place:
-                self._fs, self._root = url_to_fs(f"{place.rstrip('/')}/{name}", use_listings_cache=False)
-            else:
-                self._fs, self._root = filesystem("file"), str(Path(place).expanduser().absolute() / name)
-            self._local = isinstance(self._fs, LocalFileSystem)
+            self._fs, self._root = _file_system(f"{root}/{name}", use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise FolderError(f"adapters_folder: {place}: {error}; {STORAGE}") from None
+        from fsspec.implementations.local import LocalFileSystem
+
+        self._local = isinstance(self._fs, LocalFileSystem)
 
     def read(self) -> dict[str, AdapterSettings]:
         """Return the adapters by their ids; only files that are new or have changed are read.
@@ -499,7 +500,7 @@ class AdapterFolder:
         except FolderError:
             raise
         except Exception as error:
-            # Each storage has errors of its own; the text is for the one who set it up.
+            # Each storage has errors of its own; the text is for the administrator who set it up.
             raise FolderError(f"adapters_folder: {self._place} {what}: {error!r}") from error
 
 
@@ -511,10 +512,11 @@ class AdapterSlots:
     before all others, for as long as requests for them come.
 
     So the batcher starts a request only if `take` gives it a place. An adapter without requests stays until
-    another one needs its place. If all have requests, the least recently used one drains: `take` refuses its
-    further requests until one of the adapters has none, or nobody wants the place any more. The order of
-    the refused requests is the batcher's: it tries them again after a True of `give` or `unwanted`, and after
-    each `on_change`. A need is the adapter's id, without a prefix. All methods are for the event loop.
+    another adapter needs its place. If all have requests, the least recently used adapter drains: `take`
+    refuses its further requests until any adapter has no requests, or no request wants the place any more.
+    The order of the refused requests is the batcher's: it tries them again after a True of `give` or
+    `unwanted`, and after each `on_change`. A need is the adapter's id, without a prefix. All methods belong
+    in the event loop.
 
     Args:
         count: The slots.
@@ -534,7 +536,7 @@ class AdapterSlots:
         self._wanted: set[str] = set()
         self._draining: str | None = None
         self._claims = asyncio.Lock()
-        # Wakes those that wait for a moment; it is never left set.
+        # Wakes `left` and `claim`; it is cleared at once.
         self._freed = asyncio.Event()
 
     @property
@@ -638,7 +640,7 @@ class AdapterSlots:
         return True
 
     def _drain(self) -> None:
-        """Let one of the adapters drain, if none does."""
+        """Let the least recently used adapter drain, unless another adapter does."""
         if self._draining is None:
             self._draining = next((one for one in self._requests if one not in self._pinned), None)
 

@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +125,7 @@ class Loaded(NamedTuple):
 
 
 class Adapters:
-    """The adapters of one engine: those of its config, and those of its folder.
+    """The adapters of one engine, which come from its config and from its folder.
 
     An adapter is *prepared* once vLLM has it and a trial request was answered, *served* while requests may
     name it, and *leaving* until its last request has ended.
@@ -162,7 +163,7 @@ class Adapters:
         self._clock = clock
         # A simulated device has no layers to compare with, and nothing to try.
         self._simulated = settings.simulate is not None
-        self._shapes: asyncio.Future[Shapes | None] | None = None
+        self._layers = cache(self._read_layers)
         self._numbers = itertools.count(1)
         self._declared = adapters_by_id(settings.id, settings.adapters)
         place = settings.adapters_folder
@@ -227,13 +228,13 @@ class Adapters:
     # Changes
 
     async def start(self, follow_s: float = FOLLOW_S) -> None:
-        """Serve the adapters of the config and those of the folder, and follow the folder from then on.
+        """Serve the adapters of the config and of the folder, and follow the folder from then on.
 
         Args:
             follow_s: Seconds between two looks at the folder: this replica may miss a call to `refresh`.
 
         Raises:
-            SettingsError: One of the config doesn't fit.
+            SettingsError: An adapter of the config doesn't fit.
             FolderError: The folder can't be read.
         """
         if self._settings.has_adapters:
@@ -253,7 +254,7 @@ class Adapters:
         """Take over the adapters of the `user_config`; None: those of `args` hold.
 
         Raises:
-            SettingsError: One doesn't fit; nothing has changed.
+            SettingsError: An adapter doesn't fit; nothing has changed.
         """
         wanted = self._settings.adapters if adapters is None else adapters
         if wanted and not self._settings.has_adapters:
@@ -328,12 +329,12 @@ class Adapters:
         """Load what is wanted and isn't there, then drop what isn't wanted.
 
         Args:
-            declared: Adapters of the config, which go before those of the folder.
-            strict: Whether one of the config that doesn't fit is an error.
+            declared: Adapters of the config, which go before the folder's.
+            strict: An adapter of the config that doesn't fit is an error.
 
         Raises:
             FolderError: The folder can't be read; nothing has changed.
-            SettingsError: One of the config doesn't fit; nothing has changed.
+            SettingsError: An adapter of the config doesn't fit; nothing has changed.
         """
         kept = {} if self._folder is None else await asyncio.to_thread(self._folder.read)
         wanted = {**kept, **declared}
@@ -401,7 +402,7 @@ class Adapters:
     # In vLLM
 
     async def _prepare(self, id: str, settings: AdapterSettings) -> None:
-        """Load an adapter in place of the one that was prepared by its id, and try it.
+        """Load an adapter and try it; an adapter that was prepared by the same id is unloaded.
 
         Raises:
             AdapterError: It can't be read, doesn't fit, or its arithmetic isn't finite; vLLM hasn't got it.
@@ -409,8 +410,13 @@ class Adapters:
         if before := self._prepared.pop(id, None):
             await self._unload(before.request)
         adapter = self._fetched.pop(id, None) or await self._fetch(settings)
+        config = self._llm.vllm_config.lora_config
+
+        def fits() -> None:
+            check(adapter, config.max_lora_rank, self._layers(), torch.finfo(config.lora_dtype).max)
+
         try:
-            await self._check(adapter)
+            await asyncio.to_thread(fits)
         except BaseException:
             shutil.rmtree(adapter.path, ignore_errors=True)
             raise
@@ -426,6 +432,9 @@ class Adapters:
             raise
         self._prepared[id] = Loaded(settings, request)
 
+    def _read_layers(self) -> Shapes | None:
+        return None if self._simulated else layer_shapes(self._llm.model_config.hf_config.get_text_config())
+
     async def _fetch(self, settings: AdapterSettings) -> Adapter:
         fetching = asyncio.ensure_future(asyncio.to_thread(self._files.fetch, settings.location))
         try:
@@ -438,16 +447,6 @@ class Adapters:
 
             fetching.add_done_callback(delete)
             raise
-
-    async def _check(self, adapter: Adapter) -> None:
-        config, shapes = self._llm.vllm_config.lora_config, None
-        if not self._simulated:
-            if self._shapes is None:
-                model = self._llm.model_config.hf_config.get_text_config()
-                self._shapes = asyncio.ensure_future(asyncio.to_thread(layer_shapes, model))
-            shapes = await asyncio.shield(self._shapes)
-        largest = torch.finfo(config.lora_dtype).max
-        await asyncio.to_thread(check, adapter, config.max_lora_rank, shapes, largest)
 
     async def _add(self, request: LoRARequest) -> None:
         try:
@@ -472,13 +471,13 @@ class Adapters:
     async def _try(self, request: LoRARequest) -> None:
         """Answer a request with the adapter, and look at all numbers of the answer.
 
-        It passes the batcher, as the warm-up does: it is short, and there is one at a time.
+        The request goes past the batcher, as the warm-up does: it is short, and there is one at a time.
         """
         # vLLM takes two adapters with one name for the same, and one may be served. No id has a space.
         trial = LoRARequest(f"trial of {request.lora_name}", request.lora_int_id, request.lora_path)
         try:
             async with asyncio.timeout(TRIAL_S), self.slots.claim(trial.lora_name):
-                # A task of its own: the part is not to be that of the caller.
+                # A task of its own: the caller has another part.
                 finite = await asyncio.create_task(self._answer(trial))
         except TimeoutError:
             raise AdapterError(
