@@ -10,6 +10,7 @@ from serve_app.api.errors import ANTHROPIC, RequestError
 from serve_app.api.protocol import MAX_NAME, check_count, parse_body
 from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, SPEECH
 from serve_app.api.scheduling import SchedulingFields, ServiceTier
+from serve_app.api.shapes import CHECKED, check_items
 from serve_app.ingress.body import JSONBody
 from serve_app.ingress.routing import PROCESS
 from serve_app.ingress.value_count import check_values, count_values, is_within
@@ -147,6 +148,8 @@ def read_openai(content: JSONBody, path: str, limits: IngressSettings) -> OpenAI
             _check_list(content, name, limits)
     for name in content.among(MESSAGE_LISTS):
         _check_parts(content, name, limits)
+    for name in content.among(CHECKED):
+        check_items(name, content.text([name], limits.max_body_bytes))
     return fields
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
+from typing import cast
 
 from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -27,10 +27,10 @@ from serve_app.engine.vllm.adapters import Adapters
 from serve_app.engine.vllm.application import build_application, describe_application
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.completions import Completions
-from serve_app.engine.vllm.cpu_lora import zero_blocks
-from serve_app.engine.vllm.media import refuse_media, use_allowed_hosts
+from serve_app.engine.vllm.media import use_allowed_hosts
 from serve_app.engine.vllm.metrics import EngineMetrics
 from serve_app.engine.vllm.options import batcher_of, limits_of, vllm_args
+from serve_app.engine.vllm.plugin import zero_blocks
 from serve_app.engine.vllm.prompts import Prompts
 from serve_app.engine.vllm.refusal import hide_refusals
 from serve_app.engine.vllm.sleep import VLLMSleeper
@@ -38,6 +38,7 @@ from serve_app.engine.vllm.steps import StepTimer
 from serve_app.engine.vllm.tokenizing import bound_tokenizing, render_short_chats_at_once
 from serve_app.engine.vllm.usage import EngineCounters, count_sequences, set_part
 from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
+from serve_app.engine.vllm.workarounds import count_outputs, refuse_media
 from serve_app.ledger.calls import CallBook, Origin
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
@@ -125,9 +126,6 @@ class VLLMEngine:
         )
         self.completions = Completions(self.llm, self.adapters, defaults, self.max_model_len)
         self._tokenizer = self.llm.get_tokenizer()
-        # vLLM asks for it with every request, and its tokenizer looks it up each time: cached.
-        eos_token_id = self.llm.renderer.get_eos_token_id()
-        self.llm.renderer.get_eos_token_id = lambda: eos_token_id
         self.max_tokenize_tokens = settings.max_tokenize_tokens or self.max_model_len
         self._texts = TokenizingQueue(
             settings.batcher.max_queue_size,
@@ -138,19 +136,10 @@ class VLLMEngine:
         if not self._args.trust_request_chat_template:
             render_short_chats_at_once(self.llm.renderer)
         self.steps = 0
-        self._count_steps()
+        count_outputs(self.llm.engine_core, self._count_step)
 
-    def _count_steps(self) -> None:
-        """Count the outputs of the engine: there is one every few steps at least, see `HeldTokens`."""
-        core = self.llm.engine_core
-        get_output = core.get_output_async
-
-        async def counted() -> Any:
-            outputs = await get_output()
-            self.steps += 1
-            return outputs
-
-        core.get_output_async = counted
+    def _count_step(self) -> None:
+        self.steps += 1
 
     async def sleeper(self, share: ShareSettings) -> VLLMSleeper:
         """Return what puts the engine to sleep, between its turns on a shared device."""

@@ -17,6 +17,8 @@ from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettin
 from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options
 
+SCHEDULER = "serve_app.engine.vllm.scheduler.held_scheduler"
+
 STEPS_WITHOUT_CACHE = 2
 """Steps of an engine without KV cache whose tokens may be in flight."""
 
@@ -32,11 +34,14 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
         SettingsError: vLLM has no such option.
     """
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    options = {**(defaults or {}), **settings.engine.options()}
+    options = {"scheduler_cls": SCHEDULER, **(defaults or {}), **settings.engine.options()}
     if settings.simulate:
         options = engine_options(settings.simulate, **options)
     elif settings.share is not None:
         options = options | {"enable_sleep_mode": True}
+    if not settings.multimodal:
+        # vLLM keeps no memory for encoders of images and sound then.
+        options = {"language_model_only": True} | options
     for name, value in options.items():
         if not hasattr(args, name):
             where = "engine" if name in EngineSettings.model_fields else "engine.extra"

@@ -3,9 +3,7 @@
 The imports are those of vLLM 0.32.
 """
 
-import functools
 import logging
-import sys
 import traceback
 from collections.abc import Callable
 from http import HTTPStatus
@@ -13,9 +11,7 @@ from typing import Any
 
 from fastapi._compat import ModelField
 from jinja2 import TemplateError
-from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import (
     GenerationError,
     GracefulHTTPError,
@@ -27,6 +23,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve_app.api.errors import ErrorType, RequestError, internal_error
 from serve_app.engine.admission import current
+from serve_app.engine.vllm.workarounds import make_error_responses
 
 OWN = {"serve_app", "batcher"}
 """Packages whose exceptions are never the request's fault."""
@@ -82,45 +79,13 @@ def _frames(error: BaseException) -> set[tuple[str, str]]:
 def answer_faults() -> None:
     """Have vLLM's application answer each exception by whose fault it is: 500 for one of the service.
 
-    vLLM makes all its answers to exceptions in one function, those in a stream included. It answers 400 to
-    any ValueError and TypeError, and its log has no stack of the others unless it has one of each client's
-    mistake too (`log_error_stack`). The result of the request's admission gets what was found; a stream
-    whose head has not left becomes an error of that status.
-
-    Raises:
-        RuntimeError: This version of vLLM makes its answers elsewhere.
+    The result of the request's admission gets what was found; a stream whose head has not left becomes an
+    error of that status.
     """
-    original = error_response.create_error_response
-    if hasattr(original, "__wrapped__"):
-        return
-    honest = _honest(original)
-    users = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and vars(module).get("create_error_response") is original
-    ]
-    names = {module.__name__ for module in users}
-    needed = {
-        "vllm.entrypoints.serve.engine.serving",
-        "vllm.entrypoints.serve.exception_handling.handlers.exception",
-        "vllm.entrypoints.serve.exception_handling.handlers.vllm_error",
-    }
-    if not hasattr(GenerateBaseServing, "_convert_generation_error_to_streaming_response"):
-        names = set()
-    if missing := needed - names:
-        raise RuntimeError(f"this vLLM answers exceptions elsewhere: {', '.join(sorted(missing))}")
-    for module in users:
-        module.create_error_response = honest  # type: ignore[attr-defined]
-
-    def streamed(serving: GenerateBaseServing, error: GenerationError) -> str:
-        # vLLM's own method gives its text alone.
-        return str(serving.create_streaming_error_response(error))
-
-    GenerateBaseServing._convert_generation_error_to_streaming_response = streamed
+    make_error_responses(_honest)
 
 
 def _honest(original: Callable[..., ErrorResponse]) -> Callable[..., ErrorResponse]:
-    @functools.wraps(original)
     def create(message: str | Exception, *more: Any, **options: Any) -> ErrorResponse:
         if not isinstance(message, Exception):
             return original(message, *more, **options)

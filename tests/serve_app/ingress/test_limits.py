@@ -102,10 +102,13 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
         ("/v1/completions", {"prompt": ["x"] * 3}),
         ("/generate", {"prompts": ["x"] * 3, "max_tokens": 10}),
         # One chat of many messages.
-        (CHAT, {"messages": [{}] * 9}),
+        (CHAT, {"messages": [{"role": "user"}] * 9}),
         ("/generate", {"messages": [[{"content": "x"}] * 4] * 3}),
         # Many objects, but few messages.
-        (CHAT, {"messages": [{"content": "{" * 50}, {"content": [{"text": "{" * 50}]}]}),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": each} for each in ("{" * 50, [{"text": "{" * 50}])]},
+        ),
         (CHAT, {"tools": [{"function": {"parameters": {"a": [{}] * 50}}}]}),
     ],
 )

@@ -14,8 +14,8 @@ from vllm.renderers import chat_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm.media import refuse_media
 from serve_app.engine.vllm.pooling import bound_rendering
+from serve_app.engine.vllm.workarounds import refuse_media
 from serve_app.settings.sources import DEMO_MODEL
 from tests.serve_app.engine.pooling_application import CONTEXT, LIMIT_S, Application
 from tests.serve_app.engine.pooling_models import make_classifier

@@ -2,25 +2,10 @@
 
 import logging
 
-import pytest
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import VLLMValidationError
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.vllm.refusal import RefusedError, answer_faults, hide_refusals
-
-
-def test_a_version_of_vllm_that_answers_exceptions_elsewhere_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert build_app, "the application's modules are there"
-    answer_faults()
-    # Again it does nothing.
-    answer_faults()
-    monkeypatch.setattr(error_response, "create_error_response", lambda error: error)
-    with pytest.raises(RuntimeError, match="answers exceptions elsewhere: vllm"):
-        answer_faults()
+from serve_app.engine.vllm.refusal import RefusedError, hide_refusals
 
 
 def test_vllm_logs_no_stack_trace_of_what_is_no_fault() -> None:
