@@ -2,7 +2,7 @@
 
 A guard raises a RuntimeError with the name that has moved.
 `tests/serve_app/engine/vllm/test_workarounds.py` has a test for each workaround that fails once vLLM
-doesn't need it any more. vLLM 0.32 and 0.33 need all of them.
+doesn't need it any more. `make check-vllm` looks for all names that this package uses in other releases.
 
 Imports of vLLM stand inside the functions that a process of vLLM calls while it still imports itself.
 """
@@ -73,8 +73,9 @@ def zero_new_blocks() -> None:
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    if not isinstance(vars(KVCacheConfig).get("needs_kv_cache_zeroing"), property):
-        raise RuntimeError("this vLLM has no property KVCacheConfig.needs_kv_cache_zeroing")
+    require(KVCacheConfig, "needs_kv_cache_zeroing")
+    if not isinstance(vars(KVCacheConfig)["needs_kv_cache_zeroing"], property):
+        raise RuntimeError("KVCacheConfig.needs_kv_cache_zeroing is no property in this vLLM")
     KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 
@@ -85,7 +86,7 @@ def keep_lora_rows_apart() -> None:
     the last one: the base model would answer with it. Zeros from the first operation of a layer don't help
     where the second one multiplies them with NaN or infinity.
 
-    Issue: none found. Mended: not in 0.33.
+    Issue: https://github.com/vllm-project/vllm/pull/48421. Mended: 0.33.
     """
     from vllm.platforms import current_platform
 
@@ -94,11 +95,10 @@ def keep_lora_rows_apart() -> None:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    expands = ("bgmv_expand", "bgmv_expand_slice")
     # Prompts come by way of `sgmv_shrink`, which calls the function of `lora_ops`; the tokens behind them
     # don't.
-    for module in (lora_ops, punica_cpu):
-        require(module, "bgmv_shrink", *expands)
+    require(lora_ops, "bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+    require(punica_cpu, "bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
     shrink = lora_ops.bgmv_shrink
 
     def shrink_apart(inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
@@ -120,7 +120,7 @@ def keep_lora_rows_apart() -> None:
         return expand_apart
 
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink_apart
-    for name in expands:
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
         expand = apart(getattr(lora_ops, name))
         setattr(lora_ops, name, expand)
         setattr(punica_cpu, name, expand)
@@ -335,7 +335,8 @@ def refuse_media() -> None:
     model without images "… is not a multimodal model", and names no part. On the routes of scoring it decodes
     an image first. All routes look at such a part through one function.
 
-    Issue: none found. Mended: not in 0.33.
+    Issue: none found. Mended: not in 0.33, where the function is
+    `chat_utils.chat_message.parse_chat_message_content_mm_part`.
     """
     from vllm.exceptions import VLLMValidationError
     from vllm.renderers import chat_utils
