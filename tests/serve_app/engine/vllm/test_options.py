@@ -67,6 +67,18 @@ def test_with_goals_vllm_schedules_by_priority_unless_configured(fields: Any, po
 
 
 @pytest.mark.parametrize(
+    ("fields", "text_only"),
+    [
+        ({}, True),
+        ({"multimodal": True}, False),
+        ({"engine": {"extra": {"language_model_only": False}}}, False),
+    ],
+)
+def test_a_model_that_takes_text_alone_has_no_encoders(fields: Any, text_only: bool) -> None:
+    assert vllm_args(settings(**fields)).language_model_only is text_only
+
+
+@pytest.mark.parametrize(
     ("llm", "capacity"),
     [
         # vLLM keeps one block for itself.
