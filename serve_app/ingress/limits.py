@@ -117,8 +117,9 @@ def read_call(content: JSONBody, limits: IngressSettings, *lists: str) -> CallFi
     fields = parse_body(CallFields, content.values(*CallFields.model_fields))
     for name in lists:
         _check_list(content, name, limits)
-    if "messages" in lists:
-        _check_parts(content, "messages", limits)
+    for name in content.among(["messages"] if "messages" in lists else []):
+        _check_parts(content, name, limits)
+        check_items(name, content.text([name], limits.max_body_bytes))
     if limits.max_tokens is not None:
         _check_most("max_tokens", fields.max_tokens, limits.max_tokens, "ingress.max_tokens")
     return fields

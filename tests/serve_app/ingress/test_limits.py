@@ -103,7 +103,7 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
         ("/generate", {"prompts": ["x"] * 3, "max_tokens": 10}),
         # One chat of many messages.
         (CHAT, {"messages": [{"role": "user"}] * 9}),
-        ("/generate", {"messages": [[{"content": "x"}] * 4] * 3}),
+        ("/generate", {"messages": [[{"role": "user"}] * 4] * 3}),
         # Many objects, but few messages.
         (
             CHAT,
