@@ -8,7 +8,7 @@ CONFIG ?= configs/local.yaml
 # Local wheels, where a machine has them, hold the CPU build of torch; elsewhere uv knows where it is.
 TORCH := $(if $(PIP_FIND_LINKS),$(foreach link,$(PIP_FIND_LINKS),--find-links $(link)),--torch-backend=cpu)
 
-.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-attacks bench-gpu soak clean
+.PHONY: help install serve configs test test-all pytest test-batcher service-tests tests-beside lint format check-vllm bench-batcher bench-serve bench-goals bench-batches bench-batches-live bench-fleet bench-plan bench-turns bench-adapters bench-driver bench-attacks bench-gpu soak clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +70,9 @@ service-tests: install
 
 tests-beside: lint
 	$(BIN)/python -m pytest --quiet $(BESIDE) $(ARGS)
+
+check-vllm: install ## Look for the names of vLLM that are used here in other releases; ARGS="vllm==0.33.0", ARGS="--help".
+	@$(BIN)/python -m tests.benchmarks.vllm_names $(ARGS)
 
 # The peers of the benchmarks, and matplotlib; the benchmarks run without them too.
 .venv/bench: .venv/installed

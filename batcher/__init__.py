@@ -25,6 +25,7 @@ from batcher.errors import Oversize as Oversize
 from batcher.errors import QueueFull as QueueFull
 from batcher.forming import Former as Former
 from batcher.goals import Goals as Goals
+from batcher.lanes import Lanes as Lanes
 from batcher.processing import InferenceFn as InferenceFn
 from batcher.processing import ProcessFn as ProcessFn
 from batcher.profiles import PROFILES as PROFILES

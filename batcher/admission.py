@@ -145,6 +145,7 @@ class Batcher(ABC, Generic[EntryT]):
         await asyncio.wait((ended,), timeout=timeout)
         if not ended.done():
             self._refuse_all()
+            self._decide()
             await asyncio.sleep(0)  # a `submit` whose slot has just started makes its task now
             if self._ended is ended and (tasks := self._abort()):
                 await asyncio.wait(tasks, timeout=GRACE_S)
@@ -219,6 +220,8 @@ class Batcher(ABC, Generic[EntryT]):
             # Space came, and another that came before it needs more.
             return
         queue.remove(entry)
+        if queue.unwanted:
+            self._decide()
         self._recorder.total_rejected += entry.records
         wait_s = self.estimate_wait(entry.cost, entry.priority, entry.tenant, records=entry.records)
         raise QueueFull(*bound, entry._place.retry_after(entry.priority, wait_s, self._clock()))
@@ -251,11 +254,15 @@ class Batcher(ABC, Generic[EntryT]):
                 self._end_late()
                 # 3. What waits outside comes in where there is space now.
                 queue.admit()
+                # 4. Wishes for which nothing waits any more end; that may let others start.
+                if queue.unwanted:
+                    self._end_wishes()
+                    self._again = True
         finally:
             self._deciding = False
-        # 4. The next deadline brings us back.
+        # 5. The next deadline brings us back.
         self._set_alarm()
-        # 5. A stop ends when nothing is left.
+        # 6. A stop ends when nothing is left.
         if self._ended is not None and not queue.total and not self._runs and not self._ended.done():
             self._ended.set_result(None)
 
@@ -296,6 +303,9 @@ class Batcher(ABC, Generic[EntryT]):
             self._recorder.total_cancelled += entry.records
         if self._queue.remove(entry):
             self._decide()
+
+    def _end_wishes(self) -> None:
+        """Say which needs no record waits for any more, where records have needs."""
 
     @abstractmethod
     def _start_ready(self) -> None:

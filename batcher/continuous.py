@@ -14,7 +14,8 @@ from batcher.costs import OutputEstimator, RecordT, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Aborted, Expired, Oversize
 from batcher.goals import BACKGROUND, Background, Goals
-from batcher.service_rate import ServiceRate
+from batcher.lanes import Lanes
+from batcher.service_rate import Correction, ServiceRate
 from batcher.stats import RECENT, ContinuousStats, Load, Observation, Outcome
 
 STEPS = 2  # from the end of a record to the first of one let in then: one tells the end, the next is planned
@@ -27,28 +28,66 @@ class Slot(Entry[None]):
     """A place in the window, of one record or of several; `async with` waits for it and gives it back."""
 
     # As given to `ContinuousBatcher.slot`; `cost` is what it holds of the capacity now.
-    wait: bool = False
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     arrived_at: float | None = None
-    used: bool = False  # whether it was entered
+    needs: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()  # the needs that it has taken, and not given back
     running: bool = False  # whether it is in the window
     started_at: float = math.inf  # time of its start; infinite before
     waited_s: float = 0.0  # seconds from submission to start
     first_at: float = 0.0  # time of its first token, 0 before
     output_tokens: int = 0  # tokens reported so far
     charged: int = 0  # what its tenant was charged for it
+    corrected: bool = False
     owner: asyncio.Task[Any] | None = None  # the task that holds it
     _batcher: "ContinuousBatcher"
 
-    async def __aenter__(self) -> Self:
-        if self.used:
+    async def enter(self) -> Self:
+        """Return once the slot runs or is in the queue; it waits outside while the queue is full.
+
+        `async with` waits for its start then. The errors are those of `ContinuousBatcher.slot`.
+        """
+        if self.entered:
             raise RuntimeError("a slot can be entered once; call slot() for another")
         batcher = self._batcher
+        batcher._enter_slot(self, True)
         if not self.admitted:
-            # It is not one that `submit` has let in.
-            batcher._enter_slot(self)
-        self.used = True
+            try:
+                await batcher._wait_for_space(self)
+            except BaseException as error:
+                batcher._leave(self, error)
+                raise
+        return self
+
+    def enter_nowait(self) -> Self:
+        """Enter at once: the slot runs or is in the queue when this returns.
+
+        Raises:
+            QueueFull: There is no space; says when to try again. The other errors are those of `enter`.
+        """
+        if self.entered:
+            raise RuntimeError("a slot can be entered once; call slot() for another")
+        self._batcher._enter_slot(self, False)
+        return self
+
+    async def started(self) -> Self:
+        """Return once the slot runs, as `async with` does; `release` gives it back. Again returns at once."""
+        return self if self.running and self.owner is not None else await self.__aenter__()
+
+    @property
+    def entered(self) -> bool:
+        """Whether it was let in, or waits for that."""
+        return self.admitted or self.waiting
+
+    async def __aenter__(self) -> Self:
+        batcher = self._batcher
+        if not self.admitted and self._next is None:
+            batcher._enter_slot(self, True)
+        elif self.owner is not None:
+            raise RuntimeError("a slot can be entered once; call slot() for another")
+        elif self.started_at < math.inf and not self.running:
+            raise Aborted("the slot was given back; it can be entered once, call slot() for another")
         # To look for the event loop takes Python 3.11 a system call.
         self.owner = asyncio.current_task(batcher._loop)
         if not self.running:
@@ -63,9 +102,66 @@ class Slot(Entry[None]):
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._batcher._leave(self, error)
 
-    def release(self) -> None:
-        """Give the place back early; again does no harm. A caller that waits to enter gets `Aborted`."""
-        self._batcher._leave(self, None)
+    def release(self, error: BaseException | None = None) -> None:
+        """Give the place back, and say how it ended; again does no harm.
+
+        A caller that waits to enter gets `Aborted`.
+
+        Args:
+            error: None: it completed; a CancelledError or GeneratorExit: it was cancelled; other: it failed.
+        """
+        waits = self.waiting
+        self._batcher._leave(self, error)
+        if waits and not self._batcher.loop.is_closed():
+            self.fail(Aborted("the slot was released before it started"))
+            self.exception()  # Python reports errors that are not looked at; nobody may wait for this one
+
+    def give(self, need: str) -> None:
+        """Give one of its needs back before it leaves; again, or after it has left, does no harm.
+
+        Raises:
+            ValueError: It has no such need.
+        """
+        if need not in self.needs:
+            raise ValueError(f"need must be one of {self.needs!r}, not {need!r}")
+        if need in self.held:
+            self.held = tuple(other for other in self.held if other != need)
+            self._batcher._give((need,))
+            self._batcher._decide()
+
+    def correct(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Replace the bound with which it was admitted by its tokens, which are known now.
+
+        Its cost may shrink, so that others start at once, or grow, even beyond the capacity. Its tenant is
+        charged for the new cost at once. Does nothing once it has left.
+
+        Args:
+            prompt_tokens, max_tokens: As for `ContinuousBatcher.slot`, of all its records together.
+
+        Raises:
+            RuntimeError: It has not started yet.
+        """
+        prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
+        max_tokens = whole_cost("max_tokens", max_tokens)
+        if self.started_at == math.inf:
+            raise RuntimeError("a slot can be corrected once it has started")
+        if not self.running:
+            return
+        batcher, queue, before = self._batcher, self._batcher._queue, self.cost
+        self.prompt_tokens, self.max_tokens = prompt_tokens, max_tokens
+        reserved = batcher._reserved(max_tokens, self.records, self.output_tokens)
+        cost = prompt_tokens + max(self.output_tokens, reserved)
+        begins = not self.corrected
+        if begins:
+            self.corrected = True
+            batcher._starting -= 1
+            batcher._correction.learn(before, cost)
+        if self.charged:
+            queue.settle(self, self.charged, cost or 1)
+            self.charged = cost or 1
+        batcher._resize(self, cost)
+        if (cost < before or begins) and queue.total:
+            batcher._decide()
 
     def first_token(self) -> None:
         """Tell that the first token is there: for the statistics, and for goals to be held against."""
@@ -87,14 +183,12 @@ class Slot(Entry[None]):
         self.output_tokens = output_tokens
         batcher, prompt, most = self._batcher, self.prompt_tokens, self.max_tokens
         if self.running and prompt is not None and most is not None and prompt + output_tokens > self.cost:
-            cost = prompt + max(output_tokens, batcher._reserved(most, self.records, output_tokens))
-            batcher._background.grow(self.priority, cost - self.cost)
-            self.cost = cost
-            batcher._count_time(batcher._clock())
+            reserved = batcher._reserved(most, self.records, output_tokens)
+            batcher._resize(self, prompt + max(output_tokens, reserved))
 
 
 class SlotOptions(TypedDict, total=False):
-    """The arguments of `ContinuousBatcher.slot` beside `cost` and `wait`."""
+    """The arguments of `ContinuousBatcher.slot` beside `cost`."""
 
     priority: int
     tenant: str
@@ -104,6 +198,7 @@ class SlotOptions(TypedDict, total=False):
     max_tokens: int | None
     records: int
     arrived_at: float | None
+    needs: tuple[str, ...]
 
 
 class ContinuousBatcher(Batcher[Slot]):
@@ -129,6 +224,9 @@ class ContinuousBatcher(Batcher[Slot]):
         goals: Goals of the tiers before `background`: the others run as far as these allow, and leave space
             for them. They take calls of `step` and `Slot.first_token`. None: all tiers share the window.
         background: The priority from which on records are background, where there are goals.
+        lanes: Owner of what records need beside cost, see `Lanes`; None: no record has needs.
+        max_starting: Slots that run and are not corrected yet, at most: what is done before the exact cost is
+            known goes in the order of the queue too. None: no such limit; slots need no correction.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
     """
 
@@ -148,9 +246,12 @@ class ContinuousBatcher(Batcher[Slot]):
         tenant_weights: Mapping[str, float] | None = None,
         goals: Goals | None = None,
         background: int = BACKGROUND,
+        lanes: Lanes | None = None,
+        max_starting: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checks.whole("places", places, 1, optional=True)
+        checks.whole("max_starting", max_starting, 1, optional=True)
         checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
         checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
         checks.one_of("oversize", oversize, ("reject", "alone"))
@@ -162,6 +263,10 @@ class ContinuousBatcher(Batcher[Slot]):
         self._outputs = OutputEstimator() if policy == "max_utilization" else None
         self._rate = ServiceRate()
         self._background_rate = ServiceRate()
+        self._correction = Correction()
+        self._lanes = lanes
+        self._max_starting = sys.maxsize if max_starting is None else max_starting
+        self._starting = 0  # slots that run and are not corrected yet
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
         self._tasks: dict[asyncio.Task[Any], Slot] = {}  # those of `submit`
@@ -180,6 +285,7 @@ class ContinuousBatcher(Batcher[Slot]):
             capacity=self._capacity,
             max_running=None if self._regular == sys.maxsize else self._regular,
             outside_cost=self._queue.outside_cost,
+            correction=self._correction.ratio,
             **self._recorder.window(now),  # type: ignore[arg-type]
             **self._background.stats(),  # type: ignore[arg-type]
         )
@@ -190,29 +296,31 @@ class ContinuousBatcher(Batcher[Slot]):
         priority: int = 0,
         tenant: str = "default",
         deadline: float | None = None,
-        wait: bool = False,
         *,
         prompt_tokens: int | None = None,
         max_tokens: int | None = None,
         timeout: float | None = None,
         records: int = 1,
         arrived_at: float | None = None,
+        needs: tuple[str, ...] = (),
     ) -> Slot:
-        """Return the place of one record, to be entered with `async with`.
+        """Return the place of one record; `async with` waits for space in the queue, and for its start.
+
+        `await slot.enter()` waits for space alone, `slot_nowait` for nothing.
 
         Args:
-            cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`.
+            cost: What the record holds while it runs; or else `prompt_tokens` and `max_tokens`. It may be a
+                bound, see `Slot.correct`.
             priority, tenant: Its tier, lower goes first, and the name of its tenant.
             deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
-            wait: Wait for space when the queue is full; False: entering raises `QueueFull`.
             prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
             records: Records that start together in this slot; places, cost and tokens are of all of them.
             arrived_at: Time on `clock` from which its TTFT counts for goals; None: its submission.
+            needs: What the slot needs of `lanes`, once whatever its records.
 
         Raises:
-            ValueError: Neither or both ways of giving a cost are used.
+            ValueError: Neither or both ways of giving a cost are used, or there are needs without `lanes`.
             Expired: The deadline has passed. Entering raises it for a deadline that can't be kept, too.
-            QueueFull: On entering: the queue is full, and `wait` is False.
             Oversize: On entering: the record can never run.
             RuntimeError: On entering: the batcher isn't running (`Closed`), or runs on another event loop.
         """
@@ -230,8 +338,26 @@ class ContinuousBatcher(Batcher[Slot]):
         if arrived_at is not None:
             checks.instant("arrived_at", arrived_at)
             slot.arrived_at = arrived_at
-        slot._batcher, slot.wait = self, wait
-        slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
+        slot._batcher = self
+        if prompt_tokens is not None:
+            slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
+        if needs:
+            if self._lanes is None:
+                raise ValueError("needs are for a batcher that was made with lanes")
+            slot.needs = tuple(sorted(set(needs)))
+        return slot
+
+    def slot_nowait(self, cost: int | None = None, **options: Unpack[SlotOptions]) -> Slot:
+        """Enter a slot at once: it runs or waits in the queue when this returns.
+
+        `async with` waits for its start, and gives it back; a slot that isn't used so is given back by
+        `Slot.release`. The other arguments and errors are those of `slot` and of entering it.
+
+        Raises:
+            QueueFull: There is no space; says when to try again.
+        """
+        slot = self.slot(cost, **options)
+        self._enter_slot(slot, False)
         return slot
 
     async def submit(
@@ -239,25 +365,30 @@ class ContinuousBatcher(Batcher[Slot]):
         process_fn: Callable[[RecordT], Awaitable[ResultT]],
         record: RecordT,
         cost: int | None = None,
-        *,
-        wait: bool = True,
         **options: Unpack[SlotOptions],
     ) -> asyncio.Task[ResultT]:
         """Queue one record and return the task that will run `process_fn(record)` in a slot.
 
-        Returns once the record is in the queue. Cancelling the task takes it out, or cancels `process_fn`.
-        The other arguments and the errors are those of `slot` and of entering it.
+        Waits while the queue is full. Cancelling the task takes the record out, or cancels `process_fn`. The
+        other arguments and the errors are those of `slot` and of entering it.
         """
         checks.function("process_fn", process_fn)
-        slot = self.slot(cost, wait=wait, **options)
-        self._enter_slot(slot)
-        if not slot.admitted:
-            try:
-                await self._wait_for_space(slot)
-            except BaseException as error:
-                self._leave(slot, error)
-                raise
+        return self._run(process_fn, record, await self.slot(cost, **options).enter())
 
+    def submit_nowait(
+        self,
+        process_fn: Callable[[RecordT], Awaitable[ResultT]],
+        record: RecordT,
+        cost: int | None = None,
+        **options: Unpack[SlotOptions],
+    ) -> asyncio.Task[ResultT]:
+        """Queue one record at once as `submit` does, or raise `QueueFull`."""
+        checks.function("process_fn", process_fn)
+        return self._run(process_fn, record, self.slot_nowait(cost, **options))
+
+    def _run(
+        self, process_fn: Callable[[RecordT], Awaitable[ResultT]], record: RecordT, slot: Slot
+    ) -> asyncio.Task[ResultT]:
         async def process() -> ResultT:
             async with slot:
                 return await process_fn(record)
@@ -274,6 +405,11 @@ class ContinuousBatcher(Batcher[Slot]):
 
         task.add_done_callback(ended)
         return task
+
+    def reopen(self) -> None:
+        """Consider again, in their order, the records that were passed by: their needs may succeed now."""
+        self._queue.reopen()
+        self._decide()
 
     def set_queue_size(self, max_queue_size: int) -> None:
         """Change the records that may wait, also while records wait; those beyond a smaller number stay."""
@@ -354,8 +490,9 @@ class ContinuousBatcher(Batcher[Slot]):
             running, running_cost, rate = background.running, background.cost, self._background_rate
             places, free = min(places, most - running), min(free, most_cost - running_cost)
         # The records before them in the queue are served first, but for those that free space takes.
-        before, ahead = before + records - max(places, 0), ahead + cost - max(free, 0)
-        wait = rate.time_to_serve(before, ahead, running, running_cost)
+        before -= max(places, 0) - records
+        cost_before = ahead * self._correction.ratio + cost - max(free, 0)
+        wait = rate.time_to_serve(before, cost_before, running, running_cost)
         # A pause that lasts longer than was told may end at any time.
         rest = max(0.0, until - now) or (UNKNOWN_WAIT_S if self._pause else 0.0)
         return rest + (UNKNOWN_WAIT_S if wait is None else wait)
@@ -378,7 +515,7 @@ class ContinuousBatcher(Batcher[Slot]):
     def _fits(self, slot: Slot) -> bool:
         cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
         beside = cost <= self._capacity and records <= self._most
-        return self._pause is None and (beside or not self._runs)
+        return self._pause is None and (beside or not self._runs) and self._starting < self._max_starting
 
     def _held_back(self, slot: Slot) -> bool:
         """Return whether a slot is of the background and must leave space for the foreground."""
@@ -391,7 +528,34 @@ class ContinuousBatcher(Batcher[Slot]):
             return max_tokens
         return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
 
-    def _enter_slot(self, slot: Slot) -> None:
+    def _resize(self, slot: Slot, cost: int) -> None:
+        """Take in that a running slot holds another cost."""
+        self._background.grow(slot.priority, cost - slot.cost)
+        slot.cost = cost
+        self._count_time(self._clock())
+
+    def _take(self, slot: Slot) -> bool:
+        """Take all needs of a slot, or none."""
+        lanes, queue = self._lanes, self._queue
+        assert lanes is not None
+        for number, need in enumerate(slot.needs):
+            if not lanes.take(need):
+                # All is as it was before: what this gives back was free when others were refused.
+                for taken in slot.needs[:number]:
+                    lanes.give(taken)
+                queue.refuse(need)
+                return False
+            queue.grant(need)
+        slot.held = slot.needs
+        return True
+
+    def _give(self, needs: tuple[str, ...]) -> None:
+        """Give needs back; records that were passed by are considered by the next decision, if that helps."""
+        for need in needs:
+            if self._lanes is not None and self._lanes.give(need):
+                self._queue.reopen()
+
+    def _enter_slot(self, slot: Slot, wait: bool) -> None:
         """Start a slot if it may start; otherwise it waits in the queue, or for space in it; or refuse it."""
         self._check_open(slot.records)
         if (oversize := self._oversize(slot)) is not None:
@@ -400,19 +564,19 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-        if not self._queue.total and self._fits(slot) and not self._held_back(slot):
+        if not self._queue.total and not slot.needs and self._fits(slot) and not self._held_back(slot):
             self._queue.pass_by(slot)
             self._begin(slot)
             return
         if slot.deadline is not None and self._rate.known:
-            wait = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
-            if wait > HOPELESS * (slot.deadline - now):
+            wait_s = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
+            if wait_s > HOPELESS * (slot.deadline - now):
                 self._recorder.total_rejected += slot.records
-                raise Expired(f"the record could not start for about {wait:.1f} s, after its deadline")
+                raise Expired(f"the record could not start for about {wait_s:.1f} s, after its deadline")
         asyncio.Future.__init__(slot, loop=self._loop)
         # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-        if not self._queue.put(slot) or self._fits(slot):
-            self._enter(slot, slot.wait)
+        if not self._queue.put(slot, slot.needs) or self._fits(slot):
+            self._enter(slot, wait)
         elif slot.deadline is not None:
             self._set_alarm()
 
@@ -427,15 +591,23 @@ class ContinuousBatcher(Batcher[Slot]):
                 slot = queue.head(before=self._background.priority)
             if slot is None or not self._fits(slot):
                 return
+            if slot.needs and not self._take(slot):
+                continue
             queue.pick(slot)
-            slot.charged = slot.cost
+            slot.charged = slot.cost or 1
             self._begin(slot)
             slot.set_result(None)
+
+    def _end_wishes(self) -> None:
+        for need in self._queue.end_wishes():
+            if self._lanes is not None and self._lanes.unwanted(need):
+                self._queue.reopen()
 
     def _begin(self, slot: Slot) -> None:
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
+        self._starting += 1
         self._runs.add(slot)
         prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
         self._background.begin(slot.priority, slot.cost, slot.records, prompt)
@@ -450,9 +622,6 @@ class ContinuousBatcher(Batcher[Slot]):
         if not slot.running:
             if slot.waiting:
                 self._withdraw(slot)
-                if error is None and not self.loop.is_closed():
-                    # It was released while its caller waits for it.
-                    slot.fail(Aborted("the slot was released before it started"))
             return
         now = self._clock()
         background, recorder = self._background, self._recorder
@@ -460,10 +629,15 @@ class ContinuousBatcher(Batcher[Slot]):
         slot.running = False
         slot.owner = None
         self._runs.remove(slot)
+        self._starting -= not slot.corrected
         background.grow(slot.priority, -slot.cost, -records)
+        if slot.held:
+            held, slot.held = slot.held, ()
+            self._give(held)
         self._count_time(now)
         run_s = now - slot.started_at
-        recorder.ran(records, [slot.waited_s] * min(records, RECENT), run_s)
+        waits = [slot.waited_s] if records == 1 else [slot.waited_s] * min(records, RECENT)
+        recorder.ran(records, waits, run_s)
         recorder.output_tokens += tokens
         self._rate.learn(slot.cost, run_s, records)
         if slot.priority >= background.priority:
@@ -510,4 +684,5 @@ class ContinuousBatcher(Batcher[Slot]):
         for slot in list(self._runs):
             self._leave(slot, Aborted("the event loop was closed while the record ran"))
         self._tasks.clear()
+        self._end_wishes()
         return []

@@ -37,6 +37,7 @@ class Entry(asyncio.Future[ResultT]):
     _previous: Any = field(init=False)
     _next: Any = field(default=None, init=False)
     _item: Any = field(default=None, init=False)
+    _order: int = field(init=False)  # by arrival; only if it came when its backlog had several rings
 
     def __post_init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         if loop is not None:

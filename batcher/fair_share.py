@@ -60,20 +60,69 @@ class Tenant:
 
 
 @dataclass(slots=True, eq=False)
+class Ring:
+    """The entries of a backlog that have the same needs, by arrival."""
+
+    backlog: "Backlog"
+    needs: tuple[str, ...]
+    refused: str | None = None  # the refused need for which its entries are passed by
+    _item: Any = None
+    _next: Any = field(init=False)
+    _previous: Any = field(init=False)
+
+
+class Rings(dict[tuple[str, ...], Ring]):
+    """The rings of a backlog, by their needs."""
+
+    def __init__(self) -> None:
+        # The rings that are not passed by, as far as is known, by the arrival of their first entry.
+        self.heads: Heap = Heap()
+
+
+@dataclass(slots=True, eq=False)
 class Backlog:
-    """The entries of one tenant in one tier, by arrival, in a ring with itself: any leaves at once."""
+    """The entries of one tenant in one tier, by arrival, in a ring with itself: any leaves at once.
+
+    Entries with needs are in rings of their own, so that those whose need is refused can be passed by.
+    """
 
     tenant: Tenant
     tier: Any = None  # as long as it has entries
     key: float = -math.inf  # the cost that it was served, by its weight: the one with the lowest goes first
     total: int = 0  # records in it
     outside: int = 0  # entries that wait for space
-    _item: Any = None
+    rings: Rings | None = None  # the entries with needs
+    _item: Any = None  # without the backlog, as long as it is not among the turns of its tier
     _next: Any = field(init=False)
     _previous: Any = field(init=False)
 
+    def first(self, refused: dict[str, set[Ring]]) -> Any:
+        """Return the first entry that has no refused need, or None; rings that are passed by are noted."""
+        first = None if self._next is self else self._next
+        if self.rings:
+            heads = self.rings.heads
+            while (item := heads.top()) is not None:
+                ring: Ring = item[2]
+                ring.refused = next((need for need in ring.needs if need in refused), None)
+                if ring.refused is None:
+                    # An entry without an order came before the backlog had rings.
+                    return ring._next if first is None or item[0] < getattr(first, "_order", 0) else first
+                refused[ring.refused].add(ring)
+                ring._item = None
+        return first
+
+    def entries(self) -> Iterator[Any]:
+        """Yield all entries, in no particular order."""
+        rings: list[Any] = [self, *(self.rings or {}).values()]
+        for ring in rings:
+            entry = ring._next
+            while entry is not ring:
+                following = entry._next
+                yield entry
+                entry = following
+
     def turns(self) -> Iterator[tuple[float, int, Any]]:
-        """Yield the entries in their order, each after the key of its turn."""
+        """Yield the entries without needs in their order, each after the key of its turn."""
         key, order, entry = self.key, self._item[1], self._next
         while entry is not self:
             following = entry._next
@@ -104,36 +153,49 @@ class Tier:
     outside: int = 0  # records that wait for space
     outside_cost: int = 0  # their cost
     backlogs: dict[str, Backlog] = field(default_factory=dict)
-    turns: Heap = field(default_factory=Heap)  # the backlogs by their keys
+    turns: Heap = field(default_factory=Heap)  # the backlogs by their keys, but for those passed by
+    level: float = 0  # the highest key of a backlog at the time that it was served
     idle: dict[str, Backlog] = field(default_factory=dict)  # those without entries, for what they were served
 
-    def first(self) -> Backlog:
-        """Return the backlog whose turn it is."""
+    def first(self, refused: dict[str, set[Ring]]) -> Any:
+        """Return the entry whose turn it is; None: all have a refused need."""
         turns = self.turns
-        while True:
+        while turns:
             item = turns[0]
             backlog: Backlog = item[2]
             if item is not backlog._item:
                 heapq.heappop(turns)
-            elif item[0] == backlog.key or len(turns) == 1:
-                return backlog
-            else:
+            elif item[0] != backlog.key and len(turns) > 1:
                 # Keys mostly rise, so an item is put right only when it comes to the top.
                 backlog._item = (backlog.key, item[1], backlog)
                 heapq.heapreplace(turns, backlog._item)
+            elif not backlog.rings:
+                return backlog._next
+            elif (entry := backlog.first(refused)) is not None:
+                return entry
+            else:
+                heapq.heappop(turns)
+                backlog._item = (*item[:2], None)
+        return None
 
-    def join(self, tenant: Tenant) -> Backlog:
+    def reopen(self, backlog: Backlog) -> None:
+        """Give a backlog turns again that was passed by."""
+        if backlog._item[2] is None:
+            self.turns.push(backlog.key, backlog)
+
+    def join(self, tenant: Tenant, refused: dict[str, set[Ring]]) -> Backlog:
         """Return the backlog of a tenant that gets an entry: behind the others, if it was served no more."""
+        first = self.first(refused)
         backlog = self.idle.pop(tenant.name, None) or Backlog(tenant)
         backlog.tenant, backlog.tier = tenant, self
         self.backlogs[tenant.name] = backlog._next = backlog._previous = backlog
-        backlog.key = max(backlog.key, self.first().key if self.turns else 0)
+        backlog.key = max(backlog.key, self.level if first is None else first._place.key)
         self.turns.push(backlog.key, backlog)
         return backlog
 
     def retire(self, backlog: Backlog) -> None:
         """Take in that a backlog has no entries left; no cycle is left to collect either."""
-        backlog._item = backlog._next = backlog._previous = backlog.tier = None
+        backlog._item = backlog._next = backlog._previous = backlog.tier = backlog.rings = None
         self.idle[backlog.tenant.name] = self.backlogs.pop(backlog.tenant.name)
         if len(self.idle) > MAX_IDLE_TENANTS:
             for name in sorted(self.idle, key=lambda name: self.idle[name].key)[: MAX_IDLE_TENANTS // 2]:

@@ -11,13 +11,14 @@ from typing import Any, Generic, TypeVar
 from batcher import checks
 from batcher.entries import Entry
 from batcher.errors import QueueFull
-from batcher.fair_share import Backlog, Heap, Tenant, Tenants, Tier
+from batcher.fair_share import Backlog, Heap, Ring, Rings, Tenant, Tenants, Tier
 
 BACKGROUND_SHARE = 0.9  # share of the bounds that the background may fill
 OPEN_SHARE = 0.8  # share of them that any tenant may fill; beyond it each has its fair share of the whole
 
 EntryT = TypeVar("EntryT", bound=Entry[Any])
 _by_turn = attrgetter("turn")
+_arrivals = itertools.count(1)
 
 
 class RequestQueue(Generic[EntryT]):
@@ -25,7 +26,7 @@ class RequestQueue(Generic[EntryT]):
 
     The README has its rules: "Order", and "When the queue is full" for what a tenant may fill of its bounds.
     An entry that finds no space may wait for it *outside*: in the same order as all others, but it doesn't
-    count against the bounds.
+    count against the bounds. An entry with a need that was refused is passed by until `reopen`.
 
     Each operation takes amortised O(log n) of the tenants and deadlines that wait, but for `peek`, `clear`
     and iteration, and looks at each tier in which records wait.
@@ -69,6 +70,10 @@ class RequestQueue(Generic[EntryT]):
         self._outside: OrderedDict[EntryT, None] = OrderedDict()
         self._deadlines: Heap = Heap()
         self._expired: list[EntryT] = []
+        self._wanted: dict[str, int] = {}  # rings of entries that wait for a need
+        self._refused: dict[str, set[Ring]] = {}  # refused needs, and the rings that are passed by for each
+        self._wished: set[str] = set()  # needs that were refused, and not taken since
+        self.unwanted: set[str] = set()  # those of them for which the last entry has left
 
     @property
     def outside(self) -> int:
@@ -85,7 +90,7 @@ class RequestQueue(Generic[EntryT]):
     def __iter__(self) -> Iterator[EntryT]:
         """Iterate over all that wait, in no particular order."""
         backlogs = (backlog for tier in self._tiers.values() for backlog in tier.backlogs.values())
-        return (entry for backlog in backlogs for _, _, entry in backlog.turns())
+        return (entry for backlog in backlogs for entry in backlog.entries())
 
     def classes(self) -> dict[int, tuple[int, int]]:
         """Return how many records count against the bounds, and their cost, by priority."""
@@ -96,7 +101,10 @@ class RequestQueue(Generic[EntryT]):
         return min(self._tiers, default=None)
 
     def ahead(self, priority: int, tenant: str | None = None) -> tuple[int, int]:
-        """Return how many records go before one that comes now, and their cost; tenant None: all its tier."""
+        """Return how many records go before one that comes now, and their cost; tenant None: all its tier.
+
+        Records that are passed by count too.
+        """
         records = cost = 0
         for level, tier in self._tiers.items():
             total = tier.size + tier.outside
@@ -110,8 +118,11 @@ class RequestQueue(Generic[EntryT]):
             cost += (tier.cost + tier.outside_cost) * before // total
         return records, cost
 
-    def put(self, entry: EntryT) -> bool:
-        """Put an entry in its place; return False if it waits outside. ValueError: it waits already."""
+    def put(self, entry: EntryT, needs: tuple[str, ...] = ()) -> bool:
+        """Put an entry in its place; return False if it waits outside. ValueError: it waits already.
+
+        Entries of a backlog with the same needs stay in order; only `head` returns entries with needs.
+        """
         if entry._next is not None:
             raise ValueError("the entry waits already")
         records, cost = entry.records, entry.cost
@@ -120,10 +131,11 @@ class RequestQueue(Generic[EntryT]):
             tier = self._tiers[entry.priority] = Tier(self._next_turn(entry.priority, self._clock()))
         backlog = tier.backlogs.get(entry.tenant)
         if backlog is None:
-            backlog = tier.join(self.tenants.join(entry.tenant))
-        last = backlog._previous
-        entry._place, entry._previous, entry._next = backlog, last, backlog
-        last._next = backlog._previous = entry
+            backlog = tier.join(self.tenants.join(entry.tenant), self._refused)
+        ring = self._ring(backlog, entry, needs) if needs or backlog.rings else backlog
+        last = ring._previous
+        entry._place, entry._previous, entry._next = backlog, last, ring
+        last._next = ring._previous = entry
         backlog.total += records
         self.total += records
         self.total_cost += cost
@@ -144,6 +156,52 @@ class RequestQueue(Generic[EntryT]):
         if entry.deadline is not None:
             self._deadlines.push(entry.deadline, entry)
         return admitted
+
+    def _ring(self, backlog: Backlog, entry: EntryT, needs: tuple[str, ...]) -> Any:
+        """Return the ring of a backlog for an entry that comes now, and give the backlog its turns."""
+        entry._order = next(_arrivals)
+        rings = backlog.rings
+        if rings is None:
+            rings = backlog.rings = Rings()
+        if (ring := rings.get(needs)) is not None:
+            return ring
+        backlog.tier.reopen(backlog)
+        if not needs:
+            return backlog
+        ring = rings[needs] = Ring(backlog, needs)
+        ring._next = ring._previous = ring
+        rings.heads.push(entry._order, ring)
+        for need in needs:
+            self._wanted[need] = self._wanted.get(need, 0) + 1
+        return ring
+
+    def refuse(self, need: str) -> None:
+        """Pass by the entries with a need until `reopen`: it was refused."""
+        self._refused.setdefault(need, set())
+        self._wished.add(need)
+
+    def grant(self, need: str) -> None:
+        """Take in that a need was taken for an entry, so that there is no wish for it any more."""
+        self._wished.discard(need)
+
+    def reopen(self) -> None:
+        """Pass no entry by any more; each has kept its place."""
+        refused, self._refused = self._refused, {}
+        for rings in refused.values():
+            for ring in rings:
+                ring.refused, backlog = None, ring.backlog
+                backlog.rings.heads.push(ring._next._order, ring)  # type: ignore[union-attr]
+                backlog.tier.reopen(backlog)
+
+    def end_wishes(self) -> list[str]:
+        """Return, once each, the needs that were refused and for which no entry waits any more."""
+        ended = sorted(self.unwanted & self._wished - self._wanted.keys())
+        self.unwanted.clear()
+        self._wished.difference_update(ended)
+        for need in ended:
+            # The next entry asks for it anew.
+            self._refused.pop(need, None)
+        return ended
 
     def add(self, entry: EntryT) -> None:
         """Put an entry in its place as `put` does, or raise `QueueFull` if there is no space for it."""
@@ -201,12 +259,22 @@ class RequestQueue(Generic[EntryT]):
         return None
 
     def head(self, before: int | None = None) -> EntryT | None:
-        """Return the entry whose turn it is, of the tiers before a priority or of all, without taking it."""
-        self._sweep()
+        """Return the entry whose turn it is, of the tiers before a priority or of all, without taking it.
+
+        Entries whose need was refused are passed by.
+        """
+        if self._deadlines:
+            self._sweep()
         tiers: Collection[Tier] = self._tiers.values()
         if before is not None:
             tiers = [tier for priority, tier in self._tiers.items() if priority < before]
-        return min(tiers, key=_by_turn).first()._next if tiers else None
+        while tiers:
+            tier = min(tiers, key=_by_turn)
+            entry: EntryT | None = tier.first(self._refused)
+            if entry is not None:
+                return entry
+            tiers = [other for other in tiers if other is not tier]
+        return None
 
     def pick(self, entry: EntryT) -> None:
         """Take one waiting entry, whatever its place, and charge its tenant; ValueError: it isn't waiting."""
@@ -234,8 +302,7 @@ class RequestQueue(Generic[EntryT]):
                 tier = min(self._tiers.values(), key=_by_turn)
                 served = self._next_turn(tier.turn[1], now)
                 stays = tier.turn == served
-            backlog = tier.first()
-            entry: EntryT = backlog._next
+            entry: EntryT = tier.first(self._refused)
             records += entry.records
             longest = max(longest, entry.cost) if padded else 0
             total = longest * records if padded else total + entry.cost
@@ -264,7 +331,7 @@ class RequestQueue(Generic[EntryT]):
         # One that was forgotten starts at the level of the others: there is nothing to put right.
         backlog: Backlog = entry._place
         backlog.key += (used - charged) * backlog.tenant.charge
-        if backlog._item is not None and backlog.key < backlog._item[0]:
+        if (item := backlog._item) is not None and item[2] is not None and backlog.key < item[0]:
             backlog.tier.turns.push(backlog.key, backlog)
 
     def _next_turn(self, priority: int, now: float) -> tuple[float, int]:
@@ -285,6 +352,8 @@ class RequestQueue(Generic[EntryT]):
         """Take out and return the entries whose deadline has passed; each is returned once."""
         if self._deadlines:
             self._sweep()
+        if not self._expired:
+            return []
         expired, self._expired = self._expired, []
         return expired
 
@@ -304,6 +373,8 @@ class RequestQueue(Generic[EntryT]):
         backlog: Backlog = entry._place
         tier, tenant, records, cost = backlog.tier, backlog.tenant, entry.records, entry.cost
         if turn is not None:
+            if backlog.key > tier.level:
+                tier.level = backlog.key
             backlog.key += (cost or 1) * tenant.charge
             tier.turn = turn
         if entry.admitted:
@@ -321,6 +392,8 @@ class RequestQueue(Generic[EntryT]):
         before, after = entry._previous, entry._next
         before._next, after._previous = after, before
         entry._previous = entry._next = entry._item = None
+        if backlog.rings and type(before) is Ring:
+            self._advance(before)
         backlog.total -= records
         self.total -= records
         self.total_cost -= cost
@@ -329,3 +402,22 @@ class RequestQueue(Generic[EntryT]):
             self.tenants.leave(tenant)
             if not tier.backlogs:
                 del self._tiers[entry.priority]
+
+    def _advance(self, ring: Ring) -> None:
+        """Take in that the first entry of a ring has left."""
+        rings: Rings = ring.backlog.rings  # type: ignore[assignment]
+        first = ring._next
+        if first is not ring:
+            if ring.refused is None:
+                rings.heads.push(first._order, ring)
+            return
+        del rings[ring.needs]
+        if ring.refused is not None:
+            self._refused[ring.refused].discard(ring)
+        ring._item = ring._next = ring._previous = None
+        for need in ring.needs:
+            self._wanted[need] -= 1
+            if not self._wanted[need]:
+                del self._wanted[need]
+                if need in self._wished:
+                    self.unwanted.add(need)

@@ -1,4 +1,4 @@
-"""The rate at which a window serves, by Little's law."""
+"""The rate at which a window serves, by Little's law, and how far costs are bounds."""
 
 MEMORY = 1 - 1 / 256  # weight that a record keeps in the rate when the next one ends
 ENOUGH = 16  # records to measure before the rate is used
@@ -26,7 +26,7 @@ class ServiceRate:
         self._cost = self._cost * MEMORY + cost
         self._cost_seconds = self._cost_seconds * MEMORY + cost * seconds
 
-    def time_to_serve(self, records: int, cost: int, records_inside: int, cost_inside: int) -> float | None:
+    def time_to_serve(self, records: int, cost: float, records_inside: int, cost_inside: int) -> float | None:
         """Return the seconds until so much has left the window; None: nothing has been measured yet."""
         if records <= 0 and cost <= 0:
             return 0.0
@@ -36,3 +36,20 @@ class ServiceRate:
         if self._cost and cost_inside:
             wait = max(wait, cost * self._cost_seconds / self._cost / cost_inside)
         return wait
+
+
+class Correction:
+    """The mean of corrected over entered cost, of the slots whose cost was corrected."""
+
+    def __init__(self) -> None:
+        self._entered = self._corrected = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """The mean, weighted by cost, of which the latest slots weigh most; 1 before the first."""
+        return self._corrected / self._entered if self._entered else 1.0
+
+    def learn(self, entered: int, corrected: int) -> None:
+        """Take in the cost with which a slot entered, and the cost that replaced it."""
+        self._entered = self._entered * MEMORY + entered
+        self._corrected = self._corrected * MEMORY + corrected

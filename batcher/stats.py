@@ -77,6 +77,7 @@ class ContinuousStats(Stats):
     capacity: int = 0
     max_running: int | None = None
     occupancy: float = 0.0
+    correction: float = 1.0
     output_tokens: int = 0
     ttft_p50_s: float | None = None
     ttft_p99_s: float | None = None

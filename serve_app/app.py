@@ -9,10 +9,10 @@ from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.batches.deployment import Batches
+from serve_app.engine.deployment import Engine
 from serve_app.engine.function import FunctionEngine
-from serve_app.engine.llm import Engine
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import BATCHES, QUOTAS, TURNS, engine_name
+from serve_app.ingress.status import BATCHES, QUOTAS, TURNS, engine_name
 from serve_app.quotas.deployment import Quotas
 from serve_app.settings.environment_check import check_environment
 from serve_app.settings.models import FunctionSettings, ModelSettings
@@ -27,7 +27,7 @@ and answer a refused request with the time after which to retry."""
 HEALTH_CHECK_PERIOD_S = 1
 """Seconds between health checks: a dead replica is replaced at the next, a failing one after three."""
 
-ROUTER = "serve_app.ingress.request_router:EngineRouter"
+ROUTER = "serve_app.ingress.replica_router:EngineRouter"
 """Chooses between the replicas of a language model, in every process that has a handle of it."""
 
 ROUTING_STATS_PERIOD_S = 2.0
@@ -148,7 +148,7 @@ def _engine(
         request_router_config=RequestRouterConfig(**router),
     )(kind)
     more: dict[str, Any] = {} if quotas is None else {"quotas": quotas}
-    if not isinstance(model, FunctionSettings) and model.share is not None:
+    if model.share is not None:
         share = settings.share_groups.get(model.share, ShareSettings())
         more |= {"share": share, "turns": turns}
     return deployment.options(name=engine_name(model.id)).bind(

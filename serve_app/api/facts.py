@@ -1,6 +1,38 @@
-"""Facts of a request that its body states, before any token of it is counted."""
+"""Facts of a request: one look at its body gives its limits, its routing key and a bound on its tokens."""
 
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Annotated, Any, Protocol, TypeVar
+from zlib import crc32
+
+import msgspec
+from pydantic import BaseModel, Field
+from pydantic_core import from_json, to_json
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from serve_app.api.errors import ANTHROPIC, RequestError
+from serve_app.api.protocol import MAX_NAME, check_count, parse_body
+from serve_app.api.routes import (
+    CHAT_BATCH,
+    CLASSIFY,
+    EMBEDDINGS,
+    GENERATE,
+    MOVED,
+    POOLING,
+    PROCESS,
+    RESPONSES,
+    SCORE,
+    SPEECH,
+    TOKENIZING,
+)
+from serve_app.api.scheduling import SchedulingFields, ServiceTier
+from serve_app.api.shapes import CHECKED, check_items
+
+T = TypeVar("T")
 
 TEMPLATE_TOKENS = 512
 """Tokens that a chat template adds to a prompt, at most: a system prompt of its own, hints on tools."""
@@ -8,10 +40,35 @@ TEMPLATE_TOKENS = 512
 UNKNOWN_CONTEXT = 131_072
 """Context that is assumed for a model whose context is not known yet, in tokens."""
 
+BYTES_PER_TOKEN = 4
+"""Bytes of text per token, about: English with a large vocabulary."""
+
+EXPECTED_OUTPUT = 256
+"""Tokens of an answer that an estimate counts, at most: the limit of a request is mostly far above them."""
+
+
+class PickledByName:
+    """Base of dataclasses that travel between replicas, whose code may be of different versions.
+
+    A pickle has the names of the fields: unknown fields are ignored, missing ones have their defaults.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return the fields by name; a frozen slotted dataclass would be pickled by position."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return _unpickle, (type(self), values)
+
+
+def _unpickle(kind: type[T], values: Mapping[str, Any]) -> T:
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in known})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Facts of a request.
+class Facts(PickledByName):
+    """Facts of a request that its body states, before any token of it is counted.
 
     Attributes:
         size: Bytes of the body; 0 for a call without one.
@@ -24,6 +81,13 @@ class Facts:
         runs: Whether the route runs the model at all; `/tokenize` does not.
         beam: Whether the answers come from a beam search, whose width is `answers`.
         grammar: Whether the body names a field that may hold a grammar.
+        stream: Whether the answer is asked for as a stream.
+        model: The model that the body names; None: none.
+        service_tier: The tier that the body states.
+        tenant: The tenant that the body states.
+        queue_timeout_s: Seconds that the request may wait for its start, as the body states it.
+        prefix: Hashes of the beginning of the prompt, by which a replica is chosen; see `prefix_hashes`.
+        tokens: Estimate of the tokens of prompts and answers, by which a replica is chosen.
     """
 
     size: int = 0
@@ -34,6 +98,13 @@ class Facts:
     runs: bool = True
     beam: bool = False
     grammar: bool = False
+    stream: bool = False
+    model: str | None = None
+    service_tier: ServiceTier | None = None
+    tenant: str | None = None
+    queue_timeout_s: float | None = None
+    prefix: tuple[int, ...] = ()
+    tokens: int = EXPECTED_OUTPUT
 
     def most(self, context: int | None) -> int:
         """Return the most tokens that the request can take.
@@ -52,6 +123,648 @@ class Facts:
         # A prompt and its answer share the context; several answers share the prompt.
         return min(most, self.prompts * self.answers * context)
 
+    @property
+    def scheduling(self) -> SchedulingFields:
+        """The scheduling that the body states."""
+        return SchedulingFields(
+            service_tier=self.service_tier, tenant=self.tenant, queue_timeout_s=self.queue_timeout_s
+        )
+
+    def for_adapter(self, adapter: str) -> "Facts":
+        """Return the facts of a request for an adapter, which shares no KV cache with others."""
+        salt = crc32(adapter.encode())
+        return replace(self, prefix=tuple(number ^ salt for number in self.prefix))
+
 
 NOTHING = Facts(prompt=0, output=0, runs=False)
 """Facts of a request that runs no model."""
+
+UNKNOWN = Facts(prompt=None, grammar=True)
+"""Facts of a request into whose body nobody has looked."""
+
+
+class Limits(Protocol):
+    """Limits of a request, as the settings of the Ingress have them."""
+
+    max_prompts: int
+    max_tokens: int | None
+    max_n: int
+    max_messages: int
+    max_values: int
+
+
+# The fields of the routes
+
+LENGTHS = {
+    **dict.fromkeys(("/v1/chat/completions", CHAT_BATCH), ("max_completion_tokens", "max_tokens")),
+    **dict.fromkeys(("/v1/completions", "/v1/messages"), ("max_tokens",)),
+    RESPONSES: ("max_output_tokens",),
+    **dict.fromkeys(SPEECH, ("max_completion_tokens",)),
+}
+"""Fields in which a route reads the most tokens of an answer; the first one that is stated counts."""
+
+BEAMS = {"/v1/chat/completions", CHAT_BATCH, "/v1/completions", *SPEECH}
+"""Routes that read `use_beam_search`."""
+
+WITHOUT_MODEL = {*TOKENIZING, "/v1/messages/count_tokens"}
+"""Routes that run no model."""
+
+CALLS = {GENERATE: ("prompts", "messages"), PROCESS: ("records",)}
+"""Fields of the routes of our own whose items are prompts or records."""
+
+PROMPT_LISTS = (
+    *("prompt", "prompt_embeds", "input", "documents", "queries", "items"),
+    *("text_1", "text_2", "data_1", "data_2"),
+)
+"""Fields of vLLM's routes whose items are prompts of their own, or texts of several prompts."""
+
+CHAT_LISTS = {CHAT_BATCH, EMBEDDINGS}
+"""Routes whose `messages` may be a list of chats, each a prompt."""
+
+MESSAGE_LISTS = (*PROMPT_LISTS, "query", "messages", "system", "previous_input_messages", "tools")
+"""Fields of vLLM's routes that may be messages, or lists of messages."""
+
+NUMBER_LISTS = {
+    "/v1/completions": {"prompt"},
+    "/detokenize": {"tokens"},
+    PROCESS: {"records"},
+    **{path: {"input"} for path in (EMBEDDINGS, *CLASSIFY)},
+}
+"""Fields in which a route takes prompts in tokens, or vectors: millions of numbers may stand there."""
+
+GRAMMARS = ("response_format", "text", "output_config", "structured_outputs", "tools", "tool_choice")
+"""Fields that may hold a grammar, or say what becomes of a grammar."""
+
+CONTENT = {
+    *MESSAGE_LISTS,
+    *GRAMMARS,
+    *("prompts", "records", "tokens", "instruction", "instructions", "suffix", "chat_template_kwargs"),
+}
+"""Fields that make up a prompt, or the form of its answer. Work on them has bounds of its own: the context,
+`max_messages`, the time for a grammar."""
+
+PREFIX = ("tools", "system", "instructions", "prompt", "prompts", "messages", "input")
+"""Fields of which a prompt is made, in the order that chat templates put them in."""
+
+_MEDIA = re.compile(
+    rb'"(image|image_url|image_embeds|input_image|input_audio|audio_url|audio_embeds|video|video_url|'
+    rb'video_embeds|prompt_embeds|previous_response_id)"'
+)
+"""Names in bodies whose prompts have other tokens than those of their bytes."""
+
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
+"""Escape of a lower-case letter or of `_`: no encoder of JSON writes one, and it may hide a name of `_MEDIA`,
+as in `image\\u005furl`."""
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Escape of half a character, which msgspec doesn't check in a value that it doesn't read."""
+
+# Bounds
+
+NUMBERS = 10
+"""Numbers of lists that weigh as much as one other value where prompts in tokens may stand: a million of them
+hold an Engine's event loop for a tenth of a second."""
+
+OPTIONS = 10
+"""All fields beside `CONTENT` may have this part of `max_values` together: a field that nothing reads is
+parsed, too."""
+
+OPTION_BYTES = 1 << 18
+"""Bytes that all fields beside `CONTENT` may have together."""
+
+_MOST_VALUE = 4_096
+"""Bytes of a value that is read: a name, a number, a tier."""
+
+_DEEPEST = 4
+"""Lists in lists that messages may be in: those of chats, of messages, and two that no route has."""
+
+_MOST_PARTS = 2_000
+"""Parts of a form; vLLM's application refuses a form with more fields or files."""
+
+_MOST_PARAMETERS = 32
+"""Parameters of the head of a part: its name and that of its file, which may have semicolons. Thousands of
+parameters in each of thousands of parts take the parser seconds."""
+
+_MOST_BOUNDARY = 70
+"""Bytes of the boundary of a form, by RFC 2046."""
+
+
+class _CallFields(SchedulingFields):
+    """Fields of `/generate` and `/process` that are read, as strictly as the Engine reads them."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(strict=True)] | None = None
+
+
+class _OpenAIFields(BaseModel):
+    """Fields of vLLM's routes that are read, as leniently as vLLM reads them."""
+
+    model: str | None = None
+    service_tier: ServiceTier | None = None
+    n: int | None = None
+    best_of: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    background: Any = None
+
+
+_FALSE = (b"null", b"false", b"0", b"0.0", b"f", b"n", b"no", b"off")
+_TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_FORM_FIELDS = ("model", "n", "use_beam_search", "stream", *LENGTHS[SPEECH[0]])
+
+
+def inspect(
+    body: bytes, path: str, limits: Limits, *, content_type: str = "application/json", model: str = ""
+) -> Facts:
+    """Look into the body of a request once.
+
+    A parser makes an object of each value; here the fields of the object alone are split, and those that
+    matter are read. What is counted is never less than what vLLM's application makes of the same body.
+
+    Args:
+        body: The body.
+        path: The route.
+        limits: The limits of a request.
+        content_type: The header of this name; empty: there is none.
+        model: The model that the query string names, which counts for a form that names none.
+
+    Raises:
+        RequestError: 400, the body asks for more than `limits` allow, it is neither a JSON object nor a form,
+            or a field is wrong.
+    """
+    kind = (content_type or "json").partition(";")[0].lower()
+    # A function parses a body of any type, as it does those of its other calls.
+    if path in CALLS or (body and ("json" in kind or path == EMBEDDINGS)):
+        return _inspect_json(body, path, limits)
+    return _inspect_form(body, content_type, model, path, limits)
+
+
+def facts_of_call(request: Any, max_tokens: int | None = None) -> Facts:
+    """Return the facts of a `generate` call over a handle, whatever its argument is.
+
+    Args:
+        request: A `GenerateRequest`, or an object with its fields; nothing has checked it.
+        max_tokens: The config's limit for calls that state none.
+    """
+
+    def value(name: str) -> Any:
+        return request.get(name) if isinstance(request, dict) else getattr(request, name, None)
+
+    # An array of NumPy, as a column of a dataset is, has no truth value.
+    lists = [found for name in ("prompts", "messages") if isinstance(found := value(name), list)]
+    prompts = next(filter(None, lists), None)
+    limit = value("max_tokens")
+    output = limit if isinstance(limit, int) else max_tokens
+    if prompts is None:
+        return replace(UNKNOWN, output=output)
+    count, size = len(prompts), sum(map(_text_bytes, prompts))
+    return Facts(
+        size=size,
+        prompt=size + count * TEMPLATE_TOKENS,
+        prompts=count,
+        output=output,
+        tokens=_estimate(size, count, output),
+    )
+
+
+def _text_bytes(prompt: Any) -> int:
+    text = prompt if isinstance(prompt, str) else repr(prompt)
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def _estimate(size: int, answers: int, output: int | None) -> int:
+    """Return about how many tokens a request takes.
+
+    Args:
+        size: Bytes of the text.
+        answers: Answers to all prompts together.
+        output: Most tokens of each answer; None: not stated.
+    """
+    expected = EXPECTED_OUTPUT if output is None else max(0, min(output, EXPECTED_OUTPUT))
+    return size // BYTES_PER_TOKEN + answers * expected
+
+
+def with_priority(body: bytes) -> bytes:
+    """Return a JSON object with the service tier "priority"; vLLM doesn't know "fast", its newer name.
+
+    Args:
+        body: The object, which has a service tier: of two fields with one name, the last one counts.
+    """
+    return body.rstrip(b" \t\r\n").removesuffix(b"}") + b',"service_tier":"priority"}'
+
+
+# JSON
+
+
+def _inspect_json(body: bytes, path: str, limits: Limits) -> Facts:
+    content = _checked_fields(body, path, limits)
+    if path == PROCESS:
+        # A function has no tokens: its calls weigh the same, and their replicas are chosen by load alone.
+        return replace(_read_call(content, path, limits), size=len(body), prompt=0, output=0, runs=False)
+    read = _read_call if path in CALLS else _read_openai
+    facts = read(content, path, limits)
+    size = len(body)
+    # Pairs put the same text into several prompts.
+    prompt = (size * facts.prompts if path in SCORE else size) + facts.prompts * TEMPLATE_TOKENS
+    media = path != GENERATE and bool(_MEDIA.search(body) or _ESCAPED_LETTER.search(body))
+    text = b"".join([memoryview(content[name])[:MAX_BYTES] for name in PREFIX if name in content])
+    return replace(
+        facts,
+        size=size,
+        prompt=0 if not facts.runs else None if media else prompt,
+        prefix=prefix_hashes(text[:MAX_BYTES]),
+        tokens=_estimate(size, facts.prompts * facts.answers, facts.output),
+    )
+
+
+def _read_call(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> Facts:
+    values = parse_body(_CallFields, _values(content, _CallFields.model_fields))
+    prompts = 0
+    for name in CALLS[path]:
+        if name in content and (count := _length(content[name])) is not None:
+            check_count(name, count, limits.max_prompts)
+            prompts = prompts or count
+    if path == GENERATE and "messages" in content:
+        _check_parts("messages", content["messages"], limits)
+    _check_most("max_tokens", values.max_tokens, limits.max_tokens, "ingress.max_tokens")
+    output = values.max_tokens if values.max_tokens is not None else limits.max_tokens
+    return Facts(
+        prompts=prompts or 1,
+        output=output,
+        model=values.model,
+        service_tier=values.service_tier,
+        tenant=values.tenant,
+        queue_timeout_s=values.queue_timeout_s,
+    )
+
+
+def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> Facts:
+    # A length that the route doesn't read is left out: vLLM ignores it too.
+    unread = set(_TOKENS).difference(LENGTHS.get(path, ()))
+    values = _values(content, [name for name in _OpenAIFields.model_fields if name not in unread])
+    if path.startswith(ANTHROPIC) and values.get("service_tier") == "standard_only":
+        values["service_tier"] = "default"
+    facts = _facts_of_fields(values, path, limits)
+    prompts = 0
+    lists = (*PROMPT_LISTS, "messages") if path in CHAT_LISTS else PROMPT_LISTS
+    for name in lists:
+        # An empty list is refused by vLLM, in its own words.
+        if name in content and (count := _length(content[name])):
+            check_count(name, count, limits.max_prompts)
+            # The lists of two fields may be combined.
+            prompts += count if count > 1 else 0
+    for name in MESSAGE_LISTS:
+        if name in content:
+            _check_parts(name, content[name], limits)
+    for name in CHECKED:
+        if name in content:
+            check_items(name, bytes(content[name]))
+    return replace(
+        facts,
+        # The items of the `input` of a response are messages of one conversation.
+        prompts=1 if path == RESPONSES else prompts or 1,
+        beam=path in BEAMS and _is_true(content.get("use_beam_search")),
+        stream=_is_true(content.get("stream")),
+        grammar=any(name in content for name in GRAMMARS),
+    )
+
+
+def _facts_of_fields(values: dict[str, Any], path: str, limits: Limits) -> Facts:
+    """Return the facts of the fields of a route of vLLM, without those of its prompts."""
+    asked = parse_body(_OpenAIFields, values)
+    if asked.background not in (None, False):
+        message = "background: not served; the answer would outlive its client. Use a batch run instead"
+        raise _refused(message, "background")
+    for name in ("n", "best_of"):
+        _check_most(name, getattr(asked, name), limits.max_n, "ingress.max_n")
+    for name in _TOKENS:
+        _check_most(name, getattr(asked, name), limits.max_tokens, "ingress.max_tokens")
+    if path in WITHOUT_MODEL or path in POOLING:
+        output: int | None = 0
+    else:
+        stated = next((value for name in _TOKENS if (value := getattr(asked, name)) is not None), None)
+        # vLLM makes a token for a completion that only echoes its prompt, too.
+        output = limits.max_tokens if stated is None else max(1, stated)
+    return Facts(
+        answers=1 if output == 0 else max(1, asked.n or 1, asked.best_of or 1),
+        output=output,
+        runs=path not in WITHOUT_MODEL,
+        model=asked.model,
+        service_tier=asked.service_tier,
+    )
+
+
+def _checked_fields(body: bytes, path: str, limits: Limits) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object, each as text, once the count of its values is checked."""
+    most = limits.max_values
+    many = not _is_within(body, most, numbers=1)
+    if many:
+        _check_values(body, most)
+    content = _split(body)
+    if many:
+        # In these fields numbers are no prompt, and as costly as any other value.
+        numbers: Collection[str] = NUMBER_LISTS.get(MOVED.get(path, path), ())
+        _check_values(_joined(content, CONTENT.difference(numbers)), most, numbers=1)
+    options = content.keys() - CONTENT
+    size = sum(len(name.encode()) + len(content[name]) for name in options)
+    most //= OPTIONS
+    if size > OPTION_BYTES or not _is_within(_joined(content, options), most, numbers=1):
+        name = max(
+            options, key=lambda name: (count_values(bytes(content[name])), len(name), len(content[name]))
+        )
+        message = (
+            f"{name[:MAX_NAME]}: the largest of the fields beside the prompt, which have more than {most} "
+            f"values or {OPTION_BYTES} bytes together; {most} is a tenth of ingress.max_values"
+        )
+        raise _refused(message, name[:MAX_NAME])
+    return content
+
+
+def _split(body: bytes) -> dict[str, msgspec.Raw]:
+    """Return the fields of a JSON object, each as text."""
+    if _is_plain(body):
+        try:
+            return _OBJECT.decode(body)
+        except (msgspec.MsgspecError, RecursionError):
+            # The text is wrong, or has what strict JSON hasn't, such as NaN.
+            pass
+    try:
+        content = from_json(body)
+    except ValueError as error:
+        raise _refused(f"The body is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise _refused("The body must be a JSON object")
+    return _OBJECT.decode(to_json(content, inf_nan_mode="strings"))
+
+
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+class _Message(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"")
+
+
+_MESSAGE = msgspec.json.Decoder(_Message)
+_LIST_START = re.compile(rb"\[\s*([^\s\-0-9])")
+"""The beginning of a list; one of numbers is a single prompt in tokens."""
+
+
+def _is_plain(body: bytes) -> bool:
+    """Return whether text that isn't looked at can be valid: it is UTF-8, without escaped surrogates."""
+    # A look for one byte first: it takes a tenth of the time.
+    if b"\\" in body and _SURROGATE.search(body):
+        return False
+    try:
+        return body.isascii() or bool(body.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+def _values(content: dict[str, msgspec.Raw], names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those of the named fields that there are."""
+    found = {}
+    for name in names:
+        if name in content:
+            _check_size(name, len(content[name]))
+            try:
+                found[name] = msgspec.json.decode(content[name])
+            except (ValueError, msgspec.MsgspecError, RecursionError):
+                # A number of thousands of digits, a list of thousands of levels.
+                raise _refused(f"{name}: is no value that can be read", name) from None
+    return found
+
+
+def _length(text: msgspec.Raw) -> int | None:
+    """Return the length of a list; None: the text is no list, or a list of numbers, a single prompt."""
+    return len(_LIST.decode(text)) if _LIST_START.match(text) else None
+
+
+def _check_parts(name: str, text: msgspec.Raw, limits: Limits) -> None:
+    """Check the messages in a list, or a list of lists, and the parts of their contents."""
+    most = limits.max_messages
+    raw = bytes(text)
+    # Messages and parts are objects or texts, unless they are wrong: mostly there are few of both.
+    if raw.count(b"{") + raw.count(b'"') // 2 <= most:
+        return
+    try:
+        count = _count_parts(raw, _DEEPEST)
+    except (RecursionError, msgspec.MsgspecError):
+        raise _refused(f"{name}: nested too deeply, or no list of messages", name) from None
+    _check_most(name, count, most, "ingress.max_messages")
+
+
+def _count_parts(text: bytes, levels: int) -> int:
+    if text.startswith(b"{"):
+        content = bytes(_MESSAGE.decode(text).content)
+        return 1 + (len(_LIST.decode(content)) if _LIST_START.match(content) else 0)
+    if not _LIST_START.match(text):
+        return 0
+    if not levels:
+        raise RecursionError
+    return sum(_count_parts(bytes(item), levels - 1) for item in _LIST.decode(text))
+
+
+def _is_true(text: bytes | None) -> bool:
+    """Return whether vLLM may read the text of a field as true; None: there is no such field."""
+    return text is not None and bytes(text).strip(b'" ').lower() not in _FALSE
+
+
+# Values
+
+_NUMBERS = b"-+.eE0123456789 \t\r\n"
+_LIST_OF_NUMBERS = re.compile(rb"\[,+\]")
+
+
+def count_values(text: bytes) -> int:
+    """Return a bound on the values of a JSON text."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def _joined(content: dict[str, msgspec.Raw], names: Collection[str]) -> bytes:
+    """Return a text with as many values as the named fields."""
+    return b",".join([b"", *(text for name, text in content.items() if name in names)])
+
+
+def _check_values(text: bytes, most: int, numbers: int = NUMBERS) -> None:
+    if not _is_within(text, most, numbers):
+        lists = f", or more than {numbers * most} numbers in lists" if numbers > 1 else ""
+        message = (
+            f"The body has more than {most} values{lists} (ingress.max_values); send it in several calls"
+        )
+        raise _refused(message)
+
+
+def _is_within(text: bytes, most: int, numbers: int) -> bool:
+    """Return whether a JSON text has no more values than allowed; what is wrong with it is not found here.
+
+    Args:
+        text: The text.
+        most: Most values; of numbers in lists `numbers` times as many.
+        numbers: 1: a number counts as any other value.
+    """
+    if count_values(text) <= most:
+        # The usual case: even with the commas of its texts it is within the bound.
+        return True
+    for escape in (b"\\\\", b'\\"'):
+        text = text.replace(escape, b"")
+    # A value is one text at most, and has one more as its name.
+    if text.count(b'"') > 4 * most:
+        return False
+    text = b'"'.join(text.split(b'"')[::2])
+    if numbers > 1:
+        if text.count(b"[") + text.count(b"{") > most or text.count(b",") > numbers * most:
+            return False
+        text = _LIST_OF_NUMBERS.sub(b"[", text.translate(None, _NUMBERS))
+    return count_values(text) <= most
+
+
+def _check_most(field: str, value: int | None, most: int | None, setting: str) -> None:
+    if value is not None and most is not None and value > most:
+        raise _refused(f"{field}: {value} is more than the limit of {most} ({setting})", field)
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > _MOST_VALUE:
+        raise _refused(f"{name}: has {size} bytes; at most {_MOST_VALUE} are read", name)
+
+
+def _refused(message: str, param: str | None = None) -> RequestError:
+    return RequestError(400, "invalid_request_error", message, param=param)
+
+
+# Forms
+
+_FORM = re.compile(rb"[\r\n]*--")
+"""The beginning of a form with files."""
+
+
+def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits: Limits) -> Facts:
+    """Return the facts of a form with a file, whose bytes say nothing about its tokens."""
+    if not _FORM.match(body):
+        # An Engine may parse it as JSON, whatever its type. No parser of JSON gets past the start of a form.
+        if b"\0" in body:
+            # JSON in UTF-16 or UTF-32, of which the values can't be counted.
+            raise _refused("The body is neither a form nor JSON in UTF-8")
+        _check_values(body, limits.max_values, numbers=1)
+    # The parser of vLLM's application. Headers have no other characters than those of Latin-1.
+    kind, options = parse_options_header(content_type.encode("latin-1", "replace"))
+    values: dict[str, bytes] = {}
+    if kind == b"multipart/form-data" and (boundary := options.get(b"boundary")):
+        if len(boundary) > _MOST_BOUNDARY:
+            message = f"content-type: has a boundary longer than {_MOST_BOUNDARY} bytes"
+            raise _refused(message, "content-type")
+        if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+            # vLLM's application decodes names and values with the charset: other fields could hide in it.
+            raise _refused("content-type: the charset of a form must be utf-8", "content-type")
+        form = _Form(boundary)
+        try:
+            form.write(body)
+        except FormParserError as error:
+            raise _refused(f"The form can't be read: {error}") from None
+        # An empty field counts as none.
+        values = {name: value for name, value in form.found.items() if value}
+    texts = {name: value.decode(errors="replace") for name, value in values.items()}
+    facts = _facts_of_fields({"model": model or None} | texts, path, limits)
+    return replace(
+        facts,
+        size=len(body),
+        prompt=None if facts.runs else 0,
+        beam=_is_true(values.get("use_beam_search")),
+        stream=_is_true(values.get("stream")),
+    )
+
+
+class _Form(MultipartParser):
+    """The fields of `_FORM_FIELDS` in a form with files, read as Starlette reads them for vLLM's application.
+
+    Of several fields with one name the last one counts there: with any other, a client could use a model that
+    its API key doesn't allow. Files are skipped.
+    """
+
+    def __init__(self, boundary: bytes) -> None:
+        super().__init__(boundary)
+        # The parser warns of each wrong form; the client gets an error that says the same.
+        self.logger = logging.Logger("forms", logging.ERROR)
+        self.found: dict[str, bytes] = {}
+        self._parts = 0
+        self._name = ""
+        self._header = self._value = self._disposition = self._content = b""
+
+    def callback(self, name: str, data: Any = b"", start: Any = 0, end: Any = 0) -> None:
+        """Take a piece of the form, as the parser calls it."""
+        match name:
+            case "part_begin":
+                self._parts += 1
+                if self._parts > _MOST_PARTS:
+                    raise _refused(f"The form has more than {_MOST_PARTS} parts")
+                self._name, self._disposition, self._content = "", b"", b""
+            case "header_field":
+                self._header += data[start:end]
+            case "header_value":
+                self._value += data[start:end]
+            case "header_end":
+                if self._header.lower() == b"content-disposition":
+                    self._disposition = self._value
+                self._header = self._value = b""
+            case "headers_finished":
+                if self._disposition.count(b";") > _MOST_PARAMETERS:
+                    raise _refused(f"The form has a part with more than {_MOST_PARAMETERS} parameters")
+                # A look for the names first: parsing takes a hundred times as long.
+                if any(field.encode() in self._disposition for field in _FORM_FIELDS):
+                    options = parse_options_header(self._disposition)[1]
+                    field = options.get(b"name", b"").decode(errors="replace")
+                    if b"filename" in options:
+                        # A file takes the place of a field before it, too.
+                        self.found.pop(field, None)
+                    elif field in _FORM_FIELDS:
+                        self._name = field
+            case "part_data" if self._name:
+                # Not cut: a number may have its digits at the end.
+                _check_size(self._name, len(self._content) + end - start)
+                self._content += data[start:end]
+            case "part_end" if self._name:
+                self.found[self._name] = self._content
+
+
+# Prefixes
+
+CHUNK_BYTES = 512
+"""Bytes that one hash covers: about 128 tokens of text."""
+
+LEVELS = 96
+"""Most hashes of a prompt; the last one ends at half a megabyte."""
+
+
+ENDS = tuple(accumulate(CHUNK_BYTES << level // 16 for level in range(LEVELS)))
+"""Bytes after which each hash is taken: every 512 bytes up to 8 KiB, then at distances that double every 16
+hashes. A prompt of 220 kB has 80 hashes, each a 16th or less of its length behind the one before."""
+
+MAX_BYTES = ENDS[-1]
+
+
+def prefix_hashes(text: bytes) -> tuple[int, ...]:
+    """Return a hash for each beginning of a text that ends at one of `ENDS`.
+
+    Two texts with the same beginning have the same first hashes, in every process. Each hash covers the one
+    before and the `CHUNK_BYTES` in front of its end, so a long text is sampled, and costs no more than 48 KiB
+    do. A text made to collide with another only goes to that one's replica.
+    """
+    length = len(text)
+    found = []
+    last = 0
+    for end in ENDS:
+        if end > length:
+            break
+        last = crc32(text[end - CHUNK_BYTES : end], last)
+        found.append(last)
+    return tuple(found)
+
+
+LEAST_MATCH = tuple(sum(4 * end < length for end in ENDS) for length in (0, *ENDS))
+"""By the count of a prompt's hashes: hashes that cover less than a quarter of it.
+
+A match of no more than these saves too little to choose a replica by: a template that all prompts share would
+send each new prompt to the replica that has seen the first.
+"""

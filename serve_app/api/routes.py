@@ -5,12 +5,21 @@ from collections.abc import Collection
 from serve_app.api.errors import RequestError
 
 GENERATE = "/generate"
+PROCESS = "/process"
+CHAT_BATCH = "/v1/chat/completions/batch"
+RESPONSES = "/v1/responses"
+
+PROCESS = "/process"
+"""The route of functions of a batch."""
+
+PROCESS = "/process"
+"""The route of functions of a batch."""
 
 GENERATION = (
     "/v1/chat/completions",
     "/v1/completions",
-    "/v1/chat/completions/batch",
-    "/v1/responses",
+    CHAT_BATCH,
+    RESPONSES,
     "/v1/messages",
     "/v1/messages/count_tokens",
 )

@@ -13,7 +13,6 @@ from starlette.routing import Route
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON, parse_body
-from serve_app.api.small_body import small_body
 from serve_app.batches.errors import NotFoundError, StateError, TooManyError
 from serve_app.batches.limits import DAY_S, MAX_EXPIRY_S, MIN_EXPIRY_S, Limits
 from serve_app.batches.objects import batch_object, list_object
@@ -30,6 +29,7 @@ from serve_app.batches.routes import (
 from serve_app.batches.states import ENDED
 from serve_app.batches.stored import Batch
 from serve_app.batches.validate import ENDPOINTS
+from serve_app.ingress.body import small_body
 
 BODY_BYTES = 1 << 16
 """Most bytes of the body that creates a batch."""

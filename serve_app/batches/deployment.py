@@ -10,9 +10,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.protocol import JSON
-from serve_app.auth.middleware import KeyStore
+from serve_app.auth.key_store import KeyStore
 from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress.health import Health
+from serve_app.ingress.status import Health
 from serve_app.quotas.handle import Handle
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.batches import BatchesSettings

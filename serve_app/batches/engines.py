@@ -9,32 +9,30 @@ from functools import partial
 from typing import Any
 
 from pydantic_core import from_json, to_json
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 
 from serve_app.api.errors import RequestError
+from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import GENERATE, MOVED
+from serve_app.api.routes import MOVED
 from serve_app.api.scheduling import Scheduling
-from serve_app.api.token_bound import TokenDemand
-from serve_app.auth.middleware import KeyStore
+from serve_app.auth.key_store import KeyStore
 from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engine_load import EngineLoad, engine_load
 from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress.adapters import ServedAdapters
-from serve_app.ingress.context_lengths import ContextLengths
-from serve_app.ingress.engine_call import EngineCall, relay_of
-from serve_app.ingress.health import Health
-from serve_app.ingress.large_bodies import look
-from serve_app.ingress.limits import read_call, read_json, read_openai
-from serve_app.ingress.poison import MAX_LOST, PoisonError
-from serve_app.ingress.prompt_prefix import salted
-from serve_app.ingress.proxy import is_expected, unavailable
-from serve_app.ingress.quotas import key_quota
-from serve_app.ingress.replica_stats import replica_stats
-from serve_app.ingress.retry import back_off, ran_there
-from serve_app.ingress.routing import Routing
-from serve_app.ingress.routing_key import RoutingKey, call_key, openai_key
-from serve_app.ingress.token_demand import call_demand, openai_demand
+from serve_app.ingress.body import look
+from serve_app.ingress.context import key_quota
+from serve_app.ingress.models import ServedModels
+from serve_app.ingress.relay import (
+    MAX_LOST,
+    PoisonError,
+    Relay,
+    back_off,
+    is_expected,
+    ran_there,
+    unavailable,
+)
+from serve_app.ingress.status import Health, replica_stats
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -71,24 +69,24 @@ class EngineClient:
         self._limits = settings.ingress
         self._keys = keys
         self._quotas = quotas
-        self._routing = Routing(settings.models)
         self._engines = dict(engines)
         self._health = health
         self._asked: Counter[str] = Counter()
         self._used: set[str] = set()
         self._suspects = asyncio.Lock()
-        self._contexts = ContextLengths(self._routing, self._replicas, self._engines)
-        self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
-        self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
+        self._models = ServedModels(settings.models, self._replicas, self._engines)
+        self._relays = {
+            model: Relay(handle, partial(health.running, model)) for model, handle in self._engines.items()
+        }
 
     @property
     def models(self) -> Collection[str]:
         """The ids of the models and adapters that are served, as they are now."""
-        return self._routing
+        return self._models
 
     async def refresh(self) -> None:
         """Learn which adapters are served now."""
-        await self._adapters.refresh()
+        await self._models.refresh()
 
     async def send(
         self, endpoint: str, body: JSON, scheduling: Scheduling, models: Collection[str] | None = None
@@ -107,24 +105,22 @@ class EngineClient:
         # While the row is at an engine, its text is enough.
         del body
         key = self._keys.named(scheduling.key) if self._keys else None
-        await self._adapters.find(named if isinstance(named, str) else None)
-        model, demand, request = await look(
-            len(text), lambda: self._request(endpoint, text, scheduling, models)
-        )
+        await self._models.learn(named if isinstance(named, str) else None)
+        model, request = await look(len(text), lambda: self._request(endpoint, text, scheduling, models))
         usage = RequestUsage()
-        context = await self._contexts.of(model) if self._quotas.on else None
+        context = await self._models.context(model) if self._quotas.on else None
         quota = key_quota(key.name, key.quota) if key else None
         self._asked[model] += 1
         self._used.add(model)
         reserved = False
         try:
-            async with self._quotas.reserved(scheduling.tenant, demand, context, usage, quota):
+            async with self._quotas.reserved(scheduling.tenant, request.facts, context, usage, quota):
                 reserved = True
                 return await self._send(model, request, usage)
         except RequestError as error:
             if reserved:
                 raise
-            error = self._contexts.refusal(model, error)
+            error = self._models.refusal(model, error)
             if error.status != 429:
                 raise error from None
             raise QuotaError(
@@ -157,7 +153,7 @@ class EngineClient:
 
     def base_of(self, model: str) -> str | None:
         """Return the model whose engines run a model or an adapter; None: it isn't served now."""
-        return self._routing.base_of(model) if model in self._routing else None
+        return self._models.base_of(model) if model in self._models else None
 
     async def load(self, base: str | None) -> EngineLoad | None:
         """Return the load of the engines of a model.
@@ -184,20 +180,10 @@ class EngineClient:
 
     def _request(
         self, endpoint: str, text: bytes, scheduling: Scheduling, allowed: Collection[str] | None
-    ) -> tuple[str, TokenDemand, RelayRequest]:
-        content = read_json(text, self._limits)
-        name: str | None
-        key: RoutingKey
-        if endpoint == GENERATE:
-            call = read_call(content, self._limits, "prompts", "messages")
-            name, key = call.model, call_key(content, call, len(text))
-            demand = call_demand(content, call, len(text), self._limits)
-        else:
-            fields = read_openai(content, endpoint, self._limits)
-            name, key = fields.model, openai_key(content, fields, len(text))
-            demand = openai_demand(content, fields, endpoint, text, self._limits)
-        served = self._routing.choose(name, endpoint, allowed)
-        base = self._routing.base_of(served)
+    ) -> tuple[str, RelayRequest]:
+        facts = inspect(text, endpoint, self._limits)
+        served = self._models.choose(facts.model, endpoint, allowed)
+        base = self._models.base_of(served)
         request = RelayRequest(
             "POST",
             MOVED.get(endpoint, endpoint),
@@ -206,13 +192,12 @@ class EngineClient:
             text,
             scheduling,
             max_tokens=self._limits.max_tokens,
-            prefix=key.prefix if served == base else salted(key.prefix, served),
-            tokens=key.tokens,
+            facts=facts if served == base else facts.for_adapter(served),
             adapter="" if served == base else served,
             key=scheduling.key,
             source="batch",
         )
-        return base, demand, request
+        return base, request
 
     async def _ask(self, model: str, request: RelayRequest, usage: RequestUsage) -> Answer:
         """Send a request to one Engine and return its answer.
@@ -222,13 +207,7 @@ class EngineClient:
             request: The request.
             usage: Filled with what the answer has taken.
         """
-
-        async def served() -> bool:
-            return await self._health.running(model) > 0
-
-        messages = self._relays[model].remote(request)
-        assert isinstance(messages, DeploymentResponseGenerator)
-        call = EngineCall(messages, served)
+        call = self._relays[model].ask(request)
         head: Head | None = None
         pieces = []
         complete = False

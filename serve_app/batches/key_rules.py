@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
+from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import Key
-from serve_app.auth.middleware import KeyStore
 from serve_app.batches.limits import Limits
 
 UNKNOWN_S = 2.0

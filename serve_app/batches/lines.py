@@ -2,8 +2,8 @@
 
 from typing import IO, Literal, NamedTuple, Protocol
 
-from serve_app.api.small_body import BOM
 from serve_app.batches.errors import ContentLostError
+from serve_app.ingress.body import BOM
 
 SLICE_LINES = 128
 SLICE_BYTES = 1 << 20

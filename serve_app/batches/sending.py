@@ -14,7 +14,7 @@ from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.pacing import RETRYABLE, Backoff, Concurrency
 from serve_app.batches.rows import Result, Row, answered
 from serve_app.batches.stored import Batch
-from serve_app.ingress.large_bodies import look
+from serve_app.ingress.body import look
 from serve_app.system import cancellation
 from serve_app.system.waiting import wait_for_event
 

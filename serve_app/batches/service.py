@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from serve_app.api.errors import EXCEPTION_HANDLERS
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
-from serve_app.auth.middleware import KeyStore
+from serve_app.auth.key_store import KeyStore
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.client import Client
 from serve_app.batches.content import Content, Contents

@@ -11,10 +11,10 @@ from ray.serve._private.constants import RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S
 from ray.serve.schema import RayActorOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from serve_app.api.validation import is_port, suggestion
-from serve_app.auth.middleware import KeyStore
+from serve_app.auth.key_store import KeyStore
 from serve_app.cli.errors import ConfigError
 from serve_app.ingress import haproxy
-from serve_app.ingress.health import engine_name
+from serve_app.ingress.status import engine_name
 from serve_app.models.engine_check import check_engine
 from serve_app.settings.completion import IMPORT_PATH, complete_config
 from serve_app.settings.messages import plain_errors

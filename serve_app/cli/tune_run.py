@@ -11,7 +11,7 @@ import click
 from serve_app.cli.progress import Progress
 from serve_app.cli.tune_config import RunningConfig
 from serve_app.ledger.call_lengths import CallLengths
-from serve_app.ledger.rows import Tokens
+from serve_app.relay.usage import Tokens
 from serve_app.tuning.choice import MARGIN, choose
 from serve_app.tuning.generator import Generator
 from serve_app.tuning.goals import Goal

@@ -172,7 +172,7 @@ class HandleClient:
         import ray
         from ray import serve
 
-        from serve_app.ingress.health import engine_name
+        from serve_app.ingress.status import engine_name
 
         if not ray.is_initialized():
             try:
@@ -204,17 +204,15 @@ class HandleClient:
 
     async def generate(self, body: JSON) -> JSON:
         """Send one `generate` call and return its answer; ask a second engine if the first one is lost."""
-        from serve_app.ingress.poison import Losses
-        from serve_app.ingress.retry import back_off
+        from serve_app.ingress.relay import Losses, back_off
 
         losses = Losses()
         while True:
             try:
                 return await self._generate(body)
             except EngineLostError as error:
-                if not losses.add(error):
+                if not await losses.add(error):
                     raise
-                losses.check()
                 await back_off(losses.count)
 
     async def _generate(self, body: JSON) -> JSON:
@@ -228,7 +226,7 @@ class HandleClient:
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
-        from serve_app.ingress.retry import ran_there
+        from serve_app.ingress.relay import ran_there
 
         # By value, that is over gRPC: Ray's object store costs the driver more CPU. Options are set here,
         # since setting them starts the handle's router, which may need the running loop.
@@ -277,7 +275,7 @@ class HandleClient:
 
     async def replicas(self) -> list[JSON] | None:
         """Return the statistics of the model's replicas; None where they can't be had now."""
-        from serve_app.ingress.replica_stats import replica_stats
+        from serve_app.ingress.status import replica_stats
 
         try:
             return await replica_stats(self._handle, self._running, STATS_TIMEOUT_S)

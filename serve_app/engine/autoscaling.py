@@ -38,7 +38,8 @@ def autoscaling_stats(stats: ContinuousStats) -> dict[str, float]:
     waiting = stats.queue_depth + stats.outside
     return {
         IN_FLIGHT: stats.running_cost,
-        QUEUED: stats.queue_cost + stats.outside_cost,
+        # Waiting costs are upper bounds, which are corrected after the start.
+        QUEUED: (stats.queue_cost + stats.outside_cost) * stats.correction,
         CAPACITY: stats.capacity,
         SEQUENCES: stats.running + waiting,
         PLACES: stats.max_running or stats.capacity,

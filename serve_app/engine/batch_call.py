@@ -9,7 +9,7 @@ from batcher import Aborted, BadResults, BatcherError, DynamicBatcher, Entry
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import PromptError
 from serve_app.api.scheduling import Scheduling
-from serve_app.engine import admission
+from serve_app.engine.door import refusal_of
 
 PARTIAL = {400, 408, 422}
 """Errors of one record, which leave the others of a `partial` call as they are."""
@@ -128,6 +128,6 @@ def record_error(error: BaseException) -> RequestError:
         case Aborted() | BadResults():
             return RequestError(500, "internal_error", f"The model failed: {error}")
         case BatcherError():
-            return admission.refusal_of(error)
+            return refusal_of(error)
         case _:
             return RequestError(422, "processing_error", f"{type(error).__name__}: {error}")

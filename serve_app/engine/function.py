@@ -13,11 +13,10 @@ from typing import Any
 from batcher import DynamicBatcher, Entry
 from serve_app.api.embeddings import embedding_response, parse_embedding
 from serve_app.api.errors import RequestError
+from serve_app.api.facts import NOTHING
 from serve_app.api.protocol import JSON, ProcessRequest, parse_process
 from serve_app.api.scheduling import Scheduling
-from serve_app.api.token_bound import NOTHING
 from serve_app.engine.batch_call import BatchCall, run_records
-from serve_app.engine.loop_watch import LoopWatch
 from serve_app.engine.quotas import CallQuotas
 from serve_app.engine.replica import (
     DRAIN_S,
@@ -27,15 +26,15 @@ from serve_app.engine.replica import (
     replica_tag,
     usage_stats,
 )
-from serve_app.engine.usage_metrics import UsageMetrics
-from serve_app.ledger.calls import Call, Origin
-from serve_app.ledger.rows import Outcome
+from serve_app.engine.watchdog import LoopWatch
+from serve_app.ledger.calls import Origin
+from serve_app.ledger.metrics import UsageMetrics
 from serve_app.ledger.writer import ledger_of, new_book, start_writer
 from serve_app.quotas.handle import Handle
 from serve_app.relay.frame import split
 from serve_app.relay.keepalive import with_keepalive
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
+from serve_app.relay.usage import Outcome, RequestUsage, Usage
 from serve_app.settings.models import FunctionSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import SILENT, TelemetrySettings
@@ -111,21 +110,23 @@ class FunctionEngine:
         scheduling = request.scheduling()
         origin = Origin("", scheduling.tenant, scheduling.priority, "process", "handle")
         # Its records are no tokens: it counts as one request.
-        async with self._quotas.reserved(scheduling.tenant, NOTHING, None, RequestUsage()):
-            return await self._process(request, scheduling, self._book.open(origin))
+        usage = RequestUsage()
+        async with self._quotas.reserved(scheduling.tenant, NOTHING, None, usage):
+            with self._book.open(origin, usage):
+                return await self._process(request, scheduling, usage)
 
     async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
         """Answer an HTTP request, as relay messages."""
         usage = RequestUsage()
-        account = self._book.open(origin_of(request))
         if request.path == "/v1/embeddings":
-            body = self._answer_embeddings(request, usage, account)
+            body = self._answer_embeddings(request, usage)
         else:
-            body = self._answer_process(request, account)
-        async with aclosing(with_keepalive(answer(body, usage, request))) as messages:
-            async for message in messages:
-                for part in split(message, request.path):
-                    yield part
+            body = self._answer_process(request, usage)
+        with self._book.open(origin_of(request), usage):
+            async with aclosing(with_keepalive(answer(body, usage, request))) as messages:
+                async for message in messages:
+                    for part in split(message, request.path):
+                        yield part
 
     async def stats(self) -> JSON:
         """Return the batcher's statistics, and the usage since the start."""
@@ -163,21 +164,21 @@ class FunctionEngine:
 
         return report
 
-    async def _answer_process(self, relayed: RelayRequest, account: Call) -> bytes:
+    async def _answer_process(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_process(relayed.body, max_records=self._max_records)
-        return await _json(await self._process(request, relayed.scheduling_now(), account), "results")
+        return await _json(await self._process(request, relayed.scheduling_now(), usage), "results")
 
-    async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage, account: Call) -> bytes:
+    async def _answer_embeddings(self, relayed: RelayRequest, usage: RequestUsage) -> bytes:
         request = parse_embedding(relayed.body, max_texts=self._max_records)
         call = BatchCall("input", partial=False)
-        tickets = await self._run(request.input, relayed.scheduling_now(), call, account)
+        tickets = await self._run(request.input, relayed.scheduling_now(), call, usage)
         vectors = [ticket.result() for ticket in tickets if ticket is not None]
         usage.prompt_tokens = sum(ticket.cost for ticket in tickets if ticket is not None)
         return await _json(embedding_response(request, self._id, vectors, usage.prompt_tokens), "data")
 
-    async def _process(self, request: ProcessRequest, scheduling: Scheduling, account: Call) -> JSON:
+    async def _process(self, request: ProcessRequest, scheduling: Scheduling, usage: RequestUsage) -> JSON:
         call = BatchCall("records", partial=request.partial)
-        tickets = await self._run(request.records, scheduling, call, account)
+        tickets = await self._run(request.records, scheduling, call, usage)
         response: JSON = {
             "results": [None if ticket is None else ticket.result() for ticket in tickets],
             "task_id": request.task_id,
@@ -187,9 +188,9 @@ class FunctionEngine:
         return response
 
     async def _run(
-        self, records: Sequence[Any], scheduling: Scheduling, call: BatchCall, account: Call
+        self, records: Sequence[Any], scheduling: Scheduling, call: BatchCall, usage: RequestUsage
     ) -> list[Entry[Any] | None]:
-        """Run the records of a call, and account for the cost of those that have a result."""
+        """Run the records of a call, and count the cost of those that have a result."""
         began = time.monotonic()
         outcome: Outcome = "failed"
         try:
@@ -202,8 +203,9 @@ class FunctionEngine:
         finally:
             done = [ticket for ticket in call.tickets if ticket is not None and _has_result(ticket)]
             if done:
-                account.ran_records(sum(ticket.cost for ticket in done), time.monotonic() - began)
-            account.close(outcome)
+                cost = sum(ticket.cost for ticket in done)
+                # The time in the engine is that from the submission: a batch has a wait as a whole.
+                usage.add(Usage(began, began, time.monotonic(), outcome=outcome, cost=cost))
 
 
 def _has_result(ticket: Entry[Any]) -> bool:

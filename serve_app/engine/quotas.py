@@ -3,11 +3,8 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from pydantic_core import to_json
-
 from serve_app.api.errors import RequestError
-from serve_app.api.protocol import GenerateRequest
-from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
+from serve_app.api.facts import Facts
 from serve_app.quotas.client import KeyQuota
 from serve_app.quotas.handle import Handle, quota_client
 from serve_app.relay.usage import RequestUsage
@@ -42,7 +39,7 @@ class CallQuotas:
     async def reserved(
         self,
         tenant: str,
-        demand: TokenDemand,
+        facts: Facts,
         context: int | None,
         usage: RequestUsage,
         key: KeyQuota | None = None,
@@ -53,7 +50,7 @@ class CallQuotas:
 
         Args:
             tenant: Its tenant.
-            demand: Its demand.
+            facts: Its facts.
             context: Context of the model, in tokens; None: it has none, or it isn't known.
             usage: Its usage, once it has ended.
             key: The quota of its key, if it has one.
@@ -65,7 +62,7 @@ class CallQuotas:
             yield
             return
         self._client.start()
-        reservation = await self._client.reserve(tenant, demand.most(context), key)
+        reservation = await self._client.reserve(tenant, facts.most(context), key)
         try:
             yield
         except RequestError:
@@ -77,19 +74,3 @@ class CallQuotas:
             reservation.settle()
             raise
         reservation.settle(usage.prompt_tokens + usage.output_tokens)
-
-
-def generate_demand(request: GenerateRequest, max_tokens: int | None) -> TokenDemand:
-    """Return the demand of a `generate` call over a handle.
-
-    Args:
-        request: The call.
-        max_tokens: The config's limit for calls that state none.
-    """
-    if request.messages is not None:
-        prompts, size = len(request.messages), len(to_json(request.messages))
-    else:
-        texts = request.prompts or []
-        prompts, size = len(texts), sum(len(text.encode(errors="replace")) for text in texts)
-    output = request.max_tokens if request.max_tokens is not None else max_tokens
-    return TokenDemand(size + prompts * TEMPLATE_TOKENS, max(1, prompts), 1, output)

@@ -67,13 +67,14 @@ def device_name() -> str:
 
 
 def origin_of(request: RelayRequest) -> Origin:
-    """Return the origin of a relayed request."""
+    """Return the origin of a request."""
     scheduling = request.scheduling
     return Origin(
         request.key,
         scheduling.tenant,
         scheduling.priority,
-        request.path,
+        # A call of the handle names its method.
+        request.path.lstrip("/") if request.source == "handle" else request.path,
         request.source,
         request.headers,
         request.resumes,

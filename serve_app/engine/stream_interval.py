@@ -1,13 +1,16 @@
 """The interval between two pieces of a stream."""
 
-import time
-from collections.abc import Callable
-
-LONGEST_S = 0.25
-"""Most seconds that a token waits for the ones after it, however many streams there are."""
+LONGEST_S = 0.1
+"""Most seconds that a token of a stream waits for the ones after it, however many streams there are."""
 
 PIECES_PER_S = 1_000.0
-"""Pieces per second that a replica sends of all its streams together, at most."""
+"""Pieces per second that a replica sends of all its streams together, but for `LONGEST_S`."""
+
+STREAMS = 16
+"""Streams for which a piece has one token more, where it has a number of tokens."""
+
+RECENT = 0.1
+"""Part of a stream that has just ended in the seconds per token of all."""
 
 
 def interval_s(streams: int, pieces_per_s: float = PIECES_PER_S) -> float:
@@ -15,57 +18,34 @@ def interval_s(streams: int, pieces_per_s: float = PIECES_PER_S) -> float:
     return min(streams / pieces_per_s, LONGEST_S)
 
 
-class PieceRate:
-    """Bounds the pieces per second that a replica sends, over all of its streams together.
+class StreamIntervals:
+    """Decides the tokens in a piece of a stream when the stream begins.
 
-    A piece costs the same whether it holds one token or eight: its JSON, its message between two
-    processes, its write to a socket. So each of n streams sends a piece every n / `pieces_per_s` seconds,
-    with the tokens that it has by then.
+    A piece costs the same whether it has one token or eight: its JSON, its message between two processes, its
+    write to a socket. So the pieces of many streams have more tokens, as far as `LONGEST_S` allows.
 
-    Args:
-        pieces_per_s: Pieces per second that a replica may send in total.
-        clock: Returns the time in seconds.
+    Attributes:
+        streams: Streams that are being sent now.
     """
 
-    __slots__ = ("_clock", "_pieces_per_s", "streams")
-
-    def __init__(
-        self, pieces_per_s: float = PIECES_PER_S, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._pieces_per_s = pieces_per_s
-        self._clock = clock
+    def __init__(self) -> None:
         self.streams = 0
-        """Streams that are being sent now."""
+        self._token_s = 0.0
 
-    def next_piece(self) -> tuple[float, float]:
-        """Return the time, and when a stream that sends a piece now may send its next one."""
-        now = self._clock()
-        return now, now + interval_s(self.streams, self._pieces_per_s)
+    def begin(self) -> int:
+        """Count a stream, and return the tokens in each of its pieces behind the first one."""
+        self.streams += 1
+        fitting = LONGEST_S / self._token_s if self._token_s else 1.0
+        return max(1, min(self.streams // STREAMS, int(fitting)))
 
+    def end(self, tokens: int, seconds: float) -> None:
+        """Count a stream no longer.
 
-class StreamInterval:
-    """Tells vLLM when a stream sends its next piece: by the time, where vLLM's own interval counts tokens.
-
-    vLLM 0.32 asks `interval > 1`, and then for each token of the stream but the first and the last
-    `unsent tokens >= interval`.
-
-    Args:
-        rate: The rate of all streams. The stream has just sent a piece.
-    """
-
-    __slots__ = ("_due", "_rate")
-
-    def __init__(self, rate: PieceRate) -> None:
-        self._rate = rate
-        self._due = rate.next_piece()[1]
-
-    def __gt__(self, tokens: int) -> bool:
-        # An interval of one, for which vLLM doesn't count what was sent, it never is.
-        return True
-
-    def __le__(self, unsent: int) -> bool:
-        now, following = self._rate.next_piece()
-        if now < self._due:
-            return False
-        self._due = following
-        return True
+        Args:
+            tokens: Its tokens behind the first piece.
+            seconds: The time that they took.
+        """
+        self.streams -= 1
+        if tokens > 0:
+            token_s = seconds / tokens
+            self._token_s += RECENT * (token_s - self._token_s) if self._token_s else token_s

@@ -17,13 +17,11 @@ from pydantic.json_schema import models_json_schema
 
 from serve_app.api.embeddings import EmbeddingRequest
 from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, ProcessRequest
-from serve_app.api.routes import EMBEDDINGS, GENERATE, GENERATION, MOVED, OPENAI, TOKENIZING
-from serve_app.auth.middleware import OPEN
-from serve_app.ingress import adapter_admin, admin, batches
+from serve_app.api.routes import EMBEDDINGS, GENERATE, GENERATION, MOVED, OPENAI, PROCESS, TOKENIZING
+from serve_app.auth.key_store import OPEN
+from serve_app.ingress import admin, batches
 from serve_app.ingress.pages import docs_page
-from serve_app.ingress.replica_stats import deployment_stats
-from serve_app.ingress.routing import PROCESS
-from serve_app.ingress.usage_report import FIELDS
+from serve_app.ingress.status import deployment_stats
 from serve_app.settings.models import FunctionSettings, LLMSettings
 from serve_app.settings.schema import Settings
 
@@ -221,8 +219,8 @@ class APIDocument:
         add("get", "/v1/models/{model}", "A model or an adapter.")
         if self._loads_adapters():
             text = "an adapter on every replica of its model."
-            add("post", adapter_admin.LOAD, f"Load {text}", body=body(adapter_admin.LoadBody))
-            add("post", adapter_admin.UNLOAD, f"Unload {text}", body=body(adapter_admin.UnloadBody))
+            add("post", admin.LOAD, f"Load {text}", body=body(admin.LoadBody))
+            add("post", admin.UNLOAD, f"Unload {text}", body=body(admin.UnloadBody))
         if self._settings.access is not None:
             add("get", admin.KEYS, "All API keys; for an administrator.")
             if self._settings.usage.ledger is not None:
@@ -230,7 +228,7 @@ class APIDocument:
                     "get",
                     admin.USAGE,
                     "Who used what; for an administrator.",
-                    query=FIELDS,
+                    query=admin.FIELDS,
                 )
         if self._settings.batches is not None:
             for path, methods in batches.ROUTES.items():
@@ -255,17 +253,16 @@ class APIDocument:
         return not model.engine.pooling_routes
 
     def _loads_adapters(self) -> bool:
-        models = [model for model in self._models if isinstance(model, LLMSettings) and model.has_adapters]
         open = self._settings.ingress.open_adapters or self._settings.access is not None
-        return bool(models) and open
+        return open and any(model.has_adapters for model in self._models)
 
 
 _BODIES: tuple[type[BaseModel], ...] = (
     GenerateRequest,
     ProcessRequest,
     EmbeddingRequest,
-    adapter_admin.LoadBody,
-    adapter_admin.UnloadBody,
+    admin.LoadBody,
+    admin.UnloadBody,
 )
 
 _FORMS: dict[tuple[str, str], JSON] = {

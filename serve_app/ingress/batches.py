@@ -6,22 +6,18 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from uuid import uuid4
 
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.api.errors import RequestError
 from serve_app.api.protocol import JSON
-from serve_app.api.scheduling import SchedulingFields, scheduling_of
-from serve_app.api.small_body import small_body
-from serve_app.ingress.body_budget import HeldBody, held_body
-from serve_app.ingress.engine_call import EngineCall, relay_of
-from serve_app.ingress.health import BATCHES
-from serve_app.ingress.poison import LostEngines
-from serve_app.ingress.proxy import ProxyResponse
-from serve_app.ingress.replica_stats import deployment_stats
-from serve_app.ingress.retry import TRIES
+from serve_app.api.scheduling import SchedulingFields
+from serve_app.ingress.body import HeldBody, refuse_encoding, small_body
+from serve_app.ingress.context import context_of
+from serve_app.ingress.relay import TRIES, EngineCall, Relay, RelayResponse
+from serve_app.ingress.status import BATCHES, deployment_stats
 from serve_app.relay.request import RelayRequest
 
 ROUTES = {
@@ -64,11 +60,10 @@ class Forward:
     """
 
     def __init__(self, handle: DeploymentHandle[Any], running: Callable[[], Awaitable[int]]) -> None:
-        self._relay = relay_of(handle)
+        self._relay = Relay(handle, running)
         self._put = handle.options(method_name="put", _by_reference=False, request_serialization="pickle")
         self._handle = handle
         self._running = running
-        self._lost = LostEngines()
 
     async def answer(self, request: Request, path: str, headers: list[tuple[bytes, bytes]]) -> Response:
         """Return the answer to a request.
@@ -81,53 +76,39 @@ class Forward:
         Raises:
             RequestError: The request is refused here.
         """
-        if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-            message = f"Content-Encoding: {encoding} is not supported here; send the body as it is"
-            raise RequestError(415, "invalid_request_error", message, param="content-encoding")
-        caller = request.scope.get("caller")
+        refuse_encoding(request)
+        context = context_of(request.scope)
         given = request.scope["headers"]
         # The rows of a batch are of this tier, so its key has to allow it.
         creates = request.method == "POST" and path == "/v1/batches"
         fields = SchedulingFields(service_tier="flex" if creates else None)
-        scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
-        if caller:
-            scheduling = scheduling._replace(key=caller.key.name)
+        scheduling = context.scheduling(given, fields)._replace(key=context.key_name)
         upload = uuid4().hex if request.method == "POST" and path == UPLOAD else ""
-        body = b"" if upload else await small_body(request, BODY_BYTES, held_body(request.scope).add)
+        body = b"" if upload else await small_body(request, BODY_BYTES)
         query = request.scope["query_string"]
         relayed = RelayRequest(request.method, path, query, headers, body, scheduling, upload=upload)
         # A request that changes something is not repeated: it may be done already.
         tries = TRIES if request.method == "GET" else 1
         if upload:
-            return _UploadResponse(self._ask, relayed, self._lost, request, self._put)
-        return ProxyResponse(self._ask, relayed, self._lost, tries=tries)
+            return _UploadResponse(self._relay.ask, relayed, request, self._put)
+        return RelayResponse(self._relay.ask, relayed, tries=tries)
 
     async def stats(self) -> JSON:
         """Return the statistics of the deployment; see `deployment_stats`."""
         return await deployment_stats(BATCHES, self._handle, self._running)
 
-    def _ask(self, request: RelayRequest) -> EngineCall:
-        messages = self._relay.remote(request)
-        assert isinstance(messages, DeploymentResponseGenerator)
 
-        async def served() -> bool:
-            return await self._running() > 0
-
-        return EngineCall(messages, served)
-
-
-class _UploadResponse(ProxyResponse):
+class _UploadResponse(RelayResponse):
     """An answer to a request whose body is sent in pieces meanwhile."""
 
     def __init__(
         self,
         ask: Callable[[RelayRequest], EngineCall],
         relayed: RelayRequest,
-        lost: LostEngines,
         request: Request,
         put: DeploymentHandle[Any],
     ) -> None:
-        super().__init__(ask, relayed, lost, tries=1)
+        super().__init__(ask, relayed, tries=1)
         self._body = request
         self._id = relayed.upload
         self._put = put
@@ -141,7 +122,7 @@ class _UploadResponse(ProxyResponse):
             sending.cancel()
 
     async def _upload(self) -> None:
-        held = held_body(self._body.scope)
+        held = context_of(self._body.scope).body
         waiting = bytearray()
         since = time.monotonic()
         try:

@@ -2,71 +2,38 @@
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.api.errors import EXCEPTION_HANDLERS, RequestError, path_of
+from serve_app.api.facts import inspect, with_priority
 from serve_app.api.headers import KEEP_ALIVE
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import EMBEDDINGS, GENERATE, MOVED, OPENAI, TOKENIZING
-from serve_app.api.scheduling import SchedulingFields, scheduling_of
-from serve_app.api.token_bound import NOTHING, TokenDemand
+from serve_app.api.routes import GENERATE, MOVED, OPENAI, PROCESS, TOKENIZING
 from serve_app.auth import bind_check
-from serve_app.auth.middleware import AuthMiddleware, Caller, KeyStore
-from serve_app.ingress import admin, batches
-from serve_app.ingress.adapter_admin import AdapterAdmin
-from serve_app.ingress.adapters import ServedAdapters
+from serve_app.auth.key_store import KeyStore
+from serve_app.ingress import batches
+from serve_app.ingress.admin import Admin
 from serve_app.ingress.api_document import DOCUMENT, PAGE, VERSION, APIDocument
 from serve_app.ingress.batches import Forward
-from serve_app.ingress.body import form_fields, read_body
-from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
-from serve_app.ingress.context_lengths import ContextLengths
-from serve_app.ingress.engine_call import EngineCall, relay_of
-from serve_app.ingress.health import BATCHES, QUOTAS, Health
-from serve_app.ingress.http10 import HTTP10Middleware
-from serve_app.ingress.large_bodies import look, weight
-from serve_app.ingress.limits import (
-    FORM,
-    CallFields,
-    OpenAIFields,
-    check_unread,
-    read_call,
-    read_form,
-    read_json,
-    read_openai,
-)
-from serve_app.ingress.pages import STATS_PAGE, base_url, page, wants_page
-from serve_app.ingress.poison import LostEngines
-from serve_app.ingress.prompt_prefix import salted
-from serve_app.ingress.proxy import ProxyResponse
-from serve_app.ingress.quotas import (
-    RATE_LIMIT_HEADERS,
-    QuotaMiddleware,
-    key_quota,
-    reserve,
-)
-from serve_app.ingress.replica_stats import deployment_stats, replica_stats
-from serve_app.ingress.routing import PROCESS, Adapter, Routing, card, simulated
-from serve_app.ingress.routing_key import NO_KEY, RoutingKey, call_key, openai_key
-from serve_app.ingress.stats_view import own_part
-from serve_app.ingress.token_demand import call_demand, form_demand, openai_demand
-from serve_app.ingress.usage_report import UsageReports
+from serve_app.ingress.body import BodyBudget, look, read_body, weight
+from serve_app.ingress.context import RequestMiddleware, context_of
+from serve_app.ingress.models import ServedModels
+from serve_app.ingress.relay import LostEngines, Relay, RelayResponse
+from serve_app.ingress.status import BATCHES, QUOTAS, Health, Status, deployment_stats
 from serve_app.quotas.handle import Handle, quota_client
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.models import FunctionSettings, ModelSettings
 from serve_app.settings.schema import Settings
 from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
 from serve_app.system.garbage_collection import collect_rarely
@@ -91,22 +58,6 @@ NOT_STORED = (
 """OpenAI's routes for answers that it has stored."""
 
 
-def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Return the middleware that lets pages of other origins call the service. A preflight needs no key."""
-    if not origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=list(origins),
-            allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id", *RATE_LIMIT_HEADERS],
-            max_age=600,
-        )
-    ]
-
-
 class Ingress:
     """The HTTP front of the service: limits, routing by model, and the relay. It holds no model.
 
@@ -115,6 +66,7 @@ class Ingress:
         engines: The handle of each model's Engine, by model id.
         batch_handle: The handle of the Batches deployment; None: there is none.
         quotas: The handle of the Quotas deployment; None: there is none.
+        engines_app: The Serve application of the Engines; None: the Ingress' own.
     """
 
     def __init__(
@@ -123,77 +75,75 @@ class Ingress:
         engines: Mapping[str, DeploymentHandle[Any]],
         batch_handle: DeploymentHandle[Any] | None = None,
         quotas: Handle | None = None,
+        engines_app: str | None = None,
     ) -> None:
         flush_warnings()
         self._settings = settings
         self._engines = dict(engines)
-        self._routing = Routing(settings.models)
-        self._relays = {model: relay_of(handle) for model, handle in self._engines.items()}
         context = serve.get_replica_context()
-        profiles = {model.id: profile for model in settings.models if (profile := simulated(model))}
-        self._health = Health(context.app_name, list(self._engines), profiles)
+        profiles = {model.id: profile for model in settings.models if (profile := model.profile)}
+        self._own = Health(context.app_name, list(self._engines), profiles)
+        self._health = Health(engines_app, list(self._engines), profiles) if engines_app else self._own
+        self._relays = {
+            model: Relay(handle, partial(self._health.running, model))
+            for model, handle in self._engines.items()
+        }
         self._batches = None if batch_handle is None else Forward(batch_handle, self._running(BATCHES))
         self._telemetry = IngressTelemetry(settings.telemetry, context.replica_tag)
         self._bodies = BodyBudget(settings.ingress.bytes_in_flight)
-        self._started = int(time.time())
-        self._contexts = ContextLengths(self._routing, self._replicas, self._engines)
-        self._adapters = ServedAdapters(settings.models, self._routing, self._replicas)
-        self._adapter_admin = AdapterAdmin(
-            settings, self._engines, self._health.running, self._routing, self._adapters
-        )
         self._document = APIDocument(settings, self._engines, self._health.running)
         self._lost = LostEngines()
-        self._quotas_handle = quotas
         self._quotas = quota_client(settings.usage.quotas, quotas, context.replica_tag)
         self._access = KeyStore(settings.access, quotas=self._quotas is not None) if settings.access else None
         if self._access:
             self._access.watch()
         elif warning := bind_check.warning(bind_check.serve_host(), keys=False):
             logger.warning(warning)
+        others: dict[str, Callable[[], Awaitable[JSON]]] = {}
+        if self._batches is not None:
+            others["batches"] = self._batches.stats
+        if quotas is not None:
+            others["quotas"] = partial(deployment_stats, QUOTAS, quotas, self._running(QUOTAS))
+        self._status = Status(settings.models, self._health, self._engines, others)
+        self._models = ServedModels(settings.models, self._status.replicas, self._engines)
+        self._admin = Admin(settings, self._access, self._engines, self._health.running, self._models)
         use_batch_scheduling(RELAY_NICE)
         collect_rarely()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Return the application that Serve runs in this replica."""
-        ledger = self._settings.usage.ledger
         app = Starlette(
             # The router tries one after the other: the most frequent ones go first. Other routes of vLLM's
             # application, its administration above all, can't be reached.
             routes=[
-                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[:2]),
-                Route(GENERATE, self._generate, methods=["POST"]),
-                Route("/", self._index),
-                Route("/health", self._report_health),
-                Route("/ping", self._report_health, methods=["GET", "POST"]),
-                Route("/stats", self._stats),
-                Route("/stats.html", self._stats),
-                Route(PROCESS, self._process, methods=["POST"]),
+                *(Route(path, self._relay, methods=["POST"]) for path in OPENAI[:2]),
+                Route(GENERATE, self._relay, methods=["POST"]),
+                *self._status.routes(),
+                Route(PROCESS, self._relay, methods=["POST"]),
                 Route("/metrics", _no_metrics),
                 Route(VERSION, self._versions),
                 Route(DOCUMENT, self._describe),
                 Route(PAGE, self._describe),
-                Route("/v1/models", self._models),
+                Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._model),
-                *self._adapter_admin.routes(),
-                *admin.routes(self._access, UsageReports(ledger.folder if ledger else None)),
-                *(Route(path, self._openai, methods=["POST"]) for path in OPENAI[2:]),
-                *(Route(path, self._openai, methods=["POST"]) for path in TOKENIZING),
+                *self._admin.routes(),
+                *(Route(path, self._relay, methods=["POST"]) for path in OPENAI[2:]),
+                *(Route(path, self._relay, methods=["POST"]) for path in TOKENIZING),
                 *(
                     Route(path, self._forward, methods=list(methods))
                     for path, methods in batches.ROUTES.items()
                 ),
                 *(Route(path, _not_stored, methods=["GET", "POST", "DELETE"]) for path in NOT_STORED),
             ],
-            # Requests without a valid key are counted too.
             middleware=[
-                Middleware(SlashMiddleware),
-                self._telemetry.middleware,
-                *_cors(self._settings.ingress.allow_origins),
-                *([Middleware(AuthMiddleware, self._access)] if self._access else []),
-                # In front of the quotas: a stream that it breaks off has used what it has reserved.
-                Middleware(HTTP10Middleware, self._bodies),
-                *([Middleware(QuotaMiddleware, self._quotas)] if self._quotas else []),
-                Middleware(BodyBudgetMiddleware, self._bodies),
+                Middleware(
+                    RequestMiddleware,
+                    self._telemetry.tracker,
+                    self._bodies,
+                    access=self._access,
+                    quotas=self._quotas,
+                    origins=self._settings.ingress.allow_origins,
+                )
             ],
             exception_handlers=EXCEPTION_HANDLERS,
             lifespan=self._lifespan,
@@ -215,21 +165,6 @@ class Ingress:
         if self._access:
             self._access.check()
 
-    async def _index(self, request: Request) -> Response:
-        visible = self._routing.visible(_allowed(request))
-        models = [model for model in self._settings.models if model.id in visible]
-        return HTMLResponse(page(models, base_url(request)))
-
-    async def _report_health(self, request: Request) -> Response:
-        try:
-            health = await self._health.read()
-        except Exception as error:
-            # Probes ask every few seconds; the stack would be that of Ray Serve's client.
-            logger.warning("Ray Serve's controller doesn't answer: %r", error)
-            body = {"status": "unknown", "awaits": "Ray Serve's controller"}
-            return JSONResponse(body, status_code=503)
-        return JSONResponse(health.body(), status_code=200 if health.ready else 503)
-
     async def _versions(self, request: Request) -> Response:
         return JSONResponse(await self._document.versions())
 
@@ -239,72 +174,8 @@ class Ingress:
             return HTMLResponse(await self._document.page(prefix))
         return Response(await self._document.text(prefix), media_type="application/json")
 
-    async def _stats(self, request: Request) -> Response:
-        if wants_page(request):
-            return HTMLResponse(STATS_PAGE)
-        names = self._visible(request)
-        reports = await asyncio.gather(*map(self._replica_stats, names))
-        body: JSON = {"models": dict(zip(names, reports, strict=True))}
-        if self._batches is not None:
-            body["batches"] = await self._batches.stats()
-        if self._quotas_handle is not None:
-            body["quotas"] = await deployment_stats(QUOTAS, self._quotas_handle, self._running(QUOTAS))
-        return JSONResponse(own_part(body, request.scope.get("caller")))
-
     def _running(self, deployment: str) -> Callable[[], Awaitable[int]]:
-        return partial(self._health.running_other, deployment)
-
-    async def _replica_stats(self, model: str) -> JSON:
-        try:
-            running = partial(self._health.running, model)
-            return {"replicas": await replica_stats(self._engines[model], running)}
-        except Exception as error:
-            # The caller gets the reason, every second while a model starts.
-            return {"replicas": [], "error": str(error) or type(error).__name__}
-
-    async def _generate(self, request: Request) -> Response:
-        limits = self._settings.ingress
-        body = await read_body(request, limits)
-
-        def read() -> tuple[CallFields, RoutingKey, TokenDemand]:
-            content = read_json(body, limits)
-            fields = read_call(content, limits, "prompts", "messages")
-            demand = call_demand(content, fields, len(body), limits) if self._quotas else NOTHING
-            return fields, call_key(content, fields, len(body)), demand
-
-        fields, key, demand = await look(weight(body), read)
-        return await self._relay(fields.model, request, body, GENERATE, fields, key, demand)
-
-    async def _process(self, request: Request) -> Response:
-        limits = self._settings.ingress
-        body = await read_body(request, limits)
-        fields = await look(weight(body), lambda: read_call(read_json(body, limits), limits, "records"))
-        return await self._relay(fields.model, request, body, PROCESS, fields)
-
-    async def _openai(self, request: Request) -> Response:
-        limits = self._settings.ingress
-        body = await read_body(request, limits)
-        path = path_of(request.scope)
-
-        def read() -> tuple[OpenAIFields, RoutingKey, TokenDemand, bytes]:
-            if not _is_json(request, path, body):
-                check_unread(body, limits)
-                # A form with a file: vLLM takes these from there too.
-                values = form_fields(body, request.headers.get("content-type", ""), FORM)
-                values.setdefault("model", request.query_params.get("model", ""))
-                fields = read_form(values, limits)
-                return fields, NO_KEY, form_demand(fields, limits), body
-            content = read_json(body, limits)
-            fields = read_openai(content, path, limits)
-            key = openai_key(content, fields, len(body))
-            demand = openai_demand(content, fields, path, body, limits) if self._quotas else NOTHING
-            # OpenAI's newer name of "priority", which vLLM refuses.
-            fast = fields.service_tier == "fast"
-            return fields, key, demand, content.replaced("service_tier", "priority") if fast else body
-
-        fields, key, demand, body = await look(weight(body), read)
-        tier = SchedulingFields(service_tier=fields.service_tier)
-        return await self._relay(fields.model, request, body, MOVED.get(path, path), tier, key, demand)
+        return partial(self._own.running_other, deployment)
 
     async def _forward(self, request: Request) -> Response:
         if self._batches is None:
@@ -312,116 +183,65 @@ class Ingress:
         headers = [(name, value) for name, value in request.scope["headers"] if name not in LEFT_BEHIND]
         return await self._batches.answer(request, path_of(request.scope), headers)
 
-    async def _models(self, request: Request) -> Response:
-        await self._adapters.refresh()
-        names = [
-            name
-            for name in self._routing.visible(_allowed(request))
-            if self._routing.base_of(name) in self._engines
-        ]
-        cards = await asyncio.gather(*map(self._card, names))
+    async def _list_models(self, request: Request) -> Response:
+        await self._models.refresh()
+        visible = self._models.visible(context_of(request.scope).models)
+        names = [name for name in visible if self._models.base_of(name) in self._engines]
+        cards = await asyncio.gather(*map(self._models.card, names))
         return JSONResponse({"object": "list", "data": cards})
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        await self._adapters.find(name)
-        self._routing.find(name, _allowed(request))
-        return JSONResponse(await self._card(name))
+        await self._models.learn(name)
+        return JSONResponse(await self._models.card(name, context_of(request.scope).models))
 
-    def _card(self, name: str) -> Awaitable[JSON]:
-        # Both are looked up at once: the adapter may be unloaded while the context is asked for.
-        return self._card_of(name, self._routing.find(name), self._routing.adapter(name))
-
-    async def _card_of(self, name: str, model: ModelSettings, adapter: Adapter | None) -> JSON:
-        context = await self._contexts.of(model.id)
-        return card(model, self._started, context, name, adapter)
-
-    def _visible(self, request: Request) -> list[str]:
-        """Return the ids of the models that the caller may use, as far as they run here."""
-        allowed = _allowed(request)
-        return [model for model in self._engines if allowed is None or model in allowed]
-
-    async def _replicas(self, model: str) -> Sequence[JSON]:
-        replicas: Sequence[JSON] = (await self._replica_stats(model))["replicas"]
-        return replicas
-
-    async def _relay(
-        self,
-        model: str | None,
-        request: Request,
-        body: bytes,
-        path: str,
-        fields: SchedulingFields,
-        key: RoutingKey = NO_KEY,
-        demand: TokenDemand = NOTHING,
-    ) -> Response:
-        caller = request.scope.get("caller")
-        await self._adapters.find(model)
-        name = self._routing.choose(model, path, caller.models if caller else None)
-        chosen = self._routing.base_of(name)
-        relay = self._relays[chosen]
+    async def _relay(self, request: Request) -> Response:
+        """Answer a request of a model's route."""
+        limits = self._settings.ingress
+        body = await read_body(request, limits)
+        path = path_of(request.scope)
+        content_type, stated = request.headers.get("content-type", ""), request.query_params.get("model", "")
+        facts = await look(
+            weight(body),
+            lambda: inspect(body, path, limits, content_type=content_type, model=stated),
+        )
+        if facts.service_tier == "fast":
+            body = with_priority(body)
+        path = MOVED.get(path, path)
+        context = context_of(request.scope)
+        await self._models.learn(facts.model)
+        name = self._models.choose(facts.model, path, context.models)
+        chosen = self._models.base_of(name)
+        if name != chosen:
+            facts = facts.for_adapter(name)
+        if path == GENERATE and facts.output is None:
+            # The config may set a limit for calls that state none.
+            facts = replace(facts, output=self._models.find(chosen).usual_output)
         given = with_request_id(request.scope)
-        scheduling = caller.scheduling(given, fields) if caller else scheduling_of(given, fields)
+        scheduling = context.scheduling(given, facts.scheduling)
         headers = [(k, v) for k, v in given if k not in LEFT_BEHIND]
-        headers = self._telemetry.assign(request.scope, name, scheduling, headers)
-        query = request.scope["query_string"]
-
-        async def served() -> bool:
-            return await self._health.running(chosen) > 0
-
-        def ask(request: RelayRequest) -> EngineCall:
-            messages = relay.remote(request)
-            assert isinstance(messages, DeploymentResponseGenerator)
-            return EngineCall(messages, served)
-
-        most = self._settings.ingress.max_tokens
+        headers = self._telemetry.assign(context, name, scheduling, headers)
         relayed = RelayRequest(
             request.method,
             path,
-            query,
+            request.scope["query_string"],
             headers,
             body,
             scheduling,
-            max_tokens=most,
-            prefix=key.prefix if name == chosen else salted(key.prefix, name),
-            tokens=key.tokens,
+            max_tokens=limits.max_tokens,
+            facts=facts,
             adapter="" if name == chosen else name,
-            key=caller.key.name if caller else "",
+            key=context.key_name,
         )
-        self._lost.check(relayed)
+        losses = await self._lost.enter(relayed)
         keep_alive = path in {GENERATE, PROCESS} and KEEP_ALIVE in request.headers
         if self._quotas is not None:
-            quota = key_quota(caller.key.name, caller.key.quota) if caller else None
-            context = None if demand is NOTHING else await self._contexts.of(chosen)
-            if path == GENERATE and demand.output is None:
-                # The config may set a limit for calls that state none.
-                served_model = self._routing.find(chosen)
-                if not isinstance(served_model, FunctionSettings):
-                    demand = demand._replace(output=served_model.sampling.max_tokens)
+            length = await self._models.context(chosen) if facts.runs else None
             try:
-                await reserve(self._quotas, request.scope, scheduling.tenant, demand.most(context), quota)
+                await context.reserve(self._quotas, scheduling.tenant, facts.most(length))
             except RequestError as error:
-                raise self._contexts.refusal(chosen, error) from None
-        return ProxyResponse(ask, relayed, self._lost, keep_alive=keep_alive)
-
-
-class SlashMiddleware:
-    """ASGI middleware that takes a path with a slash at its end for the path without it.
-
-    Args:
-        app: The application behind it.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application."""
-        if scope["type"] == "http" and scope["path"].endswith("/"):
-            prefix = scope.get("root_path", "")
-            path = scope["path"].removeprefix(prefix).rstrip("/") or "/"
-            scope = {**scope, "path": prefix + path}
-        await self._app(scope, receive, send)
+                raise self._models.refusal(chosen, error) from None
+        return RelayResponse(self._relays[chosen].ask, relayed, losses, keep_alive=keep_alive)
 
 
 async def _not_stored(request: Request) -> Response:
@@ -438,15 +258,3 @@ async def _no_metrics(request: Request) -> Response:
         "the metrics_export_port of `ray start`, and prom_metrics_service_discovery.json in Ray's folder"
     )
     raise RequestError(404, "not_found_error", message)
-
-
-def _allowed(request: Request) -> Collection[str] | None:
-    """Return the ids of the models that the caller may use; None: all."""
-    caller: Caller | None = request.scope.get("caller")
-    return caller.models if caller else None
-
-
-def _is_json(request: Request, path: str, body: bytes) -> bool:
-    kind = (request.headers.get("content-type") or "json").partition(";")[0]
-    # A function parses a body of any type, as it does those of its other calls.
-    return bool(body) and ("json" in kind.lower() or path == EMBEDDINGS)

@@ -1,17 +1,19 @@
-"""Whole answers for clients of HTTP/1.0, which can't read an answer in chunks."""
+"""Whole answers for clients of HTTP/1.0, which can't read an answer in chunks.
 
-import sys
+The server sends an answer without a length in chunks, whatever the client's version: such a client takes
+their sizes for content, and waits for the end of the connection.
+"""
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Send
 
-from serve_app.api.errors import RequestError, error_response, path_of
-from serve_app.ingress.body_budget import BodyBudget, HeldBody
+from serve_app.api.errors import RequestError
+from serve_app.ingress.body import HeldBody
 
 MAX_BYTES = 32 << 20
 """Most bytes of an answer that are kept until it is whole."""
 
 
-class _RefusedError(Exception):
+class TooLargeError(Exception):
     """The answer can't be kept.
 
     Args:
@@ -23,74 +25,49 @@ class _RefusedError(Exception):
         self.error = error
 
 
-class HTTP10Middleware:
-    """Sends an answer without a length to a client of HTTP/1.0 once it is whole, with its length.
-
-    The server would send it in chunks, whatever the client's version: such a client takes their sizes for
-    content, and waits for the end of the connection.
-
-    Args:
-        app: The application.
-        budget: Counts the bytes of the answers, with those of the bodies of requests; None: nothing does.
-    """
-
-    def __init__(self, app: ASGIApp, budget: BodyBudget | None = None) -> None:
-        self._app = app
-        self._budget = budget or BodyBudget(sys.maxsize)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application."""
-        if scope["type"] != "http" or scope["http_version"] != "1.0":
-            await self._app(scope, receive, send)
-            return
-        held = HeldBody(self._budget)
-        whole = _WholeAnswer(send, held)
-        try:
-            await self._app(scope, receive, whole.send)
-        except _RefusedError as refused:
-            await error_response(refused.error, path_of(scope))(scope, receive, send)
-        finally:
-            held.give_back()
-
-
-class _WholeAnswer:
-    """An answer that leaves at its end, unless its length is known at its start.
+class WholeAnswer:
+    """An answer that leaves at its end, with its length, unless the length is known at its start.
 
     Args:
         send: Takes its messages.
-        held: Counts its bytes.
+        held: Counts its bytes, with those of the request's body.
+        most: Most bytes that are kept.
     """
 
-    def __init__(self, send: Send, held: HeldBody) -> None:
+    def __init__(self, send: Send, held: HeldBody, most: int = MAX_BYTES) -> None:
         self._send = send
         self._held = held
+        self._most = most
         self._start: Message | None = None
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self._body = bytearray()
 
     async def send(self, message: Message) -> None:
+        """Take a message of the answer.
+
+        Raises:
+            TooLargeError: The answer can't be kept; nothing of it was sent.
+        """
         if message["type"] == "http.response.start":
             if not any(name.lower() == b"content-length" for name, _ in message["headers"]):
                 self._start = message
                 return
         elif self._start is not None:
-            body = message.get("body", b"")
-            self._pieces.append(body)
-            self._size += len(body)
-            if self._size > MAX_BYTES:
+            piece = message.get("body", b"")
+            if len(self._body) + len(piece) > self._most:
                 reason = (
-                    f"HTTP/1.0: the answer is larger than {MAX_BYTES} bytes, which this version gets as a "
+                    f"HTTP/1.0: the answer is larger than {self._most} bytes, which this version gets as a "
                     "whole; use HTTP/1.1"
                 )
-                raise _RefusedError(RequestError(400, "invalid_request_error", reason))
+                raise TooLargeError(RequestError(400, "invalid_request_error", reason))
             try:
-                self._held.add(len(body))
+                self._held.add(len(piece))
             except RequestError as error:
-                raise _RefusedError(error) from None
+                raise TooLargeError(error) from None
+            self._body += piece
             if message.get("more_body", False):
                 return
-            length = (b"content-length", str(self._size).encode())
+            length = (b"content-length", str(len(self._body)).encode())
             await self._send({**self._start, "headers": [*self._start["headers"], length]})
             self._start = None
-            message = {"type": "http.response.body", "body": b"".join(self._pieces)}
+            message = {"type": "http.response.body", "body": bytes(self._body)}
         await self._send(message)

@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 
 from serve_app.api.protocol import JSON
-from serve_app.api.routes import EMBEDDINGS
-from serve_app.settings.models import FunctionSettings, ModelSettings
+from serve_app.api.routes import EMBEDDINGS, PROCESS
+from serve_app.settings.models import ModelSettings
 
 STATS_PAGE = Path(__file__).with_name("stats_page.html").read_text()
 """Shows `/stats` as it changes; a page without other files."""
@@ -95,11 +95,12 @@ def page(models: Sequence[ModelSettings], url: str) -> str:
 
 def _example(model: ModelSettings) -> str:
     """Return an example of a call to a model of this kind."""
-    if not isinstance(model, FunctionSettings):
-        if pooled := model.engine.pooling_routes:
-            return _EMBEDDINGS if EMBEDDINGS in pooled else _RERANK
+    if not model.pools:
         return _LLM
-    return f"{_FUNCTION}\n{_EMBEDDINGS}" if model.embeddings else _FUNCTION
+    examples = [_FUNCTION] if PROCESS in model.routes else []
+    if EMBEDDINGS in model.routes:
+        examples.append(_EMBEDDINGS)
+    return "\n".join(examples or [_RERANK])
 
 
 def wants_page(request: Request) -> bool:

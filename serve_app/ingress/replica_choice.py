@@ -2,14 +2,12 @@
 
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
-from serve_app.ingress.adapter_index import AdapterIndex
-from serve_app.ingress.prefix_index import DEFAULT_CHUNKS, PrefixIndex
-from serve_app.ingress.prompt_prefix import LEAST_MATCH
-from serve_app.ingress.replica_loads import Charge, ReplicaLoads
+from serve_app.api.facts import LEAST_MATCH
 
 TOKENS_PER_CHUNK = 128
 """Tokens in the 512 bytes of a chunk, at four bytes of text per token."""
@@ -29,6 +27,21 @@ CROWD = 4
 AHEAD = 0.125
 """Share of the slack by which the first replica for a new prefix may be ahead of the second."""
 
+UNTAKEN_S = 60.0
+"""Seconds after which a call that no replica has taken is given up: its caller may have left in between."""
+
+MAX_CHUNKS = 262_144
+"""Most hashes of all replicas together: about 64 MB."""
+
+DEFAULT_CHUNKS = 1_024
+"""Hashes per replica of which the KV capacity is not known: about 131,000 tokens."""
+
+LEAST_CHUNKS = 64
+"""Hashes that every replica may have, however many replicas there are."""
+
+DEFAULT_SLOTS = 8
+"""Adapters that a replica holds whose slots are not known."""
+
 
 @dataclass(slots=True, frozen=True)
 class ReplicaState:
@@ -47,6 +60,258 @@ class ReplicaState:
     asleep: bool = False
     adapters: tuple[str, ...] = ()
     slots: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """The tokens of one call on one replica.
+
+    Attributes:
+        call: The id of the call; calls of one HTTP request share it.
+        replica: The replica.
+        tokens: The tokens.
+        at: When the replica was chosen.
+        chunk: The last hash of its prompt that was known already; None: there was none.
+        taken: The replica has taken the call, or the call has ended.
+    """
+
+    call: str
+    replica: str
+    tokens: int
+    at: float
+    chunk: int | None = None
+    taken: bool = False
+
+
+class ReplicaLoads:
+    """Tokens of this caller's calls on each replica, and what the replicas report of all callers.
+
+    The two are not added: a report is seconds old, and callers that follow it all send to the replica that
+    was the least loaded then. The reports tell how much of the traffic is this caller's.
+
+    Attributes:
+        tokens: This caller's tokens on each replica.
+        reported: Each replica's tokens of all callers, a few seconds ago.
+
+    Args:
+        clock: Seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.tokens: dict[str, int] = {}
+        self.reported: dict[str, int] = {}
+        self._total = 0
+        self._sharing: Counter[tuple[str, int | None]] = Counter()
+        self._charges: dict[str, list[Charge]] = {}
+        self._untaken: deque[Charge] = deque()
+        self._clock = clock
+
+    def add(self, replica: str) -> None:
+        """Add a replica without load."""
+        self.tokens[replica] = self.reported[replica] = 0
+
+    def remove(self, replica: str) -> None:
+        """Forget a replica and what was charged to it."""
+        for charge in [one for charges in self._charges.values() for one in charges]:
+            if charge.replica == replica:
+                self.release(charge)
+        del self.tokens[replica], self.reported[replica]
+
+    def share(self) -> float:
+        """Return how much of the load of all replicas is this caller's, from 0 to 1."""
+        reported = sum(self.reported.values())
+        return self._total / reported if self._total < reported else 1.0
+
+    def sharing(self, replica: str, chunk: int) -> int:
+        """Return how many calls on a replica share a prefix, and nothing longer, with others."""
+        return self._sharing[replica, chunk]
+
+    def charge(self, call: str, replica: str, tokens: int, chunk: int | None = None) -> Charge:
+        """Add a call to the replica that is chosen for it."""
+        now = self._clock()
+        while self._untaken and (self._untaken[0].taken or now - self._untaken[0].at > UNTAKEN_S):
+            lost = self._untaken.popleft()
+            if not lost.taken:
+                self.release(lost)
+        charge = Charge(call, replica, tokens, now, chunk)
+        self._charges.setdefault(call, []).append(charge)
+        self._untaken.append(charge)
+        self._change(charge, 1)
+        return charge
+
+    def move(self, charge: Charge, replica: str) -> None:
+        """Put a call on the replica that it was sent to, if that isn't the one that was chosen."""
+        if charge.replica != replica and charge in self._charges.get(charge.call, ()):
+            self._change(charge, -1)
+            charge.replica = replica
+            self._change(charge, 1)
+
+    def take(self, call: str, replica: str) -> None:
+        """Note that a replica has taken a call: its end will be told.
+
+        Of several with one id it has taken one: the end of another, whose caller has left before, is never
+        told.
+        """
+        for charge in self._charges.get(call, ()):
+            if charge.replica == replica and not charge.taken:
+                charge.taken = True
+                return
+
+    def end(self, call: str, replica: str) -> None:
+        """Take a call that has ended off its replica. One that was never charged is ignored."""
+        for charge in self._charges.get(call, ()):
+            if charge.replica == replica:
+                self.release(charge)
+                return
+
+    def release(self, charge: Charge) -> None:
+        """Take a call off its replica; a second time does nothing."""
+        charges = self._charges.get(charge.call, [])
+        if charge not in charges:
+            return
+        charges.remove(charge)
+        if not charges:
+            del self._charges[charge.call]
+        charge.taken = True
+        self._change(charge, -1)
+
+    def _change(self, charge: Charge, calls: int) -> None:
+        if charge.replica not in self.tokens:
+            return
+        self.tokens[charge.replica] += calls * charge.tokens
+        self._total += calls * charge.tokens
+        if charge.chunk is not None:
+            place = charge.replica, charge.chunk
+            self._sharing[place] += calls
+            if not self._sharing[place]:
+                del self._sharing[place]
+
+
+class PrefixIndex:
+    """Replicas by the hashes of the prompts that they were sent, the least recently used forgotten first.
+
+    A replica is forgotten, and so starts without prefixes, when it is removed.
+
+    Args:
+        most: Most hashes of all replicas together.
+    """
+
+    def __init__(self, most: int = MAX_CHUNKS) -> None:
+        self._most_of_all = most
+        self._held: dict[str, OrderedDict[int, None]] = {}
+        self._most: dict[str, int] = {}
+        self._replicas: dict[int, list[str]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._held.values()))
+
+    def add(self, replica: str, chunks: int = DEFAULT_CHUNKS) -> None:
+        """Add a replica that holds nothing yet.
+
+        Args:
+            replica: Its name.
+            chunks: Most hashes to keep of it: as many as its KV cache has room for.
+        """
+        self._held[replica] = OrderedDict()
+        self._most[replica] = chunks
+
+    def remove(self, replica: str) -> None:
+        """Forget a replica and what it held."""
+        for chunk in self._held.pop(replica, ()):
+            self._drop(chunk, replica)
+        self._most.pop(replica, None)
+
+    def record(self, replica: str, prefix: Sequence[int]) -> None:
+        """Note that a replica was sent a prompt.
+
+        Args:
+            replica: Its name.
+            prefix: The hashes of the prompt.
+        """
+        held = self._held[replica]
+        # The end of a prompt goes before its beginning, which other prompts may share: vLLM evicts in the
+        # same order.
+        for chunk in reversed(prefix):
+            if chunk in held:
+                held.move_to_end(chunk)
+            else:
+                held[chunk] = None
+                self._replicas.setdefault(chunk, []).append(replica)
+        most = max(LEAST_CHUNKS, min(self._most[replica], self._most_of_all // len(self._held)))
+        while len(held) > most:
+            self._drop(held.popitem(last=False)[0], replica)
+
+    def known(self, prefix: Sequence[int]) -> int:
+        """Return how many of the hashes of a prompt, from its beginning, any replica holds."""
+        count = 0
+        for chunk in prefix:
+            if chunk not in self._replicas:
+                break
+            count += 1
+        return count
+
+    def matches(self, prefix: Sequence[int], least: int) -> Iterator[tuple[int, list[str]]]:
+        """Yield the replicas that hold a prefix, those with the longest match first, with its last hash.
+
+        Each list has the replicas of the lists before it too.
+
+        Args:
+            prefix: The hashes of a prompt.
+            least: Hashes that are too few for a match.
+        """
+        for depth in range(self.known(prefix) - 1, least - 1, -1):
+            yield prefix[depth], self._replicas[prefix[depth]]
+
+    def _drop(self, chunk: int, replica: str) -> None:
+        replicas = self._replicas[chunk]
+        replicas.remove(replica)
+        if not replicas:
+            del self._replicas[chunk]
+
+
+class AdapterIndex:
+    """Replicas by the adapters that they hold.
+
+    A report is seconds old; the adapters that this caller has asked for since then count too, the least
+    recently used forgotten first.
+    """
+
+    def __init__(self) -> None:
+        self._reported: dict[str, frozenset[str]] = {}
+        self._sent: dict[str, OrderedDict[str, None]] = {}
+        self._slots: dict[str, int] = {}
+
+    def update(self, replica: str, adapters: Collection[str], slots: int | None) -> None:
+        """Take over a report.
+
+        Args:
+            replica: Its name.
+            adapters: The adapters that it has loaded.
+            slots: How many it can load; None: it isn't known.
+        """
+        self._reported[replica] = frozenset(adapters)
+        self._slots[replica] = slots or DEFAULT_SLOTS
+        self._sent.setdefault(replica, OrderedDict())
+
+    def remove(self, replica: str) -> None:
+        """Forget a replica."""
+        for known in (self._reported, self._sent, self._slots):
+            known.pop(replica, None)
+
+    def record(self, replica: str, adapter: str) -> None:
+        """Note that a replica was sent a request for an adapter."""
+        if (sent := self._sent.get(replica)) is None:
+            return
+        sent[adapter] = None
+        sent.move_to_end(adapter)
+        while len(sent) > self._slots[replica]:
+            sent.popitem(last=False)
+
+    def holders(self, adapter: str) -> list[str]:
+        """Return the replicas that have an adapter loaded."""
+        return [
+            name for name, sent in self._sent.items() if adapter in sent or adapter in self._reported[name]
+        ]
 
 
 class ReplicaChoice:

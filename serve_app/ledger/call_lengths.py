@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from serve_app.ledger.rows import Row, Tokens
+from serve_app.ledger.rows import Row
+from serve_app.relay.usage import Tokens
 
 MOST = 10_000
 """Calls of a model that are kept, each as likely as any other."""

@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from serve_app.ledger.rows import Outcome, Source
+from serve_app.ledger.rows import Source
+from serve_app.relay.usage import Outcome
 from serve_app.settings.usage import PriceSettings, UsageSettings
 
 MILLION = 1_000_000
@@ -12,7 +13,7 @@ MILLION = 1_000_000
 FREE: frozenset[Outcome] = frozenset({"lost", "failed"})
 """Outcomes that cost nothing: the service failed; if there was an answer, another call has done the work."""
 
-OWN: frozenset[Source] = frozenset({"warm_up", "engine"})
+OWN: frozenset[Source] = frozenset({"warm_up"})
 """Sources of work that nobody has asked for."""
 
 

@@ -1,34 +1,14 @@
 """Rows of the ledger: one for each call that an Engine ran, never with content."""
 
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
-Outcome = Literal["ok", "cancelled", "failed", "lost", "running"]
-"""How a call ended: `cancelled` its client left, `failed` the engine or the function had an error, `lost` its
-Engine died. A `running` call has not ended: its row holds the tokens so far."""
+from serve_app.relay.usage import Outcome
 
-Source = Literal["http", "handle", "batch", "warm_up", "engine"]
-"""Origin of a call. `warm_up` is the replica's own, `engine` is work that belongs to no call."""
-
-
-class Tokens(NamedTuple):
-    """Tokens of an engine's work, as vLLM's own counters have them.
-
-    Attributes:
-        prompt: Tokens of prompts, those found in the prefix cache too; once for each sequence.
-        cached: Those found in the prefix cache.
-        output: Tokens that were sampled, also those that no client has got.
-    """
-
-    prompt: int = 0
-    cached: int = 0
-    output: int = 0
-
-    def plus(self, other: "Tokens") -> "Tokens":
-        """Return the sums with other tokens."""
-        return Tokens(self.prompt + other.prompt, self.cached + other.cached, self.output + other.output)
+Source = Literal["http", "handle", "batch", "warm_up"]
+"""Origin of a call. `warm_up` is the replica's own: the warm-up of its engine, and trials of it."""
 
 
 class Row(msgspec.Struct, kw_only=True, frozen=True):

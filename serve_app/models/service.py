@@ -3,7 +3,7 @@
 from copy import deepcopy
 from dataclasses import dataclass
 
-from serve_app.ingress.health import engine_name
+from serve_app.ingress.status import engine_name
 from serve_app.models.document import Item, Section, render
 from serve_app.models.variables import variable_section
 from serve_app.settings.environment import CONTROLLER, REPLICAS, controller_variables, replica_variables

@@ -88,7 +88,6 @@ async def run_app(
     refusal: Callable[[], RequestError | None] = lambda: None,
     stream: StreamTokens | None = None,
     lost: Callable[[], bool] = lambda: False,
-    started: Callable[[], bool] = lambda: True,
     upload: Upload | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Run `request` through `app` and yield its answer as relay messages, with keep-alives in between.
@@ -104,8 +103,6 @@ async def run_app(
             an application that streams may have sent status 200.
         stream: The tokens of the stream, so that it can go on in another Engine.
         lost: Whether the engine has died. What the application still sends of a stream is then dropped.
-        started: Whether the engine has begun. The head of a stream doesn't leave before: some applications
-            send events ahead of it, and a refusal could not become the status any more.
         upload: The body, where it comes in pieces; None: the request has it.
     """
     outbox = _Outbox(refusal)
@@ -143,19 +140,14 @@ async def run_app(
         "server": None,
         "state": {},
     }
-    begun = False
     task = asyncio.ensure_future(app(scope, receive, outbox.send))
     task.add_done_callback(lambda _: outbox.readable.set())
     keepalive = KeepAlive(outbox.readable.set)
 
-    def may_leave() -> bool:
-        held_back = not (begun or outbox.ended or started()) and outbox.streams
-        return outbox.due and not held_back
-
     async def anything_due() -> bool:
         """Wait until something may leave or the application has ended; False: a keep-alive is due."""
         keepalive.sent()
-        while not may_leave() and not task.done():
+        while not outbox.due and not task.done():
             if keepalive.due:
                 return False
             outbox.readable.clear()
@@ -183,7 +175,6 @@ async def run_app(
             head = head._replace(resume=tokens.resume)
         else:
             tokens = None
-        begun = True
         complete = outbox.ended
         body = last = outbox.take()
         yield pack(

@@ -5,12 +5,10 @@ import re
 from typing import Any
 
 from serve_app.api.errors import ANTHROPIC, RequestError
+from serve_app.api.routes import RESPONSES
 
 DONE = b"data: [DONE]\n\n"
 """The last event of a stream of OpenAI's older routes. Clients leave when they have it."""
-
-RESPONSES = "/v1/responses"
-
 
 _NUMBER = re.compile(rb'"sequence_number": ?(\d+)')
 

@@ -107,12 +107,12 @@ LOST = _frame(Kind.LOST)
 def pack(
     *,
     head: Head | None = None,
-    body: bytes = b"",
+    body: bytes | memoryview = b"",
     token_ids: bytes = b"",
     usage: RequestUsage | None = None,
 ) -> bytes:
     """Return a relay message; see `Piece` for the arguments."""
-    parts = []
+    parts: list[bytes | memoryview] = []
     if head is not None:
         parts.append(_frame(Kind.HEAD, head.pack()))
     if token_ids:
@@ -134,18 +134,22 @@ def split(message: bytes, path: str) -> Iterator[bytes]:
     if len(message) <= MAX_BODY_BYTES:
         yield message
         return
-    head, body, token_ids, usage, _ = unpack(message)
-    size = len(body)
+    frames = {kind: (start, end) for kind, start, end in _frames(message)}
+    # A view: the body is copied once, into the parts.
+    body = memoryview(message)[slice(*frames.pop(Kind.BODY, (0, 0)))]
+    head, _, token_ids, usage, _ = unpack(
+        b"".join(message[start - _PREFIX.size : end] for start, end in frames.values())
+    )
     if head is not None and usage is not None:
-        if size > MAX_ANSWER_BYTES:
-            yield pack_error(_too_large(size), path, usage)
+        if len(body) > MAX_ANSWER_BYTES:
+            yield pack_error(_too_large(len(body)), path, usage)
             return
         if not any(name.lower() == b"content-length" for name, _ in head.headers):
             # Clients of HTTP/1.0 can't read chunks.
-            head = head._replace(headers=[*head.headers, (b"content-length", str(size).encode())])
-    for start in range(0, size or 1, MAX_BODY_BYTES):
+            head = head._replace(headers=[*head.headers, (b"content-length", str(len(body)).encode())])
+    for start in range(0, len(body) or 1, MAX_BODY_BYTES):
         part = body[start : start + MAX_BODY_BYTES]
-        last = start + MAX_BODY_BYTES >= size
+        last = start + MAX_BODY_BYTES >= len(body)
         yield pack(head=head, body=part, token_ids=token_ids, usage=usage if last else None)
         head, token_ids = None, b""
 
@@ -166,6 +170,24 @@ def pack_error(error: RequestError, path: str = "", usage: RequestUsage | None =
     return pack(head=Head(error.status, headers), body=body, usage=usage or RequestUsage())
 
 
+def _frames(message: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield the kind of each frame, and where its payload begins and ends.
+
+    Raises:
+        ValueError: It is no relay message.
+    """
+    start, end = 0, len(message)
+    while start < end:
+        if start + _PREFIX.size > end:
+            raise ValueError(f"a relay message of {end} bytes ends inside a frame's prefix")
+        kind, length = _PREFIX.unpack_from(message, start)
+        start += _PREFIX.size
+        if start + length > end:
+            raise ValueError(f"a relay message of {end} bytes ends inside a frame of {length}")
+        yield kind, start, start + length
+        start += length
+
+
 def unpack(message: bytes) -> Piece:
     """Read a relay message.
 
@@ -176,24 +198,15 @@ def unpack(message: bytes) -> Piece:
     body = token_ids = b""
     usage: RequestUsage | None = None
     lost = False
-    start, end = 0, len(message)
-    while start < end:
-        if start + _PREFIX.size > end:
-            raise ValueError(f"a relay message of {end} bytes ends inside a frame's prefix")
-        kind, length = _PREFIX.unpack_from(message, start)
-        start += _PREFIX.size
-        payload = message[start : start + length]
-        if len(payload) != length:
-            raise ValueError(f"a relay message of {end} bytes ends inside a frame of {length}")
-        start += length
+    for kind, start, end in _frames(message):
         if kind == Kind.BODY:
-            body = payload
+            body = message[start:end]
         elif kind == Kind.TOKEN_IDS:
-            token_ids = payload
+            token_ids = message[start:end]
         elif kind == Kind.USAGE:
-            usage = RequestUsage.unpack(payload)
+            usage = RequestUsage.unpack(message[start:end])
         elif kind == Kind.HEAD:
-            head = Head.unpack(payload)
+            head = Head.unpack(message[start:end])
         elif kind == Kind.LOST:
             lost = True
         elif kind != Kind.KEEP_ALIVE:

@@ -50,12 +50,13 @@ class KeepAlive:
         self._timer = asyncio.get_running_loop().call_later(KEEPALIVE_S, self._tick)
 
 
-async def with_keepalive(answer: Awaitable[bytes]) -> AsyncGenerator[bytes, None]:
-    """Yield keep-alive messages until an answer is there, and then the answer."""
+async def with_keepalive(answer: Awaitable[bytes | None]) -> AsyncGenerator[bytes, None]:
+    """Yield keep-alive messages until an answer is there, and then the answer, if there is any."""
     task = asyncio.ensure_future(answer)
     try:
         while not (await asyncio.wait([task], timeout=KEEPALIVE_S))[0]:
             yield KEEP_ALIVE
-        yield task.result()
+        if (message := task.result()) is not None:
+            yield message
     finally:
         task.cancel()

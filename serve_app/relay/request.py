@@ -4,11 +4,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+from serve_app.api.facts import UNKNOWN, Facts, PickledByName
 from serve_app.api.scheduling import DEFAULT_SCHEDULING, Scheduling
 
 
 @dataclass(slots=True, frozen=True)
-class RelayRequest:
+class RelayRequest(PickledByName):
     """An HTTP request as it crosses the deployment handle.
 
     Attributes:
@@ -22,11 +23,10 @@ class RelayRequest:
         resumes: It goes on with a stream that broke in another Engine.
         token_ids: The tokens that the stream had sent, as the bytes of an `array`.
         max_tokens: Most output tokens of an answer that states no limit of its own; None: the context.
-        prefix: Hashes of the beginning of its prompt, by which the Ingress chooses a replica.
-        tokens: About how many tokens it takes up, of prompt and answer.
+        facts: What its body states.
         adapter: Id of the adapter that it names; empty: none.
         key: Name of its API key; empty: there is none, or it isn't known.
-        source: Origin: a client, or a row of a batch.
+        source: Origin: a client, a row of a batch, or a call of the handle.
         upload: Id under which the body comes in pieces, by calls of their own; empty: it is in `body`.
     """
 
@@ -40,11 +40,10 @@ class RelayRequest:
     resumes: bool = False
     token_ids: bytes = b""
     max_tokens: int | None = None
-    prefix: tuple[int, ...] = ()
-    tokens: int = 0
+    facts: Facts = UNKNOWN
     adapter: str = ""
     key: str = ""
-    source: Literal["http", "batch"] = "http"
+    source: Literal["http", "batch", "handle"] = "http"
     upload: str = ""
 
     @property

@@ -1,46 +1,170 @@
-"""Usage of a request: the tokens that it took, and its times."""
+"""The count of a request: tokens and times of its slots, which ledger, quotas, metrics, log and traces read.
 
+A `RequestUsage` is made when a request comes, and goes with it to its end:
+
+    usage = RequestUsage()
+    call = book.open(origin, usage)  # the row of the ledger
+    async with batcher.slot(...) as slot:
+        own = usage.begin(slot)
+        own.prompt_tokens = len(prompt)
+        ...  # the engine adds its sequences with `own.count`, see `engine.vllm.stats.slot_usage`
+        own.end("ok")
+    call.close()  # the request is over: no slot begins any more
+
+A usage has two counts. Log, quotas, metrics and traces read the tokens of the answer, `prompt_tokens` and
+`output_tokens`: a prompt counts once, and the output is what the slot's reader has reported to the batcher.
+The ledger reads `counted`, the tokens that the engine itself counts for its sequences: they can be read at
+any time and in any thread, also of a request that is aborted, and nothing is added up per token.
+"""
+
+import asyncio
 import struct
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
-SCOPE_KEY = "saturate.usage"
-"""Key of the ASGI scope under which the Ingress keeps the usage of an answer."""
+from batcher import Slot
 
-STATUS_KEY = "saturate.status"
-"""Key of the ASGI scope for the status of an answer that began before that was known."""
-
-MAX_PROMPTS = 64
-"""Prompts of one request that are kept one by one; a request may have thousands."""
+MAX_SLOTS = 64
+"""Slots of one request whose usage is kept one by one; a request may have thousands."""
 
 _FIELDS = struct.Struct(">IIffI")
 
 _MOST = (1 << 32) - 1
 """The largest total that crosses the relay; the cost of a function's records may be larger."""
 
+_lock = threading.Lock()
+"""Held while tokens move from a sequence into a sum, and while both are read: the ledger has a thread."""
 
-class PromptUsage(NamedTuple):
-    """Usage of one prompt of a request; the times are those of `time.monotonic`."""
+Outcome = Literal["ok", "cancelled", "failed", "lost", "running"]
+"""The end of a slot or a call: `cancelled` its client left, `failed` the engine or the function had an error,
+`lost` the Engine died. A `running` call has not ended: its row holds the tokens so far."""
+
+_RANK: dict[Outcome, int] = {"ok": 0, "running": 0, "cancelled": 1, "failed": 2, "lost": 3}
+
+
+def worst(one: Outcome, other: Outcome) -> Outcome:
+    """Return the worse of two outcomes."""
+    return other if _RANK[other] > _RANK[one] else one
+
+
+class Tokens(NamedTuple):
+    """Tokens of an engine's work, as the engine's own counters have them.
+
+    Attributes:
+        prompt: Tokens of prompts, those found in the prefix cache too; once for each sequence.
+        cached: Prompt tokens found in the prefix cache.
+        output: Tokens that were sampled, also those that no client has got.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+    def plus(self, other: "Tokens") -> "Tokens":
+        """Return the sums with other tokens."""
+        return Tokens(self.prompt + other.prompt, self.cached + other.cached, self.output + other.output)
+
+
+NONE = Tokens()
+
+
+class Sequences(Protocol):
+    """Sequences of an engine: one, or all answers to one prompt. Both methods are called in any thread."""
+
+    def tokens(self) -> Tokens:
+        """Return what the engine has counted for them so far."""
+
+    def ended(self) -> bool:
+        """Return whether the engine counts nothing for them any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Usage:
+    """The usage of one slot; see `RequestUsage.begin`.
+
+    Attributes:
+        submitted_at: Time at which the slot was asked for, on the clock of `time.monotonic`, in seconds.
+        started_at: Time of its start.
+        ended_at: Time of its end; 0: it runs.
+        prompt_tokens: Tokens of its prompt, once for all answers to it; set while it runs, if not before.
+        output_tokens: Tokens of its answers, those of another Engine too where a stream goes on.
+        counted: Tokens that the engine has counted for the sequences that have ended.
+        outcome: Its end.
+        cost: Cost of the records of a function; 0 for a language model.
+    """
 
     submitted_at: float
     started_at: float
-    ended_at: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int = 0
+    ended_at: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    counted: Tokens = NONE
+    outcome: Outcome = "ok"
+    cost: int = 0
+    _slot: "Slot | Usage | None" = None
+    _request: "RequestUsage | None" = None
+    _running: tuple[Sequences, ...] = ()
+
+    def count(self, sequences: Sequences) -> None:
+        """Add sequences that the engine has begun for the slot.
+
+        Raises:
+            asyncio.CancelledError: The slot has ended, so the task that asks has outlived it.
+        """
+        if self._request is None:
+            raise asyncio.CancelledError("the slot has ended")
+        with _lock:
+            self._request.ran = True
+            running = [sequences]
+            # A beam search has thousands, one after the other: the ended ones are added up.
+            for each in self._running:
+                if each.ended():
+                    self.counted = self.counted.plus(each.tokens())
+                else:
+                    running.append(each)
+            self._running = tuple(running)
+
+    def end(self, outcome: Outcome = "ok") -> None:
+        """End the slot; its sequences have ended. Again does nothing."""
+        request, self._request = self._request, None
+        if request is None:
+            return
+        with _lock:
+            self.ended_at = request.now()
+            if self._slot is not None:
+                self.output_tokens, self._slot = self._slot.output_tokens, None
+            self.counted, self._running = self._total(), ()
+            self.outcome = outcome
+            request._running.discard(self)
+            request._add(self)
+        request._end_if_idle()
+
+    def _total(self) -> Tokens:
+        total = self.counted
+        for each in self._running:
+            total = total.plus(each.tokens())
+        return total
 
 
 @dataclass(slots=True)
 class RequestUsage:
-    """Usage of a request, over all of its prompts.
+    """The usage of a request, over all of its slots. The totals are those of the slots that have ended.
 
     Attributes:
-        prompt_tokens: Tokens in.
+        prompt_tokens: Tokens in; each prompt once.
         output_tokens: Tokens out.
-        wait_s: Seconds in the batcher's queue; of several prompts, the longest wait.
-        engine_s: Seconds from the submission of the first prompt to the end of the last one.
+        wait_s: Seconds in the batcher's queue; of several slots, the longest wait.
+        engine_s: Seconds from the submission of the first slot to the last end of one.
         cached_tokens: Tokens in that were in the engine's prefix cache.
-        prompts: The first `MAX_PROMPTS` prompts; they don't cross the relay.
+        slots: The first `MAX_SLOTS` slots that have ended. They don't cross the relay, nor does all below.
+        counted: Tokens that the engine has counted.
+        cost: Cost of the records of a function.
+        outcome: The worst outcome.
+        ran: The engine got a sequence, or a function a record.
+        now: The clock of the slots, in seconds.
     """
 
     prompt_tokens: int = 0
@@ -48,31 +172,99 @@ class RequestUsage:
     wait_s: float = 0.0
     engine_s: float = 0.0
     cached_tokens: int = 0
-    prompts: list[PromptUsage] = field(default_factory=list)
-    _since: float = float("inf")
+    slots: list[Usage] = field(default_factory=list)
+    counted: Tokens = NONE
+    cost: int = 0
+    outcome: Outcome = "ok"
+    ran: bool = False
+    now: Callable[[], float] = field(default=time.monotonic, repr=False, compare=False)
+    _running: set[Usage] = field(default_factory=set, repr=False, compare=False)
+    _submitted_at: float = field(default=float("inf"), repr=False, compare=False)
+    _started_at: float = field(default=float("inf"), repr=False, compare=False)
+    _ended_at: float = field(default=0.0, repr=False, compare=False)
+    _closed: bool = field(default=False, repr=False, compare=False)
+    _then: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
-    def add(self, prompt: PromptUsage) -> None:
-        """Add a prompt that has ended."""
-        self.prompt_tokens += prompt.prompt_tokens
-        self.output_tokens += prompt.output_tokens
-        self.cached_tokens += prompt.cached_tokens
-        self.wait_s = max(self.wait_s, prompt.started_at - prompt.submitted_at)
-        self._since = min(self._since, prompt.submitted_at)
-        self.engine_s = prompt.ended_at - self._since
-        if len(self.prompts) < MAX_PROMPTS:
-            self.prompts.append(prompt)
+    def begin(self, slot: Slot | Usage | None = None, prompt_tokens: int = 0) -> Usage:
+        """Begin the usage of a slot, which has to be ended.
+
+        Args:
+            slot: The slot, which has started; None: the work has none, and starts now.
+            prompt_tokens: Tokens of its prompt.
+
+        Raises:
+            asyncio.CancelledError: The request has ended, so the task that asks has outlived it.
+        """
+        if self._closed:
+            raise asyncio.CancelledError("the request has ended")
+        now = self.now()
+        times = (now, now) if slot is None else (slot.submitted_at, slot.started_at)
+        usage = Usage(*times, prompt_tokens=prompt_tokens, _slot=slot, _request=self)
+        with _lock:
+            self._running.add(usage)
+            self._begin(usage)
+        return usage
+
+    def add(self, usage: Usage) -> None:
+        """Add the usage of work that has run and ended, past `begin`."""
+        with _lock:
+            self.ran = True
+            self._begin(usage)
+            self._add(usage)
+
+    def close(self, then: Callable[[], None]) -> None:
+        """End the request: no slot begins any more. Again does nothing.
+
+        Args:
+            then: Called once the slots that run have ended; at once, if none runs.
+        """
+        if not self._closed:
+            self._closed, self._then = True, then
+            self._end_if_idle()
+
+    def total(self) -> Tokens:
+        """Return the tokens that the engine has counted so far. It is called in any thread."""
+        with _lock:
+            total = self.counted
+            for usage in self._running:
+                total = total.plus(usage._total())
+            return total
+
+    def run_s(self) -> float:
+        """Return the seconds from the first start of a slot to the last end, or to now before the end."""
+        ended_at = self._ended_at if self._closed and not self._running else self.now()
+        return max(0.0, ended_at - self._started_at)
 
     def pack(self) -> bytes:
-        """Return the totals as bytes."""
-        return _FIELDS.pack(
-            min(self.prompt_tokens, _MOST),
-            min(self.output_tokens, _MOST),
-            self.wait_s,
-            self.engine_s,
-            min(self.cached_tokens, _MOST),
-        )
+        """Return the totals that cross the relay as bytes."""
+        tokens = (self.prompt_tokens, self.output_tokens, self.cached_tokens)
+        prompt, output, cached = (min(each, _MOST) for each in tokens)
+        return _FIELDS.pack(prompt, output, self.wait_s, self.engine_s, cached)
 
     @classmethod
     def unpack(cls, data: bytes) -> "RequestUsage":
         """Read the totals that `pack` wrote."""
         return cls(*_FIELDS.unpack(data))
+
+    def _begin(self, usage: Usage) -> None:
+        self.wait_s = max(self.wait_s, usage.started_at - usage.submitted_at)
+        self._submitted_at = min(self._submitted_at, usage.submitted_at)
+        self._started_at = min(self._started_at, usage.started_at)
+
+    def _add(self, usage: Usage) -> None:
+        self.prompt_tokens += usage.prompt_tokens
+        self.output_tokens += usage.output_tokens
+        # Further answers find the prompt there, and a stream that goes on finds more there than its prompt.
+        self.cached_tokens += min(usage.counted.cached, usage.prompt_tokens)
+        self.counted = self.counted.plus(usage.counted)
+        self.cost += usage.cost
+        self.outcome = worst(self.outcome, usage.outcome)
+        self._ended_at = max(self._ended_at, usage.ended_at)
+        self.engine_s = self._ended_at - self._submitted_at
+        if len(self.slots) < MAX_SLOTS:
+            self.slots.append(usage)
+
+    def _end_if_idle(self) -> None:
+        if self._closed and not self._running and self._then is not None:
+            then, self._then = self._then, None
+            then()

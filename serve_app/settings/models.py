@@ -1,7 +1,7 @@
 """Settings of models: language models and functions."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,7 +15,18 @@ from pydantic import (
 from batcher import PROFILES, DynamicBatcher, profile
 from batcher.forming import Forming
 from serve_app.api.protocol import Flag, SamplingFields
-from serve_app.api.routes import CLASSIFY, EMBEDDINGS, POOLING, SCORE
+from serve_app.api.routes import (
+    CLASSIFY,
+    EMBEDDINGS,
+    GENERATE,
+    GENERATION,
+    OPENAI,
+    POOLING,
+    PROCESS,
+    SCORE,
+    SPEECH,
+    TOKENIZING,
+)
 from serve_app.settings.adapters import (
     LATER_SLOTS,
     MAX_CPU_SLOTS,
@@ -178,9 +189,7 @@ class LLMSettings(Strict):
         batcher: Admission to each replica.
         sampling: Defaults for `/generate` where a request leaves a field out.
         engine_hang_timeout_s: Seconds without a step after which the replica of an engine with work is
-            replaced. It has to exceed the longest step, a kernel's first compilation included. With
-            `disable_log_stats` only a step that yields a token is seen: then it has to exceed the longest
-            prompt's time to first token.
+            replaced. It has to exceed the longest step, a kernel's first compilation included.
         grammar_cpu_s: Seconds of CPU that a JSON schema, a regular expression or another grammar of a request
             may take to parse; one that takes longer is answered 400.
         grammar_compile_cpu_s: The same to compile one, for the tokens of the model.
@@ -231,6 +240,44 @@ class LLMSettings(Strict):
         if self.source == DEMO_MODEL:
             return str(DEMO_FOLDER / "model")
         return self.source
+
+    @property
+    def root(self) -> str:
+        """The model, as clients see where it is from."""
+        return self.source
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """Routes that the model may serve. vLLM knows better which of them it does."""
+        if self.pools:
+            return (*self.engine.pooling_routes, *TOKENIZING)
+        text = (*GENERATION, *SPEECH) if self.engine.runner == "generate" else OPENAI
+        return (GENERATE, *text, *TOKENIZING)
+
+    @property
+    def pools(self) -> bool:
+        """True if the model is said to return one result for each prompt, and no text."""
+        return bool(self.engine.pooling_routes)
+
+    @property
+    def has_context(self) -> bool:
+        """True if a request has to fit into a context of the model."""
+        return True
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of the context; None: they are known once the engine has started."""
+        return self.engine.context
+
+    @property
+    def usual_output(self) -> int | None:
+        """Output tokens of a prompt of `/generate` that states no limit; None: the context's rest."""
+        return self.sampling.max_tokens
+
+    @property
+    def profile(self) -> str | None:
+        """Name of the profile of the simulated device; None: the model runs."""
+        return None if self.simulate is None else self.simulate.name
 
     @property
     def has_adapters(self) -> bool:
@@ -343,6 +390,26 @@ class FunctionSettings(Strict):
     options: dict[str, Any] = Field(default_factory=dict)
     embeddings: Flag = False
     batcher: FunctionBatcherSettings = FunctionBatcherSettings()
+
+    # The same properties as a language model's, so that few need to ask for the kind.
+    adapters: ClassVar[tuple[AdapterSettings, ...]] = ()
+    has_adapters: ClassVar[bool] = False
+    has_context: ClassVar[bool] = False
+    context: ClassVar[int | None] = None
+    pools: ClassVar[bool] = True
+    profile: ClassVar[str | None] = None
+    share: ClassVar[str | None] = None
+    usual_output: ClassVar[int | None] = None
+
+    @property
+    def root(self) -> str:
+        """The class, as clients see where the model is from."""
+        return self.target
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """Routes that the model serves."""
+        return (PROCESS, EMBEDDINGS) if self.embeddings else (PROCESS,)
 
 
 def _kind(model: object) -> str:

@@ -1,8 +1,7 @@
 """Ends a process when its parent ends, by the kernel's parent-death signal (Linux).
 
 A killed Engine replica can't end its children, and an EngineCore that outlives it keeps the GPU's memory.
-vLLM loads the entry points of the group `vllm.general_plugins` in each of its processes; `tie_to_parent` is
-one of them.
+vLLM's processes call `tie_to_parent` by way of `serve_app.engine.vllm.plugin`.
 """
 
 import ctypes

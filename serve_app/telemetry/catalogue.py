@@ -143,8 +143,8 @@ WAIT_SECONDS = Metric(
 RUN_SECONDS = Metric(
     "saturate_record_run_seconds", "histogram", "Seconds from start to end", ("model",), SECONDS
 )
-PROMPT_TOKENS = Metric("saturate_prompt_tokens_total", "counter", "Tokens in: prompts that an engine took")
-OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, reported when a record ends")
+PROMPT_TOKENS = Metric("saturate_prompt_tokens_total", "counter", "Tokens in, as the engine counts them")
+OUTPUT_TOKENS = Metric("saturate_output_tokens_total", "counter", "Tokens out, as the engine counts them")
 LOOP_HELD = Metric(
     "saturate_loop_held_seconds",
     "gauge",

@@ -1,10 +1,7 @@
 """Telemetry of an Ingress replica: metrics, request log and spans."""
 
-from collections.abc import AsyncGenerator, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
-
-from starlette.middleware import Middleware
 
 from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
@@ -14,12 +11,7 @@ from serve_app.telemetry.faults import FaultCount
 from serve_app.telemetry.meters import Meters
 from serve_app.telemetry.reporter import Reporter
 from serve_app.telemetry.request_log import RequestLog, serve_logs
-from serve_app.telemetry.request_tracker import (
-    RequestTracker,
-    TrackedRequest,
-    TrackingMiddleware,
-    tracked_request,
-)
+from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
 from serve_app.telemetry.requests import RequestMetrics
 
 
@@ -59,7 +51,6 @@ class IngressTelemetry:
             reports.append(log)
             self._stop.append(log.close)
         self.tracker = RequestTracker(reports, begin)
-        self.middleware = Middleware(TrackingMiddleware, tracker=self.tracker)
         self._reporter = Reporter(self.tracker, *jobs)
 
     @asynccontextmanager
@@ -74,9 +65,8 @@ class IngressTelemetry:
                 stop()
 
     def assign(
-        self, scope: MutableMapping[str, Any], model: str, scheduling: Scheduling, headers: Headers
+        self, request: TrackedRequest, model: str, scheduling: Scheduling, headers: Headers
     ) -> Headers:
         """Note the model of a request; return the headers to send to the model's Engine."""
-        request = tracked_request(scope)
         request.assign(model, scheduling)
         return headers if self._pass_on is None else self._pass_on(request, headers)

@@ -6,16 +6,11 @@ import uuid
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Literal
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 from serve_app.api.headers import Headers, request_id
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, RequestUsage
+from serve_app.relay.usage import RequestUsage
 
 RequestOutcome = Literal["ok", "refused", "rejected", "expired", "failed", "cancelled"]
-
-KEY = "saturate.request"
-"""Key of the tracked request in the scope of a request."""
 
 CONVERTOR = re.compile(r":[a-z]+}")
 """The type of a parameter in the path of a route."""
@@ -37,7 +32,8 @@ class TrackedRequest:
         ended_at: When the request ended.
         model: Id of the model; empty until it is known, and if there is none.
         tenant: The tenant.
-        status: HTTP status of the answer; 0: there was no answer.
+        status: HTTP status of the answer, also where it was known only after another one was sent; 0: there
+            was no answer.
         streams: Whether the answer is a stream of events.
         complete: Whether the last piece of the answer was sent.
         left: Whether the client has disconnected, or the server stops.
@@ -142,12 +138,6 @@ def with_request_id(scope: MutableMapping[str, Any]) -> Headers:
     return headers
 
 
-def tracked_request(scope: MutableMapping[str, Any]) -> TrackedRequest:
-    """Return the tracked request of a scope."""
-    request: TrackedRequest = scope[KEY]
-    return request
-
-
 class RequestTracker:
     """Tracks the requests of an Ingress replica, and reports those that have ended.
 
@@ -169,21 +159,15 @@ class RequestTracker:
         self._begin = begin
         self._ended: list[TrackedRequest] = []
 
-    def open(self, scope: MutableMapping[str, Any]) -> TrackedRequest:
+    def open(self, request: TrackedRequest) -> None:
         """Begin to track a request."""
-        request = scope[KEY] = TrackedRequest(scope)
         self.under_way += 1
         if self._begin is not None:
             self._begin(request)
-        return request
 
     def close(self, request: TrackedRequest) -> None:
         """End a request; it is reported later."""
         request.ended_at = time.monotonic()
-        request.usage = request.scope.get(SCOPE_KEY)
-        request.status = request.scope.get(STATUS_KEY, request.status)
-        # The two refer to each other; this spares the garbage collector a cycle per request.
-        del request.scope[KEY]
         self.under_way -= 1
         if self._reports:
             self._ended.append(request)
@@ -195,50 +179,3 @@ class RequestTracker:
         ended, self._ended = self._ended, []
         for report in self._reports:
             report(ended)
-
-
-class TrackingMiddleware:
-    """ASGI middleware that tracks each request.
-
-    Args:
-        app: The application behind it.
-        tracker: Tracks the requests.
-    """
-
-    def __init__(self, app: ASGIApp, tracker: RequestTracker) -> None:
-        self._app = app
-        self._tracker = tracker
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        request = self._tracker.open(scope)
-
-        async def observe(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                request.status = message["status"]
-                request.streams = _is_event_stream(message.get("headers", ()))
-            else:
-                if not request.first_at:
-                    request.first_at = time.monotonic()
-                if not message.get("more_body", False):
-                    request.complete = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, observe)
-        except BaseException as error:
-            request.left = not isinstance(error, Exception)
-            # Starlette answers behind this middleware.
-            request.status = request.status or (0 if request.left else 500)
-            raise
-        finally:
-            self._tracker.close(request)
-
-
-def _is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
-    for name, value in headers:
-        if name == b"content-type":
-            return value.startswith(b"text/event-stream")
-    return False

@@ -14,7 +14,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from serve_app.api.headers import Headers
-from serve_app.relay.usage import PromptUsage, RequestUsage
+from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TraceSettings
 from serve_app.telemetry.request_tracker import QUIET, TrackedRequest
@@ -103,11 +103,11 @@ class Tracing:
             },
         )
         if whole.is_recording():
-            for prompt in usage.prompts:
+            for prompt in usage.slots:
                 self._prompt(whole, prompt, offset)
         whole.end()
 
-    def _prompt(self, whole: Span, prompt: PromptUsage, offset: int) -> None:
+    def _prompt(self, whole: Span, prompt: Usage, offset: int) -> None:
         inside = set_span_in_context(whole)
         times = [_ns(at, offset) for at in (prompt.submitted_at, prompt.started_at, prompt.ended_at)]
         self._tracer.start_span("queue", context=inside, start_time=times[0]).end(times[1])

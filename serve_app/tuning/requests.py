@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from serve_app.api.protocol import JSON
-from serve_app.ledger.rows import Tokens
+from serve_app.relay.usage import Tokens
 from serve_app.tuning.service import TOKENS
 from serve_app.tuning.workload import Arrival, Lengths
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue
+from batcher import ContinuousBatcher, DynamicBatcher, Entry, RequestQueue, Slot
 from tests.batcher.virtual import Clock, blocked, now
 
 # DynamicBatcher
@@ -96,10 +96,11 @@ class Holders:
         """The names of `started` as one word."""
         return "".join(self.started)
 
-    async def enter(self, name: str, cost: int | None = 10, **options: object) -> None:
-        """Start a holder and return when it is inside, or blocked."""
+    async def enter(self, name: str, cost: int | None = 10, *, wait: bool = False, **options: object) -> None:
+        """Start a holder and return when it is inside, blocked, or refused because it may not `wait`."""
         self._exits[name] = asyncio.Event()
-        task = self.tasks[name] = asyncio.create_task(self._hold(name, cost, options))
+        make_slot = self.batcher.slot if wait else self.batcher.slot_nowait
+        task = self.tasks[name] = asyncio.create_task(self._hold(name, make_slot, cost, options))
         # The end of a test refuses those that wait, and Python reports errors that nobody asks for.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await blocked()
@@ -124,8 +125,10 @@ class Holders:
         self.tasks[name].cancel()
         await blocked()
 
-    async def _hold(self, name: str, cost: int | None, options: dict[str, object]) -> None:
-        async with self.batcher.slot(cost, **options):  # type: ignore[arg-type]
+    async def _hold(
+        self, name: str, make_slot: Callable[..., Slot], cost: int | None, options: dict[str, object]
+    ) -> None:
+        async with make_slot(cost, **options):
             self.inside.append(name)
             self.started.append(name)
             try:

@@ -1,4 +1,4 @@
-"""Rules that both batchers share: waiting for space, deadlines, event loops and stops."""
+"""What lies below both batchers: the cost of waiting for space, event loops and stops."""
 
 import asyncio
 import gc
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from batcher import Aborted, Closed, ContinuousBatcher, DynamicBatcher, Entry, Expired, Oversize, QueueFull
+from batcher import Aborted, ContinuousBatcher, DynamicBatcher, Entry, Oversize, QueueFull
 from tests.batcher.helpers import (
     Holders,
     Machine,
@@ -17,7 +17,6 @@ from tests.batcher.helpers import (
     check_empty,
     continuous_batcher,
     dynamic_batcher,
-    one_by_one,
     results_of,
 )
 from tests.batcher.lines import count_lines
@@ -30,48 +29,13 @@ WAIT_S = STILL_S
 
 
 @virtual
-async def test_space_that_an_expired_record_leaves_is_given_to_the_one_that_waits() -> None:
-    machine = Machine(held=True)
-    batcher = one_by_one(machine, max_queue_size=1)
-    await batcher.start()
-    await batcher.submit(0)
-    await blocked()
-    late = await batcher.submit(1, deadline=now() + 0.05)
-    outside = asyncio.create_task(batcher.submit(2))
-    await asyncio.sleep(0.15)
-    assert isinstance(late.exception(), Expired)
-    assert outside.done()
-    machine.go()
-    async with asyncio.timeout(WAIT_S):
-        await batcher.stop()
-    assert outside.result().result() == "<2>"
-
-
-@virtual
-async def test_a_cancelled_caller_for_space_makes_way_for_those_behind_in_order() -> None:
-    machine = Machine(held=True)
-    async with one_by_one(machine, max_queue_cost=10) as batcher:
-        futures = [await batcher.submit(name, cost=cost) for name, cost in (("a", 1), ("b", 4))]
-        tasks = [asyncio.create_task(batcher.submit(name, cost=cost)) for name, cost in (("C", 9), ("d", 6))]
-        await blocked()
-        assert batcher.stats.outside == 2
-        tasks[0].cancel()
-        await blocked()
-        assert batcher.stats.outside == 0
-        late = await batcher.submit("e", cost=0)
-        machine.go()
-        await results_of([*futures, tasks[1].result(), late])
-    assert machine.batches == [["a"], ["b"], ["d"], ["e"]]
-
-
-@virtual
 async def test_a_waiter_for_space_costs_the_same_whatever_tenants_wait() -> None:
     async def lines_per_record(tenants: int) -> float:
         waiting = 2_000
         async with ContinuousBatcher(capacity=1, max_queue_size=10, clock=now) as batcher:
 
             async def send(tenant: str) -> None:
-                async with batcher.slot(1, tenant=tenant, wait=True):
+                async with batcher.slot(1, tenant=tenant):
                     await asyncio.sleep(0)
 
             with count_lines() as lines:
@@ -79,43 +43,6 @@ async def test_a_waiter_for_space_costs_the_same_whatever_tenants_wait() -> None
             return lines.count / waiting
 
     assert 100 < await lines_per_record(2_000) < 1.5 * await lines_per_record(1)
-
-
-@virtual
-async def test_a_large_record_that_waits_for_space_is_served_in_its_turn() -> None:
-    machine = Machine(0.01)
-    started = []
-    async with one_by_one(machine, max_queue_cost=100) as batcher:
-
-        async def send(name: str, cost: int, tenant: str) -> None:
-            await (await batcher.submit(name, estimated_cost=cost, tenant=tenant))
-            started.append(name)
-
-        tasks = [asyncio.create_task(send("small", 5, "many")) for _ in range(100)]
-        await blocked()
-        large = asyncio.create_task(send("LARGE", 90, "one"))
-        for _ in range(300):
-            tasks.append(asyncio.create_task(send("small", 5, "many")))
-            await asyncio.sleep(0.01)
-            if large.done():
-                break
-        assert started.index("LARGE") < 30
-        await asyncio.gather(*tasks)
-
-
-@virtual
-async def test_priority_counts_while_waiting_for_space_too() -> None:
-    machine = Machine(0.01)
-    async with one_by_one(machine, max_queue_size=10) as batcher:
-
-        async def send(record: int, priority: int) -> None:
-            await (await batcher.submit(record, priority=priority))
-
-        tasks = [asyncio.create_task(send(number, 5)) for number in range(500)]
-        await blocked()
-        await send(1_000, -5)
-        assert len(machine.batches) <= 3
-        await asyncio.gather(*tasks)
 
 
 @virtual
@@ -130,7 +57,7 @@ async def test_polling_of_one_tenant_does_not_inflate_the_retry_after_of_another
 
         async def told(tenant: str) -> float:
             with pytest.raises(QueueFull) as caught:
-                await batcher.slot(1, tenant=tenant).__aenter__()
+                batcher.slot_nowait(1, tenant=tenant)
             return caught.value.retry_after_s
 
         for _ in range(1_000):
@@ -156,28 +83,6 @@ async def test_capacity_that_shrinks_counts_for_those_outside_too() -> None:
         assert batcher.stats.outside == 0
         await holders.leave("runs", "waits")
         check_empty(batcher)
-
-
-# Deadlines
-
-
-@virtual
-async def test_a_deadline_may_be_given_in_seconds_from_now() -> None:
-    machine = Machine(5.0)
-    async with one_by_one(machine) as batcher, continuous_batcher(1) as window:
-        await asyncio.sleep(100)
-        first = await batcher.submit("first", timeout=1.0)
-        late = await batcher.submit("late", timeout=1.0)
-        with pytest.raises(Expired):
-            await late
-        assert now() == pytest.approx(101.0, abs=0.01)
-        assert await first == "<first>"
-        for submit in (batcher.submit, batcher.submit_batch):
-            with pytest.raises(ValueError, match="either deadline"):
-                await submit("x", deadline=1e6, timeout=1.0)
-        for submit_nowait in (batcher.submit_nowait, window.slot):
-            with pytest.raises(ValueError, match="either deadline"):
-                submit_nowait(1, deadline=1e6, timeout=1.0)
 
 
 # Event loops
@@ -393,21 +298,3 @@ async def test_errors_of_a_stop_that_are_not_awaited_are_not_logged(caplog: pyte
         gc.collect()
         await asyncio.sleep(0)
     assert not [record for record in caplog.records if "DynamicBatcher was stopped" in record.getMessage()]
-
-
-@virtual
-async def test_an_error_in_the_block_is_not_held_up_by_what_waits() -> None:
-    machine = Machine(100.0)
-    batcher = one_by_one(machine)
-
-    async def block() -> None:
-        async with batcher:
-            futures.extend(await batcher.submit_batch(range(50)))
-            await blocked()
-            raise KeyError("mine")
-
-    futures: list[Any] = []
-    with pytest.raises(KeyError):
-        await block()
-    assert now() == pytest.approx(100.0, abs=0.01)
-    assert sum(isinstance(future.exception(), Closed) for future in futures) == 49

@@ -92,106 +92,6 @@ async def test_an_oversize_record_may_run_alone() -> None:
 
 
 @virtual
-async def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        for _ in range(20):
-            async with batcher.slot(10):
-                await asyncio.sleep(2.0)
-        holders = Holders(batcher)
-        await holders.enter("a")
-        await holders.enter("b")
-        with pytest.raises(QueueFull) as caught:
-            await batcher.slot(10).__aenter__()
-        assert (caught.value.what, caught.value.limit) == ("max_queue_size", 1)
-        assert 3.99 <= caught.value.retry_after_s <= 1.25 * 4.01
-        assert batcher.stats.total_rejected == 1
-        await holders.leave("a", "b")
-
-
-@virtual
-async def test_the_waiting_cost_is_bounded() -> None:
-    async with continuous_batcher(10, max_queue_cost=15) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 10)
-        with pytest.raises(QueueFull, match="max_queue_cost=15"):
-            await batcher.slot(6).__aenter__()
-        await holders.leave("a", "b")
-
-
-@virtual
-async def test_callers_that_wait_for_space_get_in_one_after_the_other() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        holders = Holders(batcher)
-        for name in "abcde":
-            await holders.enter(name, wait=True)
-        assert batcher.stats.outside == 3
-        assert batcher.stats.queue_depth == 1
-        for name in "abcde":
-            assert holders.inside == [name]
-            await holders.leave(name)
-        assert holders.order == "abcde"
-        check_empty(batcher)
-
-
-@virtual
-async def test_nobody_passes_those_who_wait_for_space() -> None:
-    async with continuous_batcher(10, max_queue_cost=20) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 10)
-        await holders.enter("c", 10, wait=True)
-        await holders.enter("d", 10, wait=True)
-        with pytest.raises(QueueFull):
-            await batcher.slot(1).__aenter__()
-        await holders.leave(*"abcd")
-        assert holders.order == "abcd"
-
-
-@virtual
-async def test_who_gives_up_waiting_for_space_makes_way() -> None:
-    async with continuous_batcher(10, max_queue_cost=10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 5)
-        await holders.enter("C", 9, wait=True)
-        await holders.enter("d", 5, wait=True)
-        assert batcher.stats.outside == 2
-        await holders.cancel("C")
-        assert batcher.stats.outside == 0
-        await holders.leave(*"abd")
-        assert holders.order == "abd"
-        check_empty(batcher)
-
-
-@virtual
-async def test_a_caller_that_does_not_wait_comes_in_where_there_is_space_for_it() -> None:
-    async with continuous_batcher(10, max_queue_cost=10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a", 10)
-        await holders.enter("b", 5)
-        await holders.enter("C", 9, wait=True)
-        await holders.enter("d", 5)
-        assert (batcher.stats.outside, batcher.stats.queue_cost) == (1, 10)
-        await holders.leave(*"abCd")
-        assert holders.order == "abCd", "the order is that of arrival, whoever had space first"
-        check_empty(batcher)
-
-
-@virtual
-async def test_a_deadline_ends_the_wait_for_space() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a")
-        await holders.enter("b")
-        with pytest.raises(Expired):
-            await batcher.slot(10, deadline=now() + 3, wait=True).__aenter__()
-        assert now() == pytest.approx(3, abs=0.01)
-        await holders.leave("a", "b")
-        check_empty(batcher)
-
-
-@virtual
 async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other() -> None:
     async with continuous_batcher(10, max_queue_size=1) as batcher:
         for _ in range(20):
@@ -203,7 +103,7 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
         waits = []
         for _ in range(100):
             with pytest.raises(QueueFull) as caught:
-                await batcher.slot(10).__aenter__()
+                batcher.slot_nowait(10)
             waits.append(caught.value.retry_after_s)
         # A place each 2 s, of which a third is for those that come back; and up to a quarter at random.
         for wait, least in zip(waits, (4.0, 10.0, 16.0), strict=False):
@@ -211,7 +111,7 @@ async def test_those_who_are_refused_are_told_to_come_back_one_after_the_other()
         # Not for ever: the others may have given up.
         assert 60.0 <= waits[-1] <= 75.0
         with pytest.raises(QueueFull) as caught:
-            await batcher.slot(10, priority=-1).__aenter__()
+            batcher.slot_nowait(10, priority=-1)
         assert caught.value.retry_after_s < 5.0
         await holders.leave("a", "b")
 
@@ -256,27 +156,6 @@ async def test_who_can_not_start_in_time_is_refused_at_once() -> None:
 
 
 @virtual
-async def test_a_record_that_can_not_start_in_time_expires() -> None:
-    async with continuous_batcher(10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("a")
-        with pytest.raises(Expired):
-            await batcher.slot(10, deadline=now() + 5).__aenter__()
-        assert now() == pytest.approx(5, abs=0.01)
-        assert batcher.stats.total_expired == 1
-        await holders.leave("a")
-        check_empty(batcher)
-
-
-@virtual
-async def test_a_deadline_in_the_past_is_refused_at_once() -> None:
-    async with continuous_batcher() as batcher:
-        await asyncio.sleep(1)
-        with pytest.raises(Expired):
-            await batcher.slot(1, deadline=0.5).__aenter__()
-
-
-@virtual
 async def test_an_expired_record_makes_way_for_the_next() -> None:
     async with continuous_batcher(100) as batcher:
         holders = Holders(batcher)
@@ -290,29 +169,7 @@ async def test_an_expired_record_makes_way_for_the_next() -> None:
         await holders.leave("a", "c")
 
 
-@virtual
-async def test_a_record_that_started_in_time_does_not_expire() -> None:
-    async with continuous_batcher() as batcher:
-        async with batcher.slot(1, deadline=now() + 1):
-            await asyncio.sleep(5)
-        assert batcher.stats.total_completed == 1
-
-
 # Cancellation
-
-
-@virtual
-async def test_a_cancelled_waiter_is_dropped_and_its_cost_returns() -> None:
-    async with continuous_batcher(10) as batcher:
-        holders = Holders(batcher)
-        await holders.enter_all("abc")
-        await holders.cancel("b")
-        assert (batcher.stats.queue_depth, batcher.stats.queue_cost) == (1, 10)
-        await holders.leave("a")
-        assert holders.inside == ["c"]
-        await holders.leave("c")
-        assert batcher.stats.total_cancelled == 1
-        check_empty(batcher)
 
 
 @virtual
@@ -360,21 +217,6 @@ async def test_a_cancel_that_meets_a_grant_is_passed_over() -> None:
 
 
 @virtual
-async def test_space_that_meets_a_cancel_is_not_lost() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        holders = Holders(batcher)
-        for name in "abcd":
-            await holders.enter(name, wait=True)
-        holders._exits["a"].set()
-        await until(lambda: batcher.stats.outside == 1)
-        await holders.cancel("c")
-        await holders.leave("b")
-        assert holders.inside == ["d"]
-        await holders.leave("d")
-        check_empty(batcher)
-
-
-@virtual
 async def test_who_is_cancelled_outside_is_passed_over() -> None:
     async with continuous_batcher(10, max_queue_size=1) as batcher:
         holders = Holders(batcher)
@@ -404,22 +246,6 @@ async def test_who_is_cancelled_as_the_batcher_stops_is_cancelled() -> None:
     await blocked()
     assert all(task.cancelled() for task in holders.tasks.values())
     check_empty(batcher)
-
-
-@virtual
-async def test_space_that_comes_with_the_deadline_counts() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        slot = batcher.slot(10)
-        await slot.__aenter__()
-        holders = Holders(batcher)
-        await holders.enter("b")
-        asyncio.get_running_loop().call_at(5.0, slot.release)
-        await holders.enter("c", wait=True, deadline=5.0)
-        await asyncio.sleep(6)
-        assert holders.inside == ["b"]
-        assert isinstance(holders.tasks["c"].exception(), Expired)
-        await holders.leave("b")
-        check_empty(batcher)
 
 
 @virtual
@@ -469,81 +295,7 @@ async def test_an_error_in_the_block_gives_the_slot_back() -> None:
         check_empty(batcher)
 
 
-@virtual
-async def test_a_storm_of_cancels_leaves_nothing_behind() -> None:
-    rng = random.Random(1)
-    async with continuous_batcher(50, max_queue_size=20, max_running=7) as batcher:
-
-        async def use(cost: int) -> None:
-            deadline = rng.choice([None, now() + rng.random()])
-            async with batcher.slot(cost, rng.randrange(3), rng.choice("xyz"), deadline, rng.random() < 0.5):
-                assert batcher.stats.running_cost <= 50
-                assert batcher.stats.running <= 7
-                await asyncio.sleep(rng.random() / 10)
-
-        tasks = []
-        for _ in range(1000):
-            tasks.append(asyncio.create_task(use(rng.randint(1, 50))))
-            if rng.random() < 0.5:
-                rng.choice(tasks).cancel()
-            if rng.random() < 0.7:
-                await asyncio.sleep(rng.random() / 40)
-        await asyncio.wait(tasks)
-        assert sum(not task.cancelled() and task.exception() is None for task in tasks) > 50
-        check_empty(batcher)
-
-
 # Life
-
-
-async def test_a_batcher_that_was_not_started_says_so() -> None:
-    with pytest.raises(Closed, match=r"ContinuousBatcher is not running; call start\(\)"):
-        await ContinuousBatcher(capacity=10).slot(1).__aenter__()
-    assert issubclass(Closed, RuntimeError)
-
-
-@virtual
-async def test_it_can_not_be_started_twice() -> None:
-    async with continuous_batcher() as batcher:
-        assert batcher.is_running
-        with pytest.raises(RuntimeError, match="already running"):
-            await batcher.start()
-    assert not batcher.is_running
-
-
-@virtual
-async def test_stop_lets_what_waits_run_first() -> None:
-    batcher = continuous_batcher(10, max_queue_size=1)
-    await batcher.start()
-    holders = Holders(batcher)
-    for name in "abc":
-        await holders.enter(name, wait=True)
-    stopping = asyncio.create_task(batcher.stop())
-    await blocked()
-    assert not batcher.is_running
-    with pytest.raises(Closed, match="stopping"):
-        await batcher.slot(1).__aenter__()
-    await holders.leave(*"ab")
-    assert not stopping.done()
-    await holders.leave("c")
-    assert stopping.done()
-    assert holders.order == "abc"
-
-
-@virtual
-async def test_stop_without_draining_fails_what_waits() -> None:
-    batcher = continuous_batcher(10, max_queue_size=1)
-    await batcher.start()
-    holders = Holders(batcher)
-    for name in "abc":
-        await holders.enter(name, wait=True)
-    stopping = asyncio.create_task(batcher.stop(drain=False))
-    await blocked()
-    for name in "bc":
-        assert isinstance(holders.tasks[name].exception(), Closed)
-    await holders.leave("a")
-    assert stopping.done()
-    check_empty(batcher)
 
 
 @virtual
@@ -563,76 +315,6 @@ async def test_stop_ends_at_its_timeout() -> None:
     await holders.leave("a")
     assert batcher.stats.running == 0
     assert batcher.stats.occupancy == occupancy
-
-
-@virtual
-async def test_two_stops_end_together_and_a_start_follows() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-    holders = Holders(batcher)
-    await holders.enter("a")
-    first = asyncio.create_task(batcher.stop())
-    second = asyncio.create_task(batcher.stop())
-    await blocked()
-    with pytest.raises(RuntimeError, match="already stopping"):
-        await batcher.start()
-    await holders.leave("a")
-    assert first.done()
-    assert second.done()
-    await batcher.stop()
-    await batcher.start()
-    async with batcher.slot(10):
-        pass
-    await batcher.stop()
-    assert batcher.stats.total_completed == 2
-
-
-@virtual
-async def test_a_stop_does_not_end_the_life_after() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-
-    async def restart() -> None:
-        await batcher.stop()
-        await batcher.start()
-
-    holders = Holders(batcher)
-    await holders.enter("a")
-    both = asyncio.gather(restart(), batcher.stop())
-    await holders.leave("a")
-    await both
-    assert batcher.is_running
-    await batcher.stop()
-
-
-@virtual
-async def test_a_second_stop_can_be_shorter() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-    holders = Holders(batcher)
-    await holders.enter("a")
-    first = asyncio.create_task(batcher.stop())
-    await blocked()
-    await batcher.stop(timeout=1.0)
-    await blocked()
-    assert first.done()
-    await holders.leave("a")
-
-
-@virtual
-async def test_a_stop_that_is_cancelled_can_be_called_again() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-    holders = Holders(batcher)
-    await holders.enter("a")
-    first = asyncio.create_task(batcher.stop())
-    await blocked()
-    first.cancel()
-    await blocked()
-    await holders.leave("a")
-    await batcher.stop()
-    await batcher.start()
-    await batcher.stop()
 
 
 # Capacity
@@ -662,8 +344,8 @@ async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
         holders = Holders(batcher)
         await holders.enter_all("ab")
         with pytest.raises(QueueFull):
-            await batcher.slot(1).__aenter__()
-        waiting = asyncio.create_task(batcher.slot(1, wait=True).__aenter__())
+            batcher.slot_nowait(1)
+        waiting = asyncio.create_task(batcher.slot(1).__aenter__())
         await blocked()
         assert batcher.stats.outside == 1
         # Space in the queue is given to what waits for it.
@@ -672,7 +354,7 @@ async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
         batcher.set_queue_size(1)
         assert batcher.stats.queue_depth == 2
         with pytest.raises(QueueFull):
-            await batcher.slot(1).__aenter__()
+            batcher.slot_nowait(1)
         with pytest.raises(ValueError, match="max_queue_size must be"):
             batcher.set_queue_size(0)
         waiting.cancel()
@@ -796,7 +478,7 @@ async def test_a_tenant_is_charged_for_what_it_used() -> None:
 
         # a reserves ten times what it uses, b uses what it reserves.
         async def use(tenant: str, produced: int) -> None:
-            async with batcher.slot(prompt_tokens=0, max_tokens=100, tenant=tenant, wait=True) as slot:
+            async with batcher.slot(prompt_tokens=0, max_tokens=100, tenant=tenant) as slot:
                 holders.started.append(tenant)
                 await asyncio.sleep(1)
                 slot.report(produced)
@@ -823,25 +505,6 @@ async def test_submit_runs_a_function_in_a_slot() -> None:
         assert await asyncio.gather(*tasks) == [0, 2, 4, 6, 8, 10]
         assert now() == pytest.approx(3, abs=0.01)
         check_empty(batcher)
-
-
-@virtual
-async def test_submit_waits_for_space() -> None:
-    async with continuous_batcher(10, max_queue_size=1) as batcher:
-        done = asyncio.Event()
-
-        async def hold(_: int) -> None:
-            await done.wait()
-
-        for i in range(2):
-            await batcher.submit(hold, i, 10)
-        with pytest.raises(QueueFull):
-            await batcher.submit(hold, 2, 10, wait=False)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5):
-                await batcher.submit(hold, 3, 10)
-        done.set()
-    check_empty(batcher)
 
 
 @virtual
@@ -978,34 +641,6 @@ def test_a_slot_that_waits_may_be_released_after_its_loop_was_closed() -> None:
     waits.release()
     assert (batcher.load.running, batcher.load.waiting) == (1, 0)
     assert batcher.stats.total_cancelled == 1
-
-
-@virtual
-async def test_stop_cancels_what_was_submitted_at_its_timeout() -> None:
-    batcher = continuous_batcher(10)
-    await batcher.start()
-
-    async def hold(_: int) -> None:
-        await asyncio.sleep(1000)
-
-    running = await batcher.submit(hold, 0, 10)
-    waiting = await batcher.submit(hold, 1, 10)
-    await batcher.stop(timeout=1)
-    assert running.cancelled()
-    assert isinstance(waiting.exception(), Closed)
-    check_empty(batcher)
-
-
-@virtual
-async def test_an_error_of_a_submitted_function_is_its_own() -> None:
-    async def fail(record: int) -> None:
-        raise KeyError(record)
-
-    async with continuous_batcher(10) as batcher:
-        task = await batcher.submit(fail, 7, 1)
-        with pytest.raises(KeyError):
-            await task
-        assert batcher.stats.total_failed == 1
 
 
 # Estimates and statistics
@@ -1229,8 +864,7 @@ async def test_a_refusal_in_a_pause_says_when_to_come_back(
         holders = Holders(batcher)
         await holders.enter("a")
         with pytest.raises(QueueFull) as refusal:
-            async with batcher.slot(10):
-                pass
+            batcher.slot_nowait(10)
         assert refusal.value.retry_after_s >= least_s
         batcher.resume()
         await blocked()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from batcher import Closed, DynamicBatcher, Expired, QueueFull
+from batcher import DynamicBatcher
 from tests.batcher.helpers import dynamic_batcher
 from tests.batcher.virtual import blocked, now, virtual
 
@@ -133,31 +133,6 @@ async def test_a_poison_record_fails_its_whole_batch_with_one_shared_error() -> 
 
 
 @virtual
-async def test_records_submitted_during_a_stop_hang() -> None:
-    batcher = dynamic_batcher(Model())
-    await batcher.start()
-    future = await batcher.submit("before")
-    stopping = asyncio.create_task(batcher.stop())
-    await blocked()
-    async with asyncio.timeout(1):
-        with pytest.raises(Closed):
-            await batcher.submit("during")
-        assert await future == "before"
-        await stopping
-
-
-@virtual
-async def test_two_stops_poison_the_next_start() -> None:
-    batcher = dynamic_batcher(Model())
-    await batcher.start()
-    await batcher.submit(1)
-    await asyncio.gather(batcher.stop(), batcher.stop())
-    await batcher.stop()
-    async with batcher, asyncio.timeout(1):
-        assert await (await batcher.submit(2)) == 2
-
-
-@virtual
 async def test_utilization_reads_zero_in_the_middle_of_a_batch() -> None:
     async with dynamic_batcher(Model(10.0)) as batcher:
         future = await batcher.submit(1)
@@ -215,15 +190,6 @@ def test_a_record_costs_many_times_what_a_future_does() -> None:
 
 
 # Ray Serve's @serve.batch
-
-
-@virtual
-async def test_the_queue_is_unbounded() -> None:
-    async with dynamic_batcher(Model(), max_queue_size=10, max_batch_size=1, prefetch_batches=0) as batcher:
-        for i in range(11):
-            batcher.submit_nowait(i)
-        with pytest.raises(QueueFull):
-            batcher.submit_nowait(11)
 
 
 @virtual
@@ -287,17 +253,6 @@ async def test_an_error_in_the_size_function_stops_the_queue_for_good() -> None:
 
 
 @virtual
-async def test_a_full_queue_does_not_say_when_to_come_back() -> None:
-    async with dynamic_batcher(Model(2.0), max_queue_size=3, max_batch_size=1, prefetch_batches=0) as batcher:
-        await (await batcher.submit("measured"))
-        for i in range(4):
-            batcher.submit_nowait(i)
-        with pytest.raises(QueueFull) as caught:
-            batcher.submit_nowait("x")
-        assert 8.0 <= caught.value.retry_after_s <= 10.0
-
-
-@virtual
 async def test_one_tenant_keeps_all_others_waiting() -> None:
     model = Model(0.1)
     async with dynamic_batcher(model, max_batch_size=4, prefetch_batches=0) as batcher:
@@ -307,14 +262,3 @@ async def test_one_tenant_keeps_all_others_waiting() -> None:
         await (await batcher.submit("modest", tenant="modest"))
         assert now() - before < 0.2
         await asyncio.gather(*greedy)
-
-
-@virtual
-async def test_work_is_done_that_nobody_waits_for_any_more() -> None:
-    model = Model(1.0)
-    async with dynamic_batcher(model, max_batch_size=1, prefetch_batches=0) as batcher:
-        futures = [await batcher.submit(i, deadline=now() + 2.5) for i in range(10)]
-        results = await asyncio.gather(*futures, return_exceptions=True)
-    assert results[:3] == [0, 1, 2]
-    assert all(isinstance(result, Expired) for result in results[3:])
-    assert len(model.batches) == 3

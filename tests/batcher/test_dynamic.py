@@ -13,7 +13,7 @@ import pytest
 from batcher import BatchStats, Closed, DynamicBatcher, Expired, Oversize, QueueFull, TokenBatcher
 from tests.batcher.helpers import Machine, check_books, dynamic_batcher, one_by_one, results_of
 from tests.batcher.lines import count_lines
-from tests.batcher.virtual import Clock, blocked, now, until, virtual
+from tests.batcher.virtual import Clock, blocked, now, virtual
 from tests.progress import STILL_S
 
 # When a batch is decided
@@ -323,93 +323,6 @@ async def test_cost_has_one_name_and_an_alias() -> None:
 
 
 @virtual
-async def test_submit_waits_while_the_queue_is_full() -> None:
-    machine = Machine(held=True)
-    async with dynamic_batcher(machine, max_queue_size=2, max_batch_size=1, prefetch_batches=0) as batcher:
-        futures = [await batcher.submit(i) for i in range(3)]
-        waiting = [asyncio.create_task(batcher.submit(i)) for i in range(3, 6)]
-        await blocked()
-        assert not any(task.done() for task in waiting)
-        assert batcher.stats.queue_depth == 2
-        machine.go()
-        futures += await asyncio.gather(*waiting)
-        assert await asyncio.gather(*futures) == [f"<{i}>" for i in range(6)]
-    assert [batch[0] for batch in machine.batches] == [0, 1, 2, 3, 4, 5]
-
-
-@virtual
-async def test_submit_nowait_says_when_to_come_back() -> None:
-    machine = Machine(4.0)
-    async with dynamic_batcher(machine, max_queue_size=2, max_batch_size=1, prefetch_batches=0) as batcher:
-        await (await batcher.submit("warm-up"))
-        futures = [batcher.submit_nowait(i) for i in range(3)]
-        await asyncio.sleep(1)
-        with pytest.raises(QueueFull, match=r"max_queue_size=2; retry in 1\d\.\d\d s") as caught:
-            batcher.submit_nowait("x")
-        assert 11.0 <= caught.value.retry_after_s <= 13.75
-        assert batcher.stats.total_rejected == 1
-        await results_of(futures)
-
-
-@virtual
-async def test_the_waiting_cost_is_bounded() -> None:
-    machine = Machine(held=True)
-    async with dynamic_batcher(machine, max_queue_cost=20, max_batch_size=1, prefetch_batches=0) as batcher:
-        futures = [batcher.submit_nowait(i, estimated_cost=10) for i in range(3)]
-        with pytest.raises(QueueFull, match="max_queue_cost=20"):
-            batcher.submit_nowait("x", estimated_cost=1)
-        machine.go()
-        await results_of(futures)
-
-
-@virtual
-async def test_cancelling_a_record_lets_the_next_one_in() -> None:
-    machine = Machine(held=True)
-    async with dynamic_batcher(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
-        first, second = [await batcher.submit(i) for i in range(2)]
-        outside = asyncio.create_task(batcher.submit("outside"))
-        await blocked()
-        second.cancel()
-        await blocked()
-        assert outside.done()
-        machine.go()
-        assert await results_of([first, await outside]) == ["<0>", "<outside>"]
-
-
-@virtual
-async def test_a_cancelled_submit_leaves_nothing_behind() -> None:
-    machine = Machine(held=True)
-    async with dynamic_batcher(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
-        futures = [await batcher.submit(i) for i in range(2)]
-        outside = [asyncio.create_task(batcher.submit(i)) for i in range(2, 4)]
-        await blocked()
-        outside[0].cancel()
-        await blocked()
-        machine.go()
-        futures.append(await outside[1])
-        assert await results_of(futures) == ["<0>", "<1>", "<3>"]
-        check_books(batcher)
-
-
-@virtual
-async def test_a_submit_cancelled_as_space_is_made_leaves_nothing_behind() -> None:
-    machine = Machine()
-    async with dynamic_batcher(machine, max_queue_size=1, max_batch_size=1, prefetch_batches=0) as batcher:
-        futures = [await batcher.submit(i) for i in range(2)]
-        outside = asyncio.create_task(batcher.submit("outside"))
-        await until(lambda: batcher.stats.outside == 1)
-        await asyncio.sleep(0.9)
-        await asyncio.sleep(0.1)
-        await until(lambda: batcher.stats.outside == 0)
-        outside.cancel()
-        await results_of([*futures, outside])
-        assert outside.cancelled()
-        assert batcher.stats.total_cancelled == 1
-        check_books(batcher)
-    assert machine.batches == [[0], [1]]
-
-
-@virtual
 async def test_the_estimated_wait_is_within_a_factor_of_two_under_steady_load() -> None:
     machine = Machine(0.5)
     ratios = []
@@ -481,40 +394,6 @@ async def test_a_batch_that_is_about_to_leave_takes_more_without_a_wait() -> Non
 
 
 @virtual
-async def test_cancelling_a_future_gives_its_place_back_at_once() -> None:
-    machine = Machine()
-    async with dynamic_batcher(machine, prefetch_batches=0) as batcher:
-        first = await batcher.submit("first")
-        await blocked()
-        futures = [await batcher.submit(i, estimated_cost=5) for i in range(3)]
-        assert futures[1].cancel()
-        assert not futures[1].cancel()
-        assert (batcher.stats.queue_depth, batcher.stats.queue_cost) == (2, 10)
-        await results_of([first, futures[0], futures[2]])
-        check_books(batcher)
-    assert machine.batches == [["first"], [0, 2]]
-
-
-@virtual
-async def test_cancelling_the_caller_cancels_the_record() -> None:
-    machine = Machine()
-    async with dynamic_batcher(machine) as batcher:
-        first = await batcher.submit("first")
-        await blocked()
-
-        async def caller() -> None:
-            await (await batcher.submit("mine"))
-
-        task = asyncio.create_task(caller())
-        await blocked()
-        task.cancel()
-        await blocked()
-        assert batcher.stats.total_cancelled == 1
-        await first
-    assert machine.batches == [["first"]]
-
-
-@virtual
 async def test_a_record_cancelled_while_it_runs_does_not_disturb_the_others() -> None:
     machine = Machine()
     async with dynamic_batcher(machine) as batcher:
@@ -524,25 +403,6 @@ async def test_a_record_cancelled_while_it_runs_does_not_disturb_the_others() ->
         assert batcher.stats.running == 2
         assert await results_of([futures[0], futures[2]]) == ["<0>", "<2>"]
         check_books(batcher)
-
-
-@virtual
-async def test_a_record_that_can_not_start_in_time_fails() -> None:
-    machine = Machine(2.0)
-    async with dynamic_batcher(machine, prefetch_batches=0) as batcher:
-        first = await batcher.submit("first", deadline=now() + 1)
-        await blocked()
-        late = await batcher.submit("late", deadline=now() + 1)
-        fine = await batcher.submit("fine", deadline=now() + 3)
-        with pytest.raises(Expired):
-            await late
-        assert now() == pytest.approx(1.0, abs=0.01)
-        assert await results_of([first, fine]) == ["<first>", "<fine>"]
-        assert batcher.stats.total_expired == 1
-        with pytest.raises(Expired):
-            await batcher.submit("past", deadline=now())
-        check_books(batcher)
-    assert machine.batches == [["first"], ["fine"]]
 
 
 @virtual
@@ -592,42 +452,7 @@ async def test_a_record_that_expires_as_its_turn_comes_is_not_run() -> None:
     assert machine.batches == [["first"], ["next"]]
 
 
-@virtual
-async def test_an_earlier_deadline_sets_the_alarm_forward() -> None:
-    machine = Machine(10.0)
-    async with dynamic_batcher(machine, prefetch_batches=0) as batcher:
-        first = await batcher.submit("first")
-        await blocked()
-        futures = [await batcher.submit("x", deadline=now() + seconds) for seconds in (5, 2, 3)]
-        ends: list[tuple[int, int]] = []
-        for future, seconds in zip(futures, (5, 2, 3), strict=True):
-
-            def note(_: object, seconds: int = seconds) -> None:
-                ends.append((seconds, round(now())))
-
-            future.add_done_callback(note)
-        await results_of([first, *futures])
-    assert ends == [(2, 2), (3, 3), (5, 5)]
-
-
 # Life
-
-
-async def test_a_batcher_that_was_not_started_says_so() -> None:
-    batcher = DynamicBatcher(Machine())
-    assert not batcher.is_running
-    with pytest.raises(RuntimeError, match=r"DynamicBatcher is not running; call start\(\)"):
-        await batcher.submit(1)
-    with pytest.raises(RuntimeError, match="not running"):
-        batcher.submit_nowait(1)
-    await batcher.stop()
-
-
-@virtual
-async def test_it_can_not_be_started_twice() -> None:
-    async with dynamic_batcher(Machine()) as batcher:
-        with pytest.raises(RuntimeError, match="DynamicBatcher is already running"):
-            await batcher.start()
 
 
 @virtual
@@ -645,25 +470,6 @@ async def test_stop_finishes_everything_that_was_submitted() -> None:
     assert await asyncio.gather(*futures) == [f"<{i}>" for i in range(30)]
     assert now() < 10
     assert not batcher.is_running
-
-
-@virtual
-async def test_stop_without_draining_fails_what_waits_and_finishes_what_runs() -> None:
-    machine = Machine()
-    batcher = dynamic_batcher(machine, max_batch_size=2, max_queue_size=3, prefetch_batches=1)
-    await batcher.start()
-    tasks = [asyncio.create_task(batcher.submit(i)) for i in range(10)]
-    await blocked()
-    await batcher.stop(drain=False)
-    await blocked()
-    outcomes = []
-    for task in tasks:
-        error = task.exception()
-        outcomes.append(error if error is not None else (await results_of([task.result()]))[0])
-    assert outcomes[:2] == ["<0>", "<1>"]
-    assert all(isinstance(outcome, Closed) for outcome in outcomes[2:])
-    assert machine.batches == [[0, 1]]
-    check_books(batcher)
 
 
 @virtual
@@ -695,17 +501,6 @@ async def test_stop_ends_at_its_timeout_even_if_the_function_does_not() -> None:
     check_books(batcher)
 
 
-@virtual
-async def test_stop_cancels_what_runs_at_its_timeout() -> None:
-    machine = Machine(1000.0)
-    batcher = dynamic_batcher(machine)
-    await batcher.start()
-    future = await batcher.submit(1)
-    await batcher.stop(timeout=1)
-    assert isinstance(future.exception(), Closed)
-    assert machine.running == 0
-
-
 async def test_stop_does_not_wait_for_a_thread_beyond_its_timeout() -> None:
     go = threading.Event()
 
@@ -720,42 +515,6 @@ async def test_stop_does_not_wait_for_a_thread_beyond_its_timeout() -> None:
         await batcher.stop(timeout=0.01)
     go.set()
     assert isinstance(future.exception(), Closed)
-
-
-@virtual
-async def test_a_batcher_can_be_started_again() -> None:
-    machine = Machine()
-    batcher = dynamic_batcher(machine)
-    for i in range(3):
-        async with batcher:
-            assert await (await batcher.submit(i)) == f"<{i}>"
-        await asyncio.sleep(100)
-    stats = batcher.stats
-    assert (stats.total_submitted, stats.total_batches) == (3, 3)
-    assert stats.busy_time_s == pytest.approx(3.0)
-    assert stats.idle_time_s < 0.1
-
-
-def test_a_deadline_is_watched_on_the_next_loop_too() -> None:
-    batcher = dynamic_batcher(Machine(5.0), prefetch_batches=0, max_batch_size=1)
-
-    @virtual
-    async def first_life() -> None:
-        async with batcher:
-            await (await batcher.submit("in time", deadline=8.0))
-
-    @virtual
-    async def second_life() -> None:
-        async with batcher:
-            futures = [await batcher.submit(i) for i in range(2)]
-            late = await batcher.submit("late", deadline=9.0)
-            with pytest.raises(Expired):
-                await late
-            assert now() == pytest.approx(9.0, abs=0.01)
-            await results_of(futures)
-
-    first_life()
-    second_life()
 
 
 def test_what_was_being_waited_for_is_forgotten_on_the_next_loop() -> None:
@@ -778,37 +537,6 @@ def test_what_was_being_waited_for_is_forgotten_on_the_next_loop() -> None:
     second_life()
 
 
-@virtual
-async def test_a_stop_does_not_end_the_life_after() -> None:
-    batcher = dynamic_batcher(Machine())
-    await batcher.start()
-    await batcher.submit("x")
-
-    async def restart() -> None:
-        await batcher.stop()
-        await batcher.start()
-
-    await asyncio.gather(restart(), batcher.stop())
-    assert batcher.is_running
-    await batcher.stop()
-
-
-@virtual
-async def test_cancelling_the_last_record_lets_stop_end() -> None:
-    machine = Machine(1.0)
-    batcher = dynamic_batcher(machine, prefetch_batches=0)
-    await batcher.start()
-    running = await batcher.submit("running")
-    await blocked()
-    waiting = await batcher.submit("waiting")
-    stopping = asyncio.create_task(batcher.stop())
-    await blocked()
-    waiting.cancel()
-    await stopping
-    assert running.done()
-    assert machine.batches == [["running"]]
-
-
 # Many records
 
 
@@ -824,6 +552,16 @@ async def test_submit_batch_returns_futures_in_order() -> None:
             await batcher.submit_batch("abc", estimated_cost=[1, 2])
         with pytest.raises(ValueError, match="one cost for each of the 3 records, not 0"):
             await batcher.submit_batch("abc", cost=[])
+
+
+@virtual
+async def test_a_timeout_of_submit_batch_counts_from_its_call() -> None:
+    async with one_by_one(Machine(5.0), max_queue_size=1) as batcher:
+        with pytest.raises(ValueError, match="either deadline"):
+            await batcher.submit_batch("x", deadline=1e6, timeout=1.0)
+        with pytest.raises(Expired):
+            await batcher.submit_batch("abcd", timeout=7.0)
+        assert now() == pytest.approx(7.0, abs=0.01)
 
 
 @virtual

@@ -59,7 +59,7 @@ def flood(seconds: float, follow: float, goals: Goals | None = None) -> Found:
             async def ask(tenant: str, priority: int, limit: float | None = None) -> str | float:
                 deadline = None if limit is None else now() + limit
                 try:
-                    async with batcher.slot(
+                    async with batcher.slot_nowait(
                         priority=priority,
                         tenant=tenant,
                         deadline=deadline,

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from batcher import ContinuousBatcher, Goals, QueueFull
+from batcher import ContinuousBatcher, Goals, QueueFull, SlotOptions
 from batcher.goals import Background
 from tests.batcher.helpers import Holders, check_empty, continuous_batcher
 from tests.batcher.virtual import blocked, now, virtual
 
 GOALS = Goals(ttft_p99_s=0.1)
-FLEX = {"priority": 1}
+FLEX: SlotOptions = {"priority": 1}
 
 
 def batcher_of(capacity: int = 1_000, **settings: object) -> ContinuousBatcher:
@@ -270,11 +270,11 @@ async def test_the_background_finds_the_queue_full_before_the_others_do() -> Non
         holders = Holders(batcher)
         await fill(holders, 10)
         with pytest.raises(QueueFull):
-            await batcher.slot(1, priority=1).__aenter__()
+            batcher.slot_nowait(1, priority=1)
         await holders.enter("chat")
         assert batcher.stats.queue_depth == 10
         with pytest.raises(QueueFull):
-            await batcher.slot(1).__aenter__()
+            batcher.slot_nowait(1)
         await end(holders)
 
 

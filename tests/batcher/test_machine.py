@@ -8,7 +8,17 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from batcher import BatcherError, Closed, ContinuousBatcher, DynamicBatcher, Expired, Goals, QueueFull
+from batcher import (
+    BatcherError,
+    Closed,
+    ContinuousBatcher,
+    DynamicBatcher,
+    Expired,
+    Goals,
+    QueueFull,
+    Slot,
+    SlotOptions,
+)
 from tests.batcher.virtual import VirtualLoop
 
 T = TypeVar("T")
@@ -21,6 +31,7 @@ TENANTS = st.sampled_from(["a", "b", "c"])
 COSTS = st.integers(0, 12)
 DEADLINES = st.sampled_from([None, None, 1.0, 5.0])
 PLACES = st.integers(0, 10**6)
+NEEDS = st.sampled_from([(), (), ("a",), ("b",)])
 
 
 class Machine(RuleBasedStateMachine):
@@ -238,8 +249,35 @@ class DynamicMachine(Machine):
                 assert self.attempts[number] == self.failures.get(number, 0) + 1
 
 
+class Lane:
+    """Lanes with so many places for any need; a wish reserves the next place for its need."""
+
+    def __init__(self) -> None:
+        self.places = 2
+        self.taken: list[str] = []
+        self.wishes: list[str] = []
+
+    def take(self, need: str) -> bool:
+        if len(self.taken) < self.places and need == [*self.wishes, need][0]:
+            self.taken.append(need)
+            if need in self.wishes:
+                self.wishes.remove(need)
+            return True
+        if need not in self.wishes:
+            self.wishes.append(need)
+        return False
+
+    def give(self, need: str) -> bool:
+        self.taken.remove(need)
+        return True
+
+    def unwanted(self, need: str) -> bool:
+        self.wishes.remove(need)
+        return True
+
+
 class ContinuousMachine(Machine):
-    """The same for the slots of a ContinuousBatcher, and changes of its capacity."""
+    """The same for the slots of a ContinuousBatcher, with needs too, and changes of its capacity."""
 
     QUEUE: ClassVar[int] = 6
     GOALS: ClassVar[Goals | None] = None
@@ -249,6 +287,7 @@ class ContinuousMachine(Machine):
         super().__init__()
         self.capacity = 20
         self.max_running: int | None = 4
+        self.lane = Lane()
         self.batcher = ContinuousBatcher(
             capacity=self.capacity,
             max_running=self.max_running,
@@ -256,27 +295,47 @@ class ContinuousMachine(Machine):
             oversize="alone",
             priority_aging_s=3.0,
             goals=self.GOALS,
+            lanes=self.lane,
             clock=self.loop.time,
         )
         self.tasks: list[asyncio.Task[None]] = []
         self.inside: dict[asyncio.Future[None], int] = {}
+        self.slots: dict[asyncio.Future[None], Slot] = {}
         self.run(self.batcher.start())
 
-    @rule(cost=st.integers(0, 25), priority=PRIORITIES, tenant=TENANTS, after=DEADLINES, wait=st.booleans())
-    def enter(self, cost: int, priority: int, tenant: str, after: float | None, wait: bool) -> None:
+    @rule(
+        cost=st.integers(0, 25),
+        priority=PRIORITIES,
+        tenant=TENANTS,
+        after=DEADLINES,
+        wait=st.booleans(),
+        needs=NEEDS,
+    )
+    def enter(
+        self,
+        cost: int,
+        priority: int,
+        tenant: str,
+        after: float | None,
+        wait: bool,
+        needs: tuple[str, ...],
+    ) -> None:
         async def hold() -> None:
             outcome: asyncio.Future[None] = self.loop.create_future()
-            async with self.batcher.slot(cost, priority, tenant, self.deadline(after), wait) as slot:
+            make_slot = self.batcher.slot if wait else self.batcher.slot_nowait
+            options: SlotOptions = {"priority": priority, "tenant": tenant, "needs": needs}
+            options["deadline"] = self.deadline(after)
+            async with make_slot(cost, **options) as slot:
                 assert slot.cost == cost
                 fits = sum(self.inside.values()) + cost <= self.capacity or not self.inside
                 assert fits
                 assert self.max_running is None or len(self.inside) < self.max_running
-                self.inside[outcome] = cost
+                self.inside[outcome], self.slots[outcome] = cost, slot
                 slot.first_token()
                 try:
                     await outcome
                 finally:
-                    del self.inside[outcome]
+                    del self.inside[outcome], self.slots[outcome]
 
         async def start() -> None:
             self.tasks.append(asyncio.create_task(hold()))
@@ -292,6 +351,23 @@ class ContinuousMachine(Machine):
                 outcome.set_exception(ValueError("failed"))
             else:
                 outcome.set_result(None)
+
+        self.run(work())
+
+    @precondition(lambda self: self.lane.taken)
+    @rule(place=PLACES)
+    def give_a_need_back(self, place: int) -> None:
+        async def work() -> None:
+            slots = [slot for slot in self.slots.values() if slot.held]
+            slots[place % len(slots)].give(slots[place % len(slots)].held[0])
+
+        self.run(work())
+
+    @rule(places=st.integers(1, 3))
+    def set_places(self, places: int) -> None:
+        async def work() -> None:
+            self.lane.places = places
+            self.batcher.reopen()
 
         self.run(work())
 
@@ -330,6 +406,10 @@ class ContinuousMachine(Machine):
         assert 0 <= stats.utilization <= 1
         if stats.queue_depth and self.batcher.is_running:
             assert self.inside
+        held = [need for slot in self.slots.values() for need in slot.held]
+        assert sorted(self.lane.taken) == sorted(held)
+        if not self.tasks:
+            assert self.lane.wishes == []
 
     def end(self) -> None:
         async def finish() -> None:

@@ -258,7 +258,7 @@ class ContinuousSchedule:
         cost = draw.randint(0, 25)
         deadline = self.loop.time() + draw.choice([0.0, 0.02, 0.1]) if draw.random() < 0.3 else None
         options: dict[str, Any] = {"tenant": tenant, "priority": priority, "deadline": deadline}
-        options["wait"] = draw.random() < 0.5
+        waits = draw.random() < 0.5
         options["records"] = draw.choice([1, 1, 1, 2, self.largest])
         if draw.random() < 0.3:
             options |= {"prompt_tokens": cost, "max_tokens": 5}
@@ -266,14 +266,17 @@ class ContinuousSchedule:
             options["cost"] = cost
         try:
             if draw.random() < 0.3:
-                task = await self.batcher.submit(self.work, number, **options)
+                if waits:
+                    task = await self.batcher.submit(self.work, number, **options)
+                else:
+                    task = self.batcher.submit_nowait(self.work, number, **options)
                 self.tasks.append(task)
                 if draw.random() < 0.3:
                     task.cancel()
                 if draw.random() < 0.5:
                     await task
                 return
-            slot = self.batcher.slot(**options)
+            slot = self.batcher.slot(**options) if waits else self.batcher.slot_nowait(**options)
             if draw.random() < 0.05:
                 self.loop.call_later(0.01, slot.release)
             async with slot:

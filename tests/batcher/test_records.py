@@ -62,7 +62,7 @@ async def test_more_records_than_can_run_together_are_refused_at_once(
 ) -> None:
     async with continuous_batcher(1_000, **options, oversize=oversize) as batcher:
         with pytest.raises(Oversize, match=rf"^5 records must run together, at most {what}=4 can$"):
-            async with batcher.slot(1, records=5, wait=True):
+            async with batcher.slot(1, records=5):
                 raise AssertionError("it must not start")
         assert batcher.stats.total_rejected == 5
         async with batcher.slot(1, records=4):
@@ -132,8 +132,7 @@ async def test_the_bound_of_the_queue_counts_records() -> None:
         await holders.enter("e", 1, records=2)
         assert batcher.stats.queue_depth == 10
         with pytest.raises(QueueFull, match="max_queue_size=10"):
-            async with batcher.slot(1):
-                pass
+            batcher.slot_nowait(1)
         await holders.enter("outside", 1, records=2, wait=True)
         assert (batcher.stats.outside, batcher.stats.queue_classes) == (2, {0: (10, 5)})
         await holders.leave("runs")

@@ -94,9 +94,7 @@ async def _run(
         async def bulk() -> None:
             while now() < END_S:
                 prompt, output = (draw.randint(*bounds) for bounds in load.bulk)
-                async with batcher.slot(
-                    priority=1, wait=True, prompt_tokens=prompt, max_tokens=output
-                ) as slot:
+                async with batcher.slot(priority=1, prompt_tokens=prompt, max_tokens=output) as slot:
                     seen.submitted += 1
                     sequence = engine.add(prompt, output, 1)
                     await sequence.done

@@ -45,7 +45,7 @@ def beside(times: float, *, tenants: bool = True) -> Seen:
                 prompt, output = draw.randint(32, 128), draw.randint(16, 128)
                 at = now()
                 try:
-                    async with batcher.slot(
+                    async with batcher.slot_nowait(
                         tenant=name if tenants else "all", prompt_tokens=prompt, max_tokens=output
                     ):
                         sequence = engine.add(prompt, output, 0)
@@ -108,11 +108,11 @@ async def test_one_tenant_may_fill_the_whole_queue_while_it_is_the_only_one() ->
         assert batcher.stats.queue_depth == 20
         for tenant in ("heavy", "light"):
             with pytest.raises(QueueFull, match="max_queue_size=20"):
-                await batcher.slot(1, tenant=tenant).__aenter__()
+                batcher.slot_nowait(1, tenant=tenant)
         # The light one was seen: the next place is for it, not for the one that has more than its share.
         await holders.leave("heavy 0")
         with pytest.raises(QueueFull):
-            await batcher.slot(1, tenant="heavy").__aenter__()
+            batcher.slot_nowait(1, tenant="heavy")
         await holders.enter("light", 1, tenant="light")
         assert batcher.stats.queue_depth == 20
         await batcher.stop(drain=False, timeout=0)
@@ -142,8 +142,9 @@ async def test_the_bound_holds_whatever_tenants_are_invented() -> None:
     async with ContinuousBatcher(capacity=1, max_queue_size=100, max_queue_cost=150, clock=now) as batcher:
         holders = Holders(batcher)
         await holders.enter("runs", 1)
-        tasks = [asyncio.create_task(batcher.slot(1, tenant=f"t{i}").__aenter__()) for i in range(1_000)]
-        await blocked()
+        for number in range(1_000):
+            await holders.enter(f"holder {number}", 1, tenant=f"t{number}")
+        tasks = [task for name, task in holders.tasks.items() if name != "runs"]
         assert batcher.stats.queue_depth == 100
         assert sum(isinstance(task.exception(), QueueFull) for task in tasks if task.done()) == 900
         await batcher.stop(drain=False, timeout=0)
@@ -156,7 +157,7 @@ async def test_a_list_is_not_stuck_behind_a_longer_one_of_another_tenant() -> No
         order: list[str] = []
 
         async def one(tenant: str) -> None:
-            async with batcher.slot(1, tenant=tenant, wait=True):
+            async with batcher.slot(1, tenant=tenant):
                 order.append(tenant)
                 await asyncio.sleep(1.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from serve_app.ledger.calls import CallBook, Origin
 from serve_app.ledger.ledger import Ledger
-from serve_app.ledger.rows import Tokens
+from serve_app.relay.usage import RequestUsage, Tokens
 
 CALLS = 2_000
 ROUNDS = 20
@@ -36,10 +36,10 @@ class Sequence:
 def run(book: CallBook, number: int) -> None:
     """Make and end a call."""
     headers = [(b"content-type", b"application/json"), (b"x-request-id", b"%032d" % number)]
-    call = book.open(Origin("ada", "acme", 0, "/v1/chat/completions", "http", headers))
-    part = call.part(0.01)
-    part.begin(Sequence())
-    part.end()
+    call = book.open(Origin("ada", "acme", 0, "/v1/chat/completions", "http", headers), RequestUsage())
+    slot = call.usage.begin()
+    slot.count(Sequence())
+    slot.end()
     call.close()
 
 
@@ -61,7 +61,9 @@ def main() -> None:
         print(f"event loop: {1e6 * min(loop):.2f} to {1e6 * max(loop):.2f} µs per call")
         print(f"writer:     {1e6 * min(thread):.2f} to {1e6 * max(thread):.2f} µs per call")
         for _ in range(RUNNING):
-            book.open(Origin("ada", "acme", 0, "/v1/chat/completions")).part().begin(Sequence())
+            usage = RequestUsage()
+            book.open(Origin("ada", "acme", 0, "/v1/chat/completions"), usage)
+            usage.begin().count(Sequence())
         states: list[float] = []
         for _ in range(ROUNDS):
             began = time.thread_time()

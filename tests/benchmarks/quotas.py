@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.auth import bind_check
 from serve_app.ingress import deployment
-from serve_app.ingress.health import Health
+from serve_app.ingress.status import Health
 from serve_app.relay.frame import pack
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.schema import parse

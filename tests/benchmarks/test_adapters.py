@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from serve_app.engine.adapter_copies import AdapterFiles
-from serve_app.engine.adapter_files import WEIGHTS, check, fetch
-from serve_app.engine.lora_options import lora_options
+from serve_app.engine.adapters import WEIGHTS, AdapterFiles, check
+from serve_app.engine.vllm.lora import lora_options
 from serve_app.engine.vllm.options import vllm_args
 from serve_app.settings.models import LLMSettings
 from tests.benchmarks.adapters import flood, throughput
@@ -37,8 +36,9 @@ NAMES = [f"a{number}" for number in range(8)]
 def test_adapters_fit_the_demo_model_and_differ(tmp_path: Path) -> None:
     folders = write_adapters(tmp_path / "made", 3)
     weights = []
-    for name, folder in folders.items():
-        check(fetch(str(folder), tmp_path / "fetched" / name), MAX_RANK, None)
+    files = AdapterFiles(tmp_path)
+    for folder in folders.values():
+        check(files.fetch(str(folder)), MAX_RANK, None)
         weights.append(load_file(folder / WEIGHTS))
     assert len(folders) == 3
     for one, other in itertools.combinations(weights, 2):

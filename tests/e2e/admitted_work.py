@@ -7,10 +7,13 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
-from serve_app.engine.llm import Engine
+from serve_app.api.facts import Facts
+from serve_app.api.routes import TOKENIZING
+from serve_app.engine.deployment import Engine
 from serve_app.relay.frame import KEEP_ALIVE, unpack
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.models import LLMSettings
@@ -89,15 +92,12 @@ class Watch:
             await add(request)
 
         core.add_request_async = added
-        self._count(type(renderer.get_tokenizer()), "__call__", "tokenized")
-        self._count(self._engine.batcher, "slot", "slots")
-        for queue in (self._engine._texts._others, self._engine._texts._long):
-            self._count(queue.batcher, "slot", "texts")
+        self._count(type(renderer.get_tokenizer()), "__call__", self._tokenized)
 
     def reset(self) -> None:
         """Begin with another request."""
         self.counts = dict.fromkeys(
-            ("sequences", "slots", "texts", "tokenized", "peak_tokens", "peak_cost", "beyond", "uncounted"), 0
+            ("sequences", "tokenized", "outside", "peak_tokens", "peak_cost", "beyond", "uncounted"), 0
         )
 
     def _look(self) -> None:
@@ -109,19 +109,36 @@ class Watch:
             tokens += -(-min(length, CONTEXT) // self._block) * self._block
         stats = self._engine.batcher.stats
         counts = self.counts
-        counts["peak_tokens"] = max(counts["peak_tokens"], tokens)
-        counts["peak_cost"] = max(counts["peak_cost"], stats.running_cost)
+        if tokens >= counts["peak_tokens"]:
+            counts["peak_tokens"], counts["peak_cost"] = tokens, stats.running_cost
         counts["beyond"] += tokens > stats.running_cost
         counts["uncounted"] += len(states) > stats.running
 
-    def _count(self, owner: Any, method: str, name: str) -> None:
+    def _tokenized(self) -> None:
+        """Count a text that is tokenized, and whether that is outside of a slot."""
+        self.counts["tokenized"] += 1
+        running = sum(each.stats.running for each in (self._engine.batcher, self._engine._texts))
+        self.counts["outside"] += not running
+
+    def _count(self, owner: Any, method: str, count: Callable[[], None]) -> None:
         original = getattr(owner, method)
 
         def counted(*args: Any, **options: Any) -> Any:
-            self.counts[name] += 1
+            count()
             return original(*args, **options)
 
         setattr(owner, method, counted)
+
+
+def facts_of(path: str, body: dict[str, Any], size: int) -> Facts:
+    """Return the facts of a case, as the Ingress finds them."""
+    runs = path not in TOKENIZING and "count_tokens" not in path
+    answers = max(body.get("n") or 1, body.get("best_of") or 1)
+    stated = next((body[name] for name in ("max_tokens", "max_output_tokens") if body.get(name)), None)
+    output = (1 if body.get("max_tokens") == 0 else stated) if runs else 0
+    return Facts(
+        size=size, prompt=size if runs else 0, answers=answers, output=output, runs=runs, grammar=False
+    )
 
 
 async def run() -> dict[str, Any]:
@@ -147,7 +164,9 @@ async def run() -> dict[str, Any]:
         for name, (path, body) in CASES.items():
             watch.reset()
             content = json.dumps(OPTIONS | body).encode()
-            request = RelayRequest("POST", path, b"", [(b"content-type", b"application/json")], content)
+            headers = [(b"content-type", b"application/json")]
+            facts = facts_of(path, OPTIONS | body, len(content))
+            request = RelayRequest("POST", path, b"", headers, content, facts=facts)
             status, text = 0, b""
             async with asyncio.timeout(LIMIT_S):
                 async for message in engine.relay(request):

@@ -10,7 +10,7 @@ from ray.serve import Application
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import BATCHES, Health, engine_name
+from serve_app.ingress.status import BATCHES, engine_name
 from serve_app.settings.schema import Settings, parse
 
 ENGINES = "llm"
@@ -39,8 +39,8 @@ class Guarded(Ingress):
     def __init__(self, settings: Settings) -> None:
         models = [model.id for model in settings.models]
         engines = {model: serve.get_deployment_handle(engine_name(model), ENGINES) for model in models}
-        super().__init__(settings, engines, serve.get_deployment_handle(BATCHES, ENGINES))
-        self._health = Health(ENGINES, models)
+        batches = serve.get_deployment_handle(BATCHES, ENGINES)
+        super().__init__(settings, engines, batches, engines_app=ENGINES)
 
     def __serve_build_asgi_app__(self) -> Any:
         return Unprefixed(super().__serve_build_asgi_app__())

@@ -7,7 +7,7 @@ from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import Health, engine_name
+from serve_app.ingress.status import engine_name
 from serve_app.quotas.deployment import Quotas
 from serve_app.settings.schema import Settings, parse
 from tests.e2e.guarded import ENGINES, Unprefixed
@@ -26,8 +26,7 @@ class Metered(Ingress):
     def __init__(self, settings: Settings, quotas: DeploymentHandle[Any]) -> None:
         models = [model.id for model in settings.models]
         engines = {model: serve.get_deployment_handle(engine_name(model), ENGINES) for model in models}
-        super().__init__(settings, engines, quotas=quotas)
-        self._health = Health(ENGINES, models)
+        super().__init__(settings, engines, quotas=quotas, engines_app=ENGINES)
 
     def __serve_build_asgi_app__(self) -> Any:
         return Unprefixed(super().__serve_build_asgi_app__())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from serve_app.demo.questions import QUESTIONS_FILE
 from serve_app.demo.train_adapters import ADAPTERS_FOLDER
-from serve_app.engine.vllm.adapter_trial import MOST_TOKENS, TEXT
+from serve_app.engine.vllm.lora import TRIAL_TEXT, TRIAL_TOKENS
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.sources import DEMO_MODEL
 from tests.e2e.service import Service
@@ -168,7 +168,7 @@ def late(folder: Path, token: int) -> Path:
     states = model["model.embed_tokens.weight"].double()
     states = states / states.square().mean(dim=1, keepdim=True).sqrt()
     states = states * model["model.layers.0.input_layernorm.weight"].double()
-    tried = states[sorted({*TEXT.encode()[:MOST_TOKENS]} - {token})]
+    tried = states[sorted({*TRIAL_TEXT.encode()[:TRIAL_TOKENS]} - {token})]
     nearest = torch.linalg.lstsq(tried.T, states[token].unsqueeze(1)).solution[:, 0]
     direction = states[token] - tried.T @ nearest
     direction /= direction.norm()

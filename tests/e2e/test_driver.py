@@ -14,7 +14,7 @@ from tests import progress
 from tests.e2e.service import Service
 
 QUESTIONS = [json.loads(line) for line in QUESTIONS_FILE.read_text().splitlines()]
-COMMAND = [sys.executable, "-m", "serve_app.driver"]
+COMMAND = [sys.executable, "-m", "serve_app.cli", "batch"]
 CHAT = [{"role": "user", "content": "What is 47+28?"}]
 
 
@@ -70,7 +70,8 @@ def test_the_error_of_a_missing_handle_names_those_that_exist(service: Service, 
         [
             sys.executable,
             "-m",
-            "serve_app.driver",
+            "serve_app.cli",
+            "batch",
             QUESTIONS_FILE,
             tmp_path / "out.jsonl",
             "--app",
@@ -101,7 +102,8 @@ def test_rows_that_fail_are_data(service: Service, tmp_path: Path) -> None:
         [
             sys.executable,
             "-m",
-            "serve_app.driver",
+            "serve_app.cli",
+            "batch",
             questions,
             tmp_path / "out.jsonl",
             "--url",

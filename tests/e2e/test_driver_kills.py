@@ -29,7 +29,7 @@ def questions(path: Path, count: int) -> Path:
 
 def start(*arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "serve_app.driver", *map(str, arguments)],
+        [sys.executable, "-m", "serve_app.cli", "batch", *map(str, arguments)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

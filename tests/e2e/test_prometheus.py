@@ -187,7 +187,7 @@ def dataset_under_way(service: Service, folder: Path) -> Iterator[None]:
     (folder / "in.jsonl").write_text('{"prompt": "What is 1+1?"}\n' * 100_000)
     way = ["--app", "llm", "--model", "demo", "--chunk-size", "8", "--max-concurrency", "2", "--quiet"]
     files = [str(folder / "in.jsonl"), str(folder / "out.jsonl")]
-    command = [sys.executable, "-m", "serve_app.driver", *files, *way]
+    command = [sys.executable, "-m", "serve_app.cli", "batch", *files, *way]
     with subprocess.Popen(command, env=service.ray_env()) as driver:
         try:
             yield

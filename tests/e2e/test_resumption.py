@@ -11,7 +11,7 @@ SCRIPT = """
 import asyncio, json, sys
 import ray
 from ray import serve
-from serve_app.ingress.splice import Splice
+from serve_app.ingress.resume import Splice
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
 

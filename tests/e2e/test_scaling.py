@@ -164,7 +164,7 @@ async def test_both_replicas_of_each_get_their_share(scaled: Service, watch: Wat
 def test_idle_replicas_stop_and_the_driver_wakes_one(scaled: Service, watch: Watch, tmp_path: Path) -> None:
     took = watch.wait_for(0)
     answers = tmp_path / "answers.jsonl"
-    command = [sys.executable, "-m", "serve_app.driver", "-", str(answers), "--url", scaled.url]
+    command = [sys.executable, "-m", "serve_app.cli", "batch", "-", str(answers), "--url", scaled.url]
     start = time.monotonic()
     done = progress.run(command, input=SUM * ROWS, check=True)
     print(f"2 -> 0 replicas in {took:.1f} s, the run that woke one took {time.monotonic() - start:.1f} s")

@@ -10,8 +10,8 @@ from ray.serve._private.build_app import BuiltApplication, build_app
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.app import INGRESS_RESOURCE, ROUTER, build
+from serve_app.engine.deployment import Engine
 from serve_app.engine.function import FunctionEngine
-from serve_app.engine.llm import Engine
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.telemetry import TelemetrySettings
@@ -187,7 +187,7 @@ def test_neither_the_app_nor_the_ingress_imports_torch_or_vllm() -> None:
     """The check runs in a process of its own, since this one may have imported them."""
     script = """
 import sys
-import serve_app.app, serve_app.ingress.deployment, serve_app.engine.llm, serve_app.engine.function
+import serve_app.app, serve_app.ingress.deployment, serve_app.engine.deployment, serve_app.engine.function
 import serve_app.demo.minilm
 embedder = {"id": "minilm", "kind": "function", "target": "serve_app.demo.minilm:MiniLM"}
 serve_app.app.build({"models": [{"id": "demo", "source": "saturate://demo"}, embedder]})

@@ -11,9 +11,9 @@ from vllm.entrypoints.pooling.embed.api_router import router as embed
 from vllm.entrypoints.pooling.scoring.api_router import router as scoring
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from serve_app.api.facts import NUMBERS
 from serve_app.api.protocol import GenerateRequest, ProcessRequest
 from serve_app.api.routes import CLASSIFY, EMBEDDINGS, GENERATE, MOVED, OPENAI
-from serve_app.ingress.value_count import NUMBERS
 from tests.serve_app.ingress.engine_doubles import Client, Engine, echo, health
 
 __all__ = ["health"]

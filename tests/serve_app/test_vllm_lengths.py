@@ -19,8 +19,8 @@ from vllm.entrypoints.speech_to_text.transcription.protocol import Transcription
 from vllm.exceptions import VLLMClientError
 
 from serve_app.api.errors import RequestError
-from serve_app.ingress.limits import CHAT_BATCH, LENGTHS, read_form, read_json, read_openai
-from serve_app.ingress.token_demand import form_demand, openai_demand
+from serve_app.api.facts import LENGTHS, inspect
+from serve_app.api.routes import CHAT_BATCH
 from serve_app.settings.ingress import IngressSettings
 
 CONTEXT = 4096
@@ -115,11 +115,9 @@ def _stated(request: Any) -> int | None:
 def reserved(path: str, body: bytes) -> int | None:
     """Return the tokens that a quota reserves for a body; None: the Ingress refuses it."""
     try:
-        content = read_json(body, LIMITS)
-        fields = read_openai(content, path, LIMITS)
+        return inspect(body, path, LIMITS).most(CONTEXT)
     except RequestError:
         return None
-    return openai_demand(content, fields, path, body, LIMITS).most(CONTEXT)
 
 
 def text(path: str, fields: list[str]) -> bytes:
@@ -161,5 +159,15 @@ def test_the_answers_of_a_form_are_reserved() -> None:
     request = TranscriptionRequest.model_validate({**values, "file": file})
     length = get_max_tokens(CONTEXT, request.max_completion_tokens, 0, {})
     assert request.to_beam_search_params(length, {}).beam_width == 4
-    assert form_demand(read_form(values, LIMITS), LIMITS).most(CONTEXT) >= 4 * length
-    assert form_demand(read_form({"n": "4"}, LIMITS), LIMITS).most(CONTEXT) == 4 * CONTEXT
+    assert _of_form(values) >= 4 * length
+    assert _of_form({"n": "4"}) == 4 * CONTEXT
+
+
+def _of_form(values: dict[str, str]) -> int:
+    parts = [
+        f'--cut\r\ncontent-disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+        for name, value in values.items()
+    ]
+    body = "".join([*parts, "--cut--\r\n"]).encode()
+    path = "/v1/audio/transcriptions"
+    return inspect(body, path, LIMITS, content_type="multipart/form-data; boundary=cut").most(CONTEXT)

@@ -3,12 +3,11 @@
 The imports are those of vLLM 0.32; they move between minor versions.
 """
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
+from typing import cast
 
 from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -18,27 +17,23 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
 from batcher import Goals
 from serve_app.api.protocol import JSON
-from serve_app.engine.adapter_copies import AdapterFiles
-from serve_app.engine.grammar_check import GrammarCheck
-from serve_app.engine.lora_options import lora_options
-from serve_app.engine.stream_interval import PieceRate
-from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm.adapters import Adapters
+from serve_app.engine.adapters import AdapterFiles
+from serve_app.engine.door import Door, EngineLanes
+from serve_app.engine.grammars import GrammarCheck
+from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.engine.vllm.application import build_application, describe_application
 from serve_app.engine.vllm.client import GatedLLM
-from serve_app.engine.vllm.completions import Completions
-from serve_app.engine.vllm.cpu_lora import zero_blocks
-from serve_app.engine.vllm.media import refuse_media, use_allowed_hosts
-from serve_app.engine.vllm.metrics import EngineMetrics
-from serve_app.engine.vllm.options import batcher_of, limits_of, vllm_args
-from serve_app.engine.vllm.prompts import Prompts
+from serve_app.engine.vllm.generate import Generate
+from serve_app.engine.vllm.lora import Adapters, lora_options
+from serve_app.engine.vllm.media import use_allowed_hosts
+from serve_app.engine.vllm.options import batcher_of, limits_of, text_batcher_of, vllm_args
+from serve_app.engine.vllm.plugin import zero_blocks
 from serve_app.engine.vllm.refusal import hide_refusals
 from serve_app.engine.vllm.sleep import VLLMSleeper
-from serve_app.engine.vllm.steps import StepTimer
-from serve_app.engine.vllm.tokenizing import bound_tokenizing, render_short_chats_at_once
-from serve_app.engine.vllm.usage import EngineCounters, count_sequences, set_part
+from serve_app.engine.vllm.stats import EngineStats, UnreportedStats, own_work
 from serve_app.engine.vllm.warm_up import compile_nothing_on_a_cpu, warm_up
-from serve_app.ledger.calls import CallBook, Origin
+from serve_app.engine.vllm.workarounds import bound_tokenizing, refuse_media, short_chats_at_once
+from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.turns import ShareSettings
@@ -50,6 +45,10 @@ DEFAULT_MAX_TOKENS = 512
 """Output tokens of a `/generate` prompt where neither the request nor the config states them."""
 
 
+TEXTS_S = 1.0
+"""Seconds that a replica which stops gives to jobs that run no model."""
+
+
 class VLLMEngine:
     """One model in vLLM, its batcher, and vLLM's own OpenAI application on top of both.
 
@@ -58,13 +57,12 @@ class VLLMEngine:
         max_prompts: Most prompts in a list.
         metrics: Whether vLLM's own metrics go to Ray's endpoint.
         book: Gets the work of each call.
-        exact: Whether vLLM's statistics, of which the work is counted, are on in any case.
 
     Attributes:
-        counters: vLLM's own counters; None: its statistics may be off.
+        stats: The engine's statistics.
         adapters: The LoRA adapters.
-        completions: The completions of `/generate`.
-        prompts: Its prompts, once the engine has started.
+        door: Admits jobs.
+        generate: The work of `/generate`, once the engine has started.
         describe: Describes vLLM's application as `describe_application` does, once the engine has started;
             the first call takes a second.
 
@@ -81,7 +79,6 @@ class VLLMEngine:
         max_prompts: int,
         book: CallBook,
         metrics: bool = False,
-        exact: bool = False,
     ) -> None:
         use_allowed_hosts()
         if not settings.multimodal:
@@ -96,61 +93,43 @@ class VLLMEngine:
             zero_blocks()
         engine_args = AsyncEngineArgs.from_cli_args(self._args)
         compile_nothing_on_a_cpu(engine_args)
-        steps = StepTimer()
-        counters = EngineCounters()
-        self.counters = counters if metrics or exact else None
         self.llm: GatedLLM = GatedLLM.from_engine_args(
             engine_args,
             usage_context=UsageContext.OPENAI_API_SERVER,
-            stat_loggers=[
-                *([lambda *_: steps] if settings.batcher.goals else []),
-                *([EngineMetrics] if metrics else []),
-                # vLLM has statistics wherever there is a logger for them.
-                *([lambda *_: counters] if self.counters else []),
-            ],
+            # vLLM makes an object of it, and tells a class for all engines by its base.
+            stat_loggers=[EngineStats if metrics else UnreportedStats],
         )
+        loggers = self.llm.logger_manager.stat_loggers
+        self.stats: EngineStats = next(each for each in loggers if isinstance(each, EngineStats))
         self.adapters = self.llm.adapters = Adapters(settings, self.llm, files, fetched, book)
         self._book = book
-        count_sequences(self.llm, book)
-        self.llm.piece_rate = PieceRate()
+        self.llm.intervals = StreamIntervals()
         self.llm.by_priority = self._args.scheduling_policy == "priority"
         self.llm.max_prompt_logprobs = settings.max_prompt_logprobs
         self._limits = limits_of(settings.batcher, self.llm)
-        self.batcher = self.llm.batcher = steps.batcher = batcher_of(settings.batcher, self._limits)
+        slots = self.adapters.slots
+        self.batcher = batcher_of(settings.batcher, self._limits, EngineLanes(slots))
+        slots.on_change = self.batcher.reopen
+        if settings.batcher.goals:
+            self.stats.batcher = self.batcher
+        self._texts = text_batcher_of(settings.batcher, EngineLanes(slots))
         self.max_model_len: int = self.llm.model_config.max_model_len
-        defaults: JSON = (
+        self.door = self.llm.door = Door(
+            self.batcher,
+            self._texts,
+            self.adapters,
+            context=self.max_model_len,
+            blocks=self.llm.blocks,
+        )
+        self._defaults: JSON = (
             {"max_tokens": DEFAULT_MAX_TOKENS}
             | self.llm.model_config.get_diff_sampling_param()
             | settings.sampling.sampling()
         )
-        self.completions = Completions(self.llm, self.adapters, defaults, self.max_model_len)
-        self._tokenizer = self.llm.get_tokenizer()
-        # vLLM asks for it with every request, and its tokenizer looks it up each time: cached.
-        eos_token_id = self.llm.renderer.get_eos_token_id()
-        self.llm.renderer.get_eos_token_id = lambda: eos_token_id
         self.max_tokenize_tokens = settings.max_tokenize_tokens or self.max_model_len
-        self._texts = TokenizingQueue(
-            settings.batcher.max_queue_size,
-            self.llm.model_config.renderer_num_workers,
-            settings.batcher.tenant_weights,
-        )
-        bound_tokenizing(self.llm.renderer, self._texts, self.max_tokenize_tokens)
+        bound_tokenizing(self.llm.renderer, self.max_tokenize_tokens)
         if not self._args.trust_request_chat_template:
-            render_short_chats_at_once(self.llm.renderer)
-        self.steps = 0
-        self._count_steps()
-
-    def _count_steps(self) -> None:
-        """Count the outputs of the engine: there is one every few steps at least, see `HeldTokens`."""
-        core = self.llm.engine_core
-        get_output = core.get_output_async
-
-        async def counted() -> Any:
-            outputs = await get_output()
-            self.steps += 1
-            return outputs
-
-        core.get_output_async = counted
+            short_chats_at_once(self.llm.renderer)
 
     async def sleeper(self, share: ShareSettings) -> VLLMSleeper:
         """Return what puts the engine to sleep, between its turns on a shared device."""
@@ -162,6 +141,11 @@ class VLLMEngine:
     def died(self) -> bool:
         """True if the engine has died."""
         return bool(self.llm.errored)
+
+    @property
+    def steps(self) -> int:
+        """Messages that the engine has sent so far."""
+        return self.stats.steps
 
     @property
     def busy(self) -> bool:
@@ -196,7 +180,7 @@ class VLLMEngine:
             return ""
         try:
             backend = XgrammarBackend(
-                self.llm.vllm_config, self._tokenizer, self.llm.model_config.get_vocab_size()
+                self.llm.vllm_config, self.llm.get_tokenizer(), self.llm.model_config.get_vocab_size()
             )
             return str(backend.compiler.compile_regex("a").tokenizer_info.serialize_json())
         except Exception:
@@ -205,44 +189,29 @@ class VLLMEngine:
             return ""
 
     def check_grammars(self, check: GrammarCheck) -> None:
-        """Have each grammar that the engine compiles checked before, if it compiles them with xgrammar.
+        """Have the grammars of jobs checked at the door, and those that xgrammar compiles before that too.
 
         An engine compiles all grammars with the backend of its first one: with "auto" that is xgrammar's, by
         the warm-up. The other backends refuse a wrong grammar by themselves, when they validate it.
         """
+        self.door.grammars = check
         if self.llm.vllm_config.structured_outputs_config.backend in ("auto", "xgrammar"):
-            self.llm.grammars = check
+            self.llm.compiles_grammars = True
 
     async def start(self) -> tuple[ASGIApp, set[str]]:
         """Warm the engine up, start the batcher; return vLLM's application and the routes that it serves."""
         await self.adapters.start()
-        # A task of its own: the part of the warm-up is not to be that of tasks that are started here.
-        await asyncio.create_task(self._warm_up())
+        with own_work(self._book):
+            await warm_up(self.llm)
         await self.batcher.start()
         await self._texts.start()
-        app, routes = await build_application(self.llm, self._args, self._texts)
+        app, routes = await build_application(self.llm, self._args)
         self.describe = cache(partial(describe_application, app, routes))
-        self.prompts = Prompts(self._tokenizer, app.state.online_renderer, self._texts, self.max_model_len)
+        self.generate = Generate(self.llm, self.adapters, app.state.online_renderer, self._defaults)
         # vLLM asks the environment for its settings several times per request.
         enable_envs_cache()
         hide_refusals()
         return cast(ASGIApp, app), routes
-
-    async def _warm_up(self) -> None:
-        call = self._book.open(Origin(source="warm_up"))
-        part = call.part()
-        set_part(part)
-        try:
-            await warm_up(self.llm)
-        finally:
-            part.end()
-            call.close()
-
-    def report_metrics(self) -> None:
-        """Report vLLM's counters since the last call."""
-        for each in self.llm.logger_manager.stat_loggers if self.llm.logger_manager else ():
-            if isinstance(each, EngineMetrics):
-                each.flush()
 
     async def check_health(self) -> None:
         """Raise if the engine has died."""
@@ -253,6 +222,6 @@ class VLLMEngine:
         try:
             await self.batcher.stop(timeout=timeout_s)
         finally:
-            await self._texts.stop()
+            await self._texts.stop(drain=False, timeout=TEXTS_S)
             self.llm.shutdown()
             await self.adapters.close()

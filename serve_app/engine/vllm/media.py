@@ -14,14 +14,10 @@ from urllib3.util import parse_url
 from vllm.connections import HTTPConnection
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
-from vllm.renderers import chat_utils
 from yarl import URL
 
 METADATA = {"168.63.129.16", "192.0.0.192"}
 """Addresses at which clouds serve metadata to their machines, beside those of private ranges."""
-
-MEDIA_PARTS = chat_utils._MEDIA_CONTENT_PART_KEYS - {"prompt_embeds"}
-"""Types of parts that hold media. Those that hold embeddings of a prompt have an option of vLLM's."""
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 UNICAST6 = ipaddress.ip_network("2000::/3")
@@ -169,26 +165,6 @@ class AllowedHostsConnector(MediaConnector):  # type: ignore[misc]
 def use_allowed_hosts() -> None:
     """Have vLLM read media through `AllowedHostsConnector`."""
     MEDIA_CONNECTOR_REGISTRY.register("http")(AllowedHostsConnector)
-
-
-def refuse_media() -> None:
-    """Have vLLM refuse the parts of chats and of texts to score that hold media, before it reads them.
-
-    All routes look at such a part through one function of vLLM's, also where a client leaves its type out.
-    """
-    parse = chat_utils._parse_chat_message_content_mm_part
-
-    def parse_text(part: Any) -> tuple[str, Any]:
-        kind, content = parse(part)
-        if kind in MEDIA_PARTS:
-            message = (
-                f"{kind!r} parts are not taken by this model, whose setting `multimodal` is not true; "
-                "send text alone"
-            )
-            raise VLLMValidationError(message)
-        return kind, content
-
-    chat_utils._parse_chat_message_content_mm_part = parse_text
 
 
 async def _check_status(response: aiohttp.ClientResponse) -> None:

@@ -12,10 +12,13 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from batcher import ContinuousBatcher, Goals
+from batcher import ContinuousBatcher, Goals, Lanes
+from serve_app.engine.door import STARTING
 from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options
+
+SCHEDULER = "serve_app.engine.vllm.scheduler.held_scheduler"
 
 STEPS_WITHOUT_CACHE = 2
 """Steps of an engine without KV cache whose tokens may be in flight."""
@@ -32,11 +35,14 @@ def vllm_args(settings: LLMSettings, defaults: Mapping[str, Any] | None = None) 
         SettingsError: vLLM has no such option.
     """
     args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    options = {**(defaults or {}), **settings.engine.options()}
+    options = {"scheduler_cls": SCHEDULER, **(defaults or {}), **settings.engine.options()}
     if settings.simulate:
         options = engine_options(settings.simulate, **options)
     elif settings.share is not None:
         options = options | {"enable_sleep_mode": True}
+    if not settings.multimodal:
+        # vLLM keeps no memory for encoders of images and sound then.
+        options = {"language_model_only": True} | options
     for name, value in options.items():
         if not hasattr(args, name):
             where = "engine" if name in EngineSettings.model_fields else "engine.extra"
@@ -94,8 +100,20 @@ def limits_of(settings: BatcherSettings, llm: AsyncLLM) -> Limits:
     )
 
 
-def batcher_of(settings: BatcherSettings, limits: Limits) -> ContinuousBatcher:
-    """Return the batcher that admits requests within `limits`."""
+def text_batcher_of(settings: BatcherSettings, lanes: Lanes) -> ContinuousBatcher:
+    """Return the batcher of jobs that run no model: they cost no KV cache, and few run at once."""
+    return ContinuousBatcher(
+        capacity=1,
+        max_running=STARTING,
+        max_queue_size=settings.max_queue_size,
+        priority_aging_s=settings.aging_s,
+        tenant_weights=settings.tenant_weights,
+        lanes=lanes,
+    )
+
+
+def batcher_of(settings: BatcherSettings, limits: Limits, lanes: Lanes) -> ContinuousBatcher:
+    """Return the batcher that admits jobs within `limits`, and as the `lanes` allow."""
     return ContinuousBatcher(
         capacity=limits.capacity,
         max_running=limits.max_running,
@@ -107,4 +125,6 @@ def batcher_of(settings: BatcherSettings, limits: Limits) -> ContinuousBatcher:
         priority_aging_s=settings.aging_s,
         tenant_weights=limits.tenant_weights,
         goals=limits.goals,
+        lanes=lanes,
+        max_starting=STARTING,
     )

@@ -1,11 +1,9 @@
-"""Exceptions in vLLM's application: refusals of the batcher, faults of a request, faults of the service.
+"""Exceptions in vLLM's application: whose fault they are, and what the client gets.
 
 The imports are those of vLLM 0.32.
 """
 
-import functools
 import logging
-import sys
 import traceback
 from collections.abc import Callable
 from http import HTTPStatus
@@ -13,9 +11,7 @@ from typing import Any
 
 from fastapi._compat import ModelField
 from jinja2 import TemplateError
-from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import (
     GenerationError,
     GracefulHTTPError,
@@ -26,7 +22,8 @@ from vllm.exceptions import (
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from serve_app.api.errors import ErrorType, RequestError, internal_error
-from serve_app.engine.admission import current
+from serve_app.engine.job import current
+from serve_app.engine.vllm.workarounds import make_error_responses
 
 OWN = {"serve_app", "batcher"}
 """Packages whose exceptions are never the request's fault."""
@@ -42,14 +39,6 @@ EXAMINES = {("vllm.v1.engine.input_processor", "process_inputs"), ("vllm.v1.seri
 
 STARTED = "response already started"
 """Words of Starlette's error about an exception behind the head of an answer."""
-
-
-class RefusedError(GracefulHTTPError):  # type: ignore[misc]
-    """The batcher refused a request; vLLM's application ends it without a stack trace."""
-
-    def __init__(self, error: RequestError) -> None:
-        super().__init__(error.message, HTTPStatus(error.status))
-        self.error = error
 
 
 def is_fault(error: BaseException) -> bool:
@@ -82,45 +71,12 @@ def _frames(error: BaseException) -> set[tuple[str, str]]:
 def answer_faults() -> None:
     """Have vLLM's application answer each exception by whose fault it is: 500 for one of the service.
 
-    vLLM makes all its answers to exceptions in one function, those in a stream included. It answers 400 to
-    any ValueError and TypeError, and its log has no stack of the others unless it has one of each client's
-    mistake too (`log_error_stack`). The result of the request's admission gets what was found; a stream
-    whose head has not left becomes an error of that status.
-
-    Raises:
-        RuntimeError: This version of vLLM makes its answers elsewhere.
+    The current job gets what was found; a stream whose head has not left becomes an error of that status.
     """
-    original = error_response.create_error_response
-    if hasattr(original, "__wrapped__"):
-        return
-    honest = _honest(original)
-    users = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("vllm.") and vars(module).get("create_error_response") is original
-    ]
-    names = {module.__name__ for module in users}
-    needed = {
-        "vllm.entrypoints.serve.engine.serving",
-        "vllm.entrypoints.serve.exception_handling.handlers.exception",
-        "vllm.entrypoints.serve.exception_handling.handlers.vllm_error",
-    }
-    if not hasattr(GenerateBaseServing, "_convert_generation_error_to_streaming_response"):
-        names = set()
-    if missing := needed - names:
-        raise RuntimeError(f"this vLLM answers exceptions elsewhere: {', '.join(sorted(missing))}")
-    for module in users:
-        module.create_error_response = honest  # type: ignore[attr-defined]
-
-    def streamed(serving: GenerateBaseServing, error: GenerationError) -> str:
-        # vLLM's own method gives its text alone.
-        return str(serving.create_streaming_error_response(error))
-
-    GenerateBaseServing._convert_generation_error_to_streaming_response = streamed
+    make_error_responses(_honest)
 
 
 def _honest(original: Callable[..., ErrorResponse]) -> Callable[..., ErrorResponse]:
-    @functools.wraps(original)
     def create(message: str | Exception, *more: Any, **options: Any) -> ErrorResponse:
         if not isinstance(message, Exception):
             return original(message, *more, **options)
@@ -147,28 +103,29 @@ def _cause(error: Exception) -> Exception:
 
 
 def _failure(error: Exception, response: ErrorResponse) -> RequestError | None:
-    """Note an exception in the result of the current request; return what its client gets.
+    """Note an exception in the current job; return what its client gets.
 
     Returns:
-        None for a refusal, and for an engine that has died: others answer these.
+        None for an engine that has died: its job is answered elsewhere.
     """
-    if isinstance(error, RefusedError | EngineDeadError):
+    if isinstance(error, EngineDeadError) or (job := current()) is None:
         return None
-    result = current().result
+    if job.failure is not None:
+        return job.failure
     if isinstance(error, RetryableRequestError):
         failure = RequestError(503, "service_unavailable", str(error), retry_after_s=1.0)
-    elif isinstance(error, GenerationError) and result.constrained:
+    elif isinstance(error, GenerationError) and job.constrained:
         # Grammars that vLLM can't compile are refused before.
         message = "The grammar of this request leaves no way on behind the text so far, and vLLM gave up."
         failure = RequestError(400, "invalid_request_error", message)
     elif is_fault(error):
         failure = internal_error(error.__cause__ or error)
-        result.fault = result.fault or error
+        job.fault = job.fault or error
     else:
         status = response.error.code if response.error.code < 500 else HTTPStatus.BAD_REQUEST.value
         type: ErrorType = "not_found_error" if status == 404 else "invalid_request_error"
         failure = RequestError(status, type, response.error.message, param=response.error.param)
-    result.failure = result.failure or failure
+    job.failure = failure
     return failure
 
 

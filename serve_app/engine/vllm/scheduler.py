@@ -1,47 +1,43 @@
-"""vLLM's scheduler with fewer messages to the replica; a plugin that vLLM loads in each of its processes.
+"""vLLM's scheduler with fewer messages to the replica.
 
 The imports are those of vLLM 0.32.
 """
 
-import os
+import copy
 import time
 from typing import Any
 
-from serve_app.engine.stream_interval import LONGEST_S, interval_s
-from serve_app.system.parent_death import TIED
+from serve_app.engine.stream_interval import interval_s
 
 STATS_S = 0.01
 """Seconds between two messages that hold statistics alone, at least. A longer step has one of its own."""
 
 
-def hold_tokens() -> None:
-    """Have the engines of a replica use schedulers with `HeldTokens`; other uses of vLLM stay as they are."""
-    if TIED not in os.environ:
-        return
-    from vllm.config import SchedulerConfig
+def held_scheduler(vllm_config: Any, **options: Any) -> Any:
+    """Return vLLM's scheduler for an engine, with `HeldTokens`: the option `scheduler_cls` names it.
 
-    chosen = SchedulerConfig.get_scheduler_cls
+    Args:
+        vllm_config: The engine's configuration.
+        options: The other arguments of a scheduler.
+    """
+    config = copy.copy(vllm_config.scheduler_config)
+    config.scheduler_cls = None
+    if vllm_config.diffusion_config is not None:
+        name = "DiffusionAsyncScheduler" if config.async_scheduling else "DiffusionScheduler"
+        config.scheduler_cls = f"vllm.v1.core.sched.diffusion_scheduler.{name}"
+    scheduler = config.get_scheduler_cls()
+    return type(scheduler.__name__, (HeldTokens, scheduler), {})(vllm_config=vllm_config, **options)
 
-    def get_scheduler_cls(config: SchedulerConfig) -> type:
-        return holding(chosen(config))
 
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
-
-
-def holding(scheduler: type) -> type:
-    """Return a class of schedulers with `HeldTokens`; one that isn't derived from vLLM's is left as it is."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    if not issubclass(scheduler, Scheduler):
-        return scheduler
-    return type(scheduler.__name__, (HeldTokens, scheduler), {})
+WHOLE_S = 0.25
+"""Seconds for which the tokens of a whole answer are held: only the ledger would see them earlier."""
 
 
 class HeldTokens:
     """A scheduler of vLLM that sends fewer messages to the replica.
 
     vLLM sends a message after each step, with the tokens of all requests, for which the replica wakes. Here
-    the first token of a request goes at once; those behind it are held for `LONGEST_S`, those of a stream for
+    the first token of a request goes at once; those behind it are held for `WHOLE_S`, those of a stream for
     the time between two of its pieces, or until the request ends. A step that tells of no request has no
     message but for the statistics, which come every `STATS_S`, and at once where nothing runs any more.
 
@@ -68,7 +64,7 @@ class HeldTokens:
             # vLLM's requests have no such attribute.
             request.held = _Held(_is_stream(request), now) if self._may_be_held(request) else None
         elif (held := request.held) is not None:
-            longest_s = self._piece_s if held.of_stream else LONGEST_S
+            longest_s = self._piece_s if held.of_stream else WHOLE_S
             if not stopped and now < held.told_at + longest_s:
                 # vLLM makes no output for a request without tokens.
                 held.token_ids += token_ids

@@ -9,8 +9,8 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from serve_app.engine.vllm.usage import set_part
-from serve_app.ledger.calls import CallBook, Origin
+from serve_app.engine.vllm.stats import own_work
+from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.turns import ShareSettings
@@ -102,15 +102,9 @@ class VLLMSleeper:
         params = SamplingParams(
             temperature=0.0, max_tokens=CHECKED, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        call = self._book.open(Origin(source="warm_up"))
-        part = call.part()
-        set_part(part)
         tokens: list[int] = []
-        try:
+        with own_work(self._book):
             results = AsyncLLM.generate(self._llm, tokens_input(PROMPT), params, f"self-check-{self._count}")
             async for result in results:
                 tokens = list(result.outputs[0].token_ids)
-        finally:
-            part.end()
-            call.close()
         return tokens

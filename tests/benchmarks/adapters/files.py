@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from serve_app.demo.train_adapters import ADAPTERS_FOLDER
-from serve_app.engine.adapter_files import CONFIG, WEIGHTS
+from serve_app.engine.adapters import CONFIG, WEIGHTS
 from tests.benchmarks.serve.models import Model
 
 TEMPLATE = ADAPTERS_FOLDER / "letters"

@@ -187,7 +187,7 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
         def driver() -> float:
             prompts, _ = write_rows(folder, next(numbers), options.rows, options.answer)
             out = folder / "out.jsonl"
-            command = [sys.executable, "-m", "serve_app.driver", str(prompts), str(out), "--overwrite"]
+            command = [sys.executable, "-m", "serve_app.cli", "batch", str(prompts), str(out), "--overwrite"]
             command += ["--quiet", "--url", f"http://127.0.0.1:{server.port}"]
             command += ["--max-tokens", str(options.answer)]
             command += ["--min-tokens", str(options.answer)]

@@ -76,7 +76,16 @@ class Bench:
 
     def _driver(self, name: str, file: Path, where: list[str]) -> float:
         out = self._folder / "out.jsonl"
-        command = [sys.executable, "-m", "serve_app.driver", str(file), str(out), "--overwrite", "--quiet"]
+        command = [
+            sys.executable,
+            "-m",
+            "serve_app.cli",
+            "batch",
+            str(file),
+            str(out),
+            "--overwrite",
+            "--quiet",
+        ]
         self._service.run([*command, *where])
         body = json.loads((self._folder / "out.jsonl.report.json").read_text())["this_run"]
         self._check([json.loads(line)["result"] for line in out.read_text().splitlines()])

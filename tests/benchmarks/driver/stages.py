@@ -11,7 +11,7 @@ from ray.data import Dataset
 from ray.data.llm import ServeDeploymentProcessorConfig, build_processor
 
 from serve_app.driver.ray_data import Generate
-from serve_app.ingress.health import engine_name
+from serve_app.ingress.status import engine_name
 
 BATCH = 50
 CALLS = 10

@@ -6,7 +6,7 @@ from ray.serve import Application
 
 from serve_app import app
 from serve_app.api.protocol import JSON
-from serve_app.engine.llm import Engine
+from serve_app.engine.deployment import Engine
 
 FIELDS = {"prompts", "service_tier"}
 

@@ -7,8 +7,8 @@ import openai
 import pytest
 from pydantic_core import from_json
 
+from serve_app.auth.key_store import Caller
 from serve_app.auth.keys import Key, hash_key
-from serve_app.auth.middleware import Caller
 from serve_app.auth.rate_limit import RateLimit
 from serve_app.batches.limits import DAY_S
 from tests.serve_app.batches.helpers import CHAT, NOW, row, text_of

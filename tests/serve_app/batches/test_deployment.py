@@ -12,8 +12,8 @@ from pydantic_core import from_json, to_json
 
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
+from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import KeyStore
 from serve_app.batches import deployment
 from serve_app.batches.content import Draft
 from serve_app.batches.deployment import Batches

@@ -15,18 +15,18 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from serve_app.api.errors import EngineLostError, RequestError
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import TIER_PRIORITY, Scheduling
+from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import KeyStore
 from serve_app.batches import engines
 from serve_app.batches.client import Answer, QuotaError
 from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.engines import EngineClient
 from serve_app.batches.pacing import RETRYABLE
 from serve_app.engine.quotas import CallQuotas
-from serve_app.ingress import context_lengths, retry
-from serve_app.ingress.health import Health, ModelHealth
-from serve_app.ingress.large_bodies import LARGE_BYTES
-from serve_app.ingress.poison import PoisonError
+from serve_app.ingress import models, relay
+from serve_app.ingress.body import LARGE_BYTES
+from serve_app.ingress.relay import PoisonError
+from serve_app.ingress.status import Health, ModelHealth
 from serve_app.relay.frame import Head, pack, pack_error
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -65,7 +65,7 @@ async def test_a_row_goes_to_its_model_with_its_tier_tenant_and_weight() -> None
     assert request.scheduling == ANNA
     assert request.max_tokens == 9
     assert (request.source, request.key) == ("batch", "ada")
-    assert request.tokens > 0
+    assert request.facts.tokens > 0
     assert engines["demo"].answers[0].stopped.is_set()
 
 
@@ -112,7 +112,7 @@ async def test_a_row_for_a_model_that_sleeps_comes_again_once_its_context_is_kno
     assert settings.usage.quotas
     engine = Engine(answer(complete(PLAIN, b"{}")))
     waking = Waking(engine, health, 1000)
-    monkeypatch.setattr(context_lengths, "start_replica", waking)
+    monkeypatch.setattr(models, "start_replica", waking)
     handles: Any = {"demo": engine}
     quotas = CallQuotas(settings.usage.quotas, QuotasHandle(settings.usage.quotas))
     client = EngineClient(settings, handles, Health("llm", ["demo"]), quotas=quotas)
@@ -218,7 +218,7 @@ class Dying:
 
 
 async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
     engine = Engine(Dying(2))
     assert (await client_of({"demo": engine}).send(CHAT, BODY, ANNA)).status == 200
     assert len(engine.requests) == 3
@@ -229,7 +229,7 @@ async def test_a_row_survives_two_engines_and_no_third(monkeypatch: pytest.Monke
 
 
 async def test_rows_that_lost_two_engines_run_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(relay, "BACKOFF_S", 0.0)
     dying = Dying(10)
     client = client_of({"demo": Engine(dying)})
     answers = await asyncio.gather(*(client.send(CHAT, BODY, ANNA) for _ in range(5)))

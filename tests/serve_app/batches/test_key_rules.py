@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from serve_app.api.errors import RequestError
+from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import KeyStore
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
 from serve_app.batches.pacing import Fixed

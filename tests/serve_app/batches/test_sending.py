@@ -19,7 +19,7 @@ from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.pacing import Auto, Backoff, Fixed
 from serve_app.batches.rows import Row
 from serve_app.batches.sending import Sender
-from serve_app.ingress.large_bodies import LARGE_BYTES
+from serve_app.ingress.body import LARGE_BYTES
 from tests.progress import STILL_S
 from tests.serve_app.batches.helpers import batch_of, row, text_of
 

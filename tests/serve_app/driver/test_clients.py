@@ -179,7 +179,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     async def back_off(tried: int) -> None:
         await asyncio.sleep(0)
 
-    monkeypatch.setattr("serve_app.ingress.retry.back_off", back_off)
+    monkeypatch.setattr("serve_app.ingress.relay.back_off", back_off)
 
 
 @pytest.mark.parametrize("error", [ActorDiedError(), EngineLostError()], ids=["replica", "vLLM's engine"])

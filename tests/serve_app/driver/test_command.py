@@ -55,7 +55,7 @@ def batch(*arguments: object) -> int:
 
 def start(*arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "serve_app.driver", *map(str, arguments)],
+        [sys.executable, "-m", "serve_app.cli", "batch", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -128,7 +128,7 @@ def test_options_reach_the_service(tmp_path: Path, questions: Path, url: str, se
 
 def test_standard_input(tmp_path: Path, url: str) -> None:
     done = run(
-        [sys.executable, "-m", "serve_app.driver", "-", tmp_path / "out.jsonl", "--url", url],
+        [sys.executable, "-m", "serve_app.cli", "batch", "-", tmp_path / "out.jsonl", "--url", url],
         input='{"prompt": "a"}\n{"prompt": "b"}\n',
     )
     assert done.returncode == 0, done.stderr
@@ -342,7 +342,7 @@ def test_a_second_interrupt_stops_at_once(
 
 def test_an_interrupt_ends_the_wait_for_a_pipe(tmp_path: Path, url: str, service: FakeService) -> None:
     driver = subprocess.Popen(
-        [sys.executable, "-m", "serve_app.driver", "-", tmp_path / "out.jsonl", "--url", url],
+        [sys.executable, "-m", "serve_app.cli", "batch", "-", tmp_path / "out.jsonl", "--url", url],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -406,7 +406,7 @@ def test_a_terminal_shows_a_progress_bar(
     service.release.clear()
     ours, theirs = pty.openpty()
     driver = subprocess.Popen(
-        [sys.executable, "-m", "serve_app.driver", questions, tmp_path / "out.jsonl", "--url", url],
+        [sys.executable, "-m", "serve_app.cli", "batch", questions, tmp_path / "out.jsonl", "--url", url],
         stderr=theirs,
         stdout=subprocess.DEVNULL,
         env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
@@ -566,7 +566,16 @@ def test_a_real_disk_that_is_full(
 ) -> None:
     questions = write(tmp_path / "in.jsonl", 5000)
     (tmp_path / "disk").mkdir()
-    command = [sys.executable, "-m", "serve_app.driver", questions, tmp_path / "disk" / name, "--url", url]
+    command = [
+        sys.executable,
+        "-m",
+        "serve_app.cli",
+        "batch",
+        questions,
+        tmp_path / "disk" / name,
+        "--url",
+        url,
+    ]
     script = SMALL_DISK.format(
         small=small,
         folder=tmp_path / "disk",
@@ -635,7 +644,7 @@ def test_a_run_that_fails_does_not_wait_for_its_input(
     tmp_path: Path, lines: str, options: list[str], code: int
 ) -> None:
     driver = subprocess.Popen(
-        [sys.executable, "-m", "serve_app.driver", "-", tmp_path / "out.jsonl", *options],
+        [sys.executable, "-m", "serve_app.cli", "batch", "-", tmp_path / "out.jsonl", *options],
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

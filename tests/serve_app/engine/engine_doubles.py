@@ -1,56 +1,235 @@
-"""Stands for a vLLM engine and its application."""
+"""Stands for the parts of an Engine around its door: adapters, the check of grammars, vLLM's application."""
 
-from dataclasses import dataclass, field
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
+from batcher import ContinuousBatcher
 from serve_app.api.errors import RequestError
-from serve_app.engine.adapter_slots import AdapterSlots
-from serve_app.engine.admission import current
+from serve_app.api.facts import Facts
+from serve_app.api.scheduling import Scheduling
+from serve_app.engine.adapters import AdapterSlots
+from serve_app.engine.door import GRAMMAR, LONG, LONG_AT_ONCE, STARTING, Door, EngineLanes
+from serve_app.engine.grammars import Grammar, GrammarCheck
+from serve_app.engine.job import Job, current
 from serve_app.relay.request import RelayRequest
+from tests.batcher.virtual import now
 
-REQUEST = RelayRequest("POST", "/v1/completions", b"", [], b"{}")
+BLOCK = 16
+CONTEXT = 128
+
+FACTS = Facts(size=2, prompt=10, prompts=1, answers=1, output=4, runs=True, grammar=False, tokens=14)
+"""Facts of a short prompt: with its answer it takes one block."""
+
+REQUEST = RelayRequest(
+    # Clocks of machines differ: its age is zero, whatever the time.
+    *("POST", "/v1/completions", b"", [], b"{}"),
+    facts=FACTS,
+    arrived_at=time.time() + 86_400.0,
+)
 """A request of the smallest body."""
 
 
-class FakeAdapters:
-    """Stands for the adapters of a VLLMEngine."""
+def new_job(request: RelayRequest = REQUEST, *, facts: dict[str, Any] | None = None, **fields: Any) -> Job:
+    """Return a job that arrives now.
 
-    def __init__(self) -> None:
-        self.slots = AdapterSlots(2)
+    Args:
+        request: Its request.
+        facts: Fields of its facts.
+        fields: Fields of its scheduling, and `adapter`, `body` and `resumes` of its request.
+    """
+    own = {name: fields.pop(name) for name in ("adapter", "body", "resumes") if name in fields}
+    scheduling = Scheduling(**(request.scheduling._asdict() | fields))
+    facts = (facts or {}) | ({"grammar": True} if "body" in own else {})
+    request = replace(request, scheduling=scheduling, facts=replace(request.facts, **facts), **own)
+    return Job(request, began=now())
+
+
+class PlayedAdapters:
+    """Stands for the adapters of a VLLMEngine.
+
+    Attributes:
+        requests: Those that are served, by id.
+        slots: Their places.
+    """
+
+    def __init__(self, slots: int = 2, served: Iterable[str] = ("demo:words", "demo:sums")) -> None:
+        self.slots = AdapterSlots(slots)
+        self.requests: dict[str, Any] = {id: SimpleNamespace(lora_name=id) for id in served}
 
     async def check(self, id: str) -> None:
-        if id != "demo:words":
-            raise RequestError(404, "not_found_error", f"no {id!r}; served here: demo, demo:words")
+        self.lora_request(id)
+
+    def lora_request(self, id: str) -> Any:
+        if id not in self.requests:
+            there = ", ".join(["demo", *self.requests])
+            raise RequestError(404, "not_found_error", f"no {id!r}; served here: {there}")
+        return self.requests[id]
+
+    def report(self) -> list[Any]:
+        return []
+
+
+class PlayedCheck(GrammarCheck):
+    """Checks grammars without a process, each in its own time.
+
+    The text of a grammar is the seconds that its check takes; a negative one is refused behind them.
+
+    Attributes:
+        checked: The texts that were checked.
+        busy: Checks that are under way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0.1, 1.0)
+        self.checked: list[str] = []
+        self.busy = 0
+        self._passed: set[str] = set()
+
+    def unknown(self, grammars: Iterable[Grammar]) -> bool:
+        return any(grammar.text not in self._passed for grammar in grammars)
+
+    async def check(self, grammars: Iterable[Grammar]) -> None:
+        for grammar in grammars:
+            if grammar.text in self._passed:
+                continue
+            assert not self.busy, "a job waits in its slot for the process that checks grammars"
+            self.busy += 1
+            try:
+                await asyncio.sleep(abs(float(grammar.text)))
+            finally:
+                self.busy -= 1
+            self.checked.append(grammar.text)
+            if grammar.text.startswith("-"):
+                raise RequestError(400, "invalid_request_error", "takes too long", param=grammar.field)
+            self._passed.add(grammar.text)
+
+    async def compile(self, grammar: Grammar, stated: Iterable[Grammar]) -> None:
+        await self.check([grammar])
+
+
+def grammar_body(seconds: float) -> bytes:
+    """Return a body with a grammar whose check takes that long."""
+    return b'{"structured_outputs": {"regex": "%g"}}' % seconds
 
 
 @dataclass
-class FakeEngine:
+class Site:
+    """A door with all that stands around it.
+
+    Attributes:
+        door: The door.
+        batcher: Its order of what the engine runs.
+        texts: Its order of jobs that run no model.
+        adapters: Its adapters.
+        grammars: Its check of grammars.
+        lanes: The needs of `batcher`.
+        refusal: Refuses all jobs; None: it doesn't.
+    """
+
+    door: Door
+    batcher: ContinuousBatcher
+    texts: ContinuousBatcher
+    adapters: PlayedAdapters
+    grammars: PlayedCheck
+    lanes: EngineLanes
+    refusal: RequestError | None = None
+
+    @asynccontextmanager
+    async def placed(
+        self, job: Job, prompt_tokens: int = BLOCK, max_tokens: int = 0, n: int = 1
+    ) -> AsyncIterator[None]:
+        """Hold a job from its admission to its end, as an Engine does."""
+        try:
+            await self.door.admit(job)
+            async with self.door.place(job, prompt_tokens, max_tokens, n):
+                yield
+        finally:
+            if job.slot is not None and not job.placed:
+                job.slot.release()
+
+    async def run(self, job: Job, seconds: float = 1.0, **place: int) -> None:
+        """Admit a job and run it for a time."""
+        async with self.placed(job, **place):
+            await asyncio.sleep(seconds)
+
+    def check_free(self) -> None:
+        """Check that nothing is held: no place, no cost, no adapter, no need."""
+        stats = self.batcher.stats
+        assert (stats.running, stats.running_cost, stats.queue_depth, stats.outside) == (0, 0, 0, 0)
+        assert (self.texts.stats.running, self.texts.stats.queue_depth) == (0, 0)
+        slots = self.adapters.slots
+        needs = [GRAMMAR, *[LONG] * LONG_AT_ONCE, *[f"adapter new-{number}" for number in range(slots.count)]]
+        for need in needs:
+            assert self.lanes.take(need), need
+        for need in needs:
+            self.lanes.give(need)
+
+
+@asynccontextmanager
+async def opened(
+    *, capacity: int = 1024, adapters: PlayedAdapters | None = None, **options: Any
+) -> AsyncIterator[Site]:
+    """Open a door.
+
+    Args:
+        capacity: Tokens that run at once.
+        adapters: The adapters.
+        options: Further arguments of the batcher.
+    """
+    adapters = adapters or PlayedAdapters()
+    slots, grammars = adapters.slots, PlayedCheck()
+    lanes = EngineLanes(slots)
+    most: dict[str, Any] = {"capacity": capacity, "oversize": "alone", "lanes": lanes, "clock": now} | options
+    few: dict[str, Any] = {"capacity": 1, "max_running": STARTING, "lanes": EngineLanes(slots)}
+    few["clock"] = most["clock"]
+    async with ContinuousBatcher(**most) as batcher, ContinuousBatcher(**few) as texts:
+        slots.on_change = batcher.reopen
+        owner: Any = adapters
+        door = Door(batcher, texts, owner, context=CONTEXT, blocks=blocks)
+        door.grammars = grammars
+        site = Site(door, batcher, texts, adapters, grammars, lanes)
+        door.unfit = lambda: site.refusal
+        yield site
+
+
+def blocks(tokens: int) -> int:
+    """Return tokens in whole blocks."""
+    return -(-tokens // BLOCK) * BLOCK
+
+
+@dataclass
+class PlayedEngine:
     """Stands for a VLLMEngine."""
 
+    door: Any = None
+    generate: Any = None
     died: bool = False
     max_tokenize_tokens: int = 1_000
-    max_model_len: int = 2_048
-    adapters: FakeAdapters = field(default_factory=FakeAdapters)
+    max_model_len: int = CONTEXT
+    adapters: PlayedAdapters = field(default_factory=PlayedAdapters)
 
 
 def failing(
-    status: int = 500, *, admitted: bool = False, refused: bool = False, output_tokens: int = 0
+    status: int = 500, *, output_tokens: int = 0, seen: Callable[[Job], object] = lambda job: None
 ) -> Any:
     """Return an application that answers with an error.
 
     Args:
         status: Its status.
-        admitted: The batcher has admitted the request.
-        refused: The batcher has refused it.
         output_tokens: Tokens that were made before.
+        seen: Called with the job.
     """
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        result = current().result
-        result.admitted = admitted
-        result.usage.output_tokens = output_tokens
-        if refused:
-            result.refusal = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
+        job = current()
+        assert job is not None
+        seen(job)
+        job.usage.output_tokens = output_tokens
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b'{"error": {"message": "oh"}}'})
 

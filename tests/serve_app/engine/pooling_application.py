@@ -1,7 +1,8 @@
-"""vLLM's application of a pooling model, on an engine that the test plays."""
+"""vLLM's own application behind a door, on an engine that a test plays."""
 
+import time
 from contextlib import AsyncExitStack
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -9,47 +10,29 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.renderers import renderer_from_config
 from vllm.usage.usage_lib import UsageContext
 
-from batcher import ContinuousBatcher
-from serve_app.engine.tokenizing import TokenizingQueue
+from serve_app.api.routes import TOKENIZING
+from serve_app.engine.job import set_current
 from serve_app.engine.vllm.application import build_application
 from serve_app.engine.vllm.client import GatedLLM
 from serve_app.engine.vllm.options import vllm_args
-from serve_app.engine.vllm.tokenizing import bound_tokenizing
+from serve_app.engine.vllm.workarounds import bound_tokenizing
 from serve_app.settings.models import LLMSettings
 from tests.progress import STILL_S
-
-CONTEXT = 128
-
+from tests.serve_app.engine.engine_doubles import CONTEXT, REQUEST, PlayedAdapters, new_job, opened
 
 LIMIT_S = STILL_S
 
 
-class Texts(TokenizingQueue):
-    """A queue that counts what it admits.
-
-    Attributes:
-        sizes: Characters of each call.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(100)
-        self.sizes: list[int] = []
-
-    async def run(self, call: Any, characters: int) -> Any:
-        self.sizes.append(characters)
-        return await super().run(call, characters)
-
-
 class Application:
-    """vLLM's application of a pooling model.
+    """vLLM's application of a model.
 
     Attributes:
         llm: Its engine.
         app: The application.
         routes: The routes that it serves.
         client: Calls it.
-        batcher: Admits its prompts.
-        texts: Admits its texts.
+        site: The door with all around it.
+        tokenized: Slots that ran when a text was tokenized, by texts.
     """
 
     def __init__(self, source: str, tasks: tuple[str, ...], **engine: Any) -> None:
@@ -67,7 +50,6 @@ class Application:
         llm.renderer = renderer_from_config(config)
         llm.by_priority = False
         llm.input_processor = None
-        llm.adapters = SimpleNamespace(requests={})
 
         async def supported() -> tuple[str, ...]:
             return tasks
@@ -76,20 +58,35 @@ class Application:
         self.llm = llm
 
     async def start(self, stack: AsyncExitStack) -> "Application":
-        """Start its queues, which end with a stack, and return it."""
-        self.batcher = await stack.enter_async_context(ContinuousBatcher(capacity=CONTEXT))
-        self.llm.batcher = self.batcher
-        self.texts = Texts()
-        await self.texts.start()
-        stack.push_async_callback(self.texts.stop)
-        bound_tokenizing(self.llm.renderer, self.texts, CONTEXT)
-        self.app, self.routes = await build_application(self.llm, self._args, self.texts)
+        """Open its door, which closes with a stack, and return it."""
+        # Texts are tokenized in threads, which have no loop.
+        door = opened(capacity=CONTEXT, clock=time.monotonic, adapters=PlayedAdapters(1, ()))
+        self.site = site = await stack.enter_async_context(door)
+        self.llm.door, self.llm.adapters = site.door, site.adapters
+        self.tokenized: list[int] = []
+        tokenize = self.llm.renderer._tokenize_prompt
+
+        def watched(prompt: Any, params: Any) -> Any:
+            self.tokenized.append(site.batcher.stats.running + site.texts.stats.running)
+            return tokenize(prompt, params)
+
+        self.llm.renderer._tokenize_prompt = watched
+        bound_tokenizing(self.llm.renderer, CONTEXT)
+        self.app, self.routes = await build_application(self.llm, self._args)
         transport = httpx.ASGITransport(app=self.app)
         client = httpx.AsyncClient(transport=transport, base_url="http://x", timeout=LIMIT_S)
         self.client = await stack.enter_async_context(client)
         return self
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
-        """Return the status and the body of an answer."""
-        response = await self.client.post(path, json={"model": "demo"} | body)
+        """Admit a request, and return the status and the body of its answer."""
+        facts = {"runs": path not in TOKENIZING, "output": 0}
+        job = new_job(replace(REQUEST, path=path), facts=facts)
+        await self.site.door.admit(job)
+        set_current(job)
+        try:
+            response = await self.client.post(path, json={"model": "demo"} | body)
+        finally:
+            if job.slot is not None and not job.placed:
+                job.slot.release()
         return response.status_code, response.json()

@@ -1,167 +1,290 @@
-"""Slots of adapters, under any order of requests."""
+"""Places of adapters, under any order of requests."""
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.engine.adapter_slots import AdapterSlots
+from serve_app.engine.adapters import AdapterSlots
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
 
 
-class Request:
-    """A request that holds an adapter until it is told to end."""
+class Batcher:
+    """Requests for adapters, tried in their order, as a batcher does.
 
-    def __init__(self, slots: AdapterSlots, adapter: str) -> None:
-        self.adapter = adapter
-        self._entered = False
-        self._end = asyncio.Event()
-        self.task = asyncio.ensure_future(self._run(slots))
+    Attributes:
+        running: The requests that run, by adapter.
+        waiting: The adapters of the requests that were refused, in their order.
+    """
 
-    async def _run(self, slots: AdapterSlots) -> None:
-        async with slots.using(self.adapter):
-            self._entered = True
-            await self._end.wait()
+    def __init__(self, slots: AdapterSlots) -> None:
+        self.slots = slots
+        self.running: Counter[str] = Counter()
+        self.waiting: list[str] = []
+        slots.on_change = self.retry
 
-    def entered(self) -> bool:
-        return self._entered
+    def ask(self, adapter: str) -> None:
+        if self.slots.take(adapter):
+            self.running[adapter] += 1
+        else:
+            self.waiting.append(adapter)
 
-    async def end(self) -> None:
-        self._end.set()
-        async with asyncio.timeout(LIMIT_S):
-            await self.task
+    def end(self, adapter: str) -> None:
+        self.running[adapter] -= 1
+        if self.slots.give(adapter):
+            self.retry()
 
+    def cancel(self, adapter: str) -> None:
+        """Drop a request that waits."""
+        self.waiting.remove(adapter)
+        if adapter not in self.waiting and self.slots.unwanted(adapter):
+            self.retry()
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
-
-
-async def ask(slots: AdapterSlots, *adapters: str) -> list[Request]:
-    requests = [Request(slots, adapter) for adapter in adapters]
-    await settle()
-    return requests
-
-
-async def test_a_free_slot_is_taken_at_once_and_kept() -> None:
-    slots = AdapterSlots(2)
-    a, b = await ask(slots, "a", "b")
-    assert a.entered()
-    assert b.entered()
-    await a.end()
-    await b.end()
-    assert slots.resident == ["a", "b"]
+    def retry(self) -> None:
+        waiting, self.waiting = self.waiting, []
+        for adapter in waiting:
+            self.ask(adapter)
 
 
-async def test_the_adapter_that_was_used_least_recently_gives_its_slot() -> None:
-    slots = AdapterSlots(2)
+def made(count: int, *adapters: str) -> Batcher:
+    batcher = Batcher(AdapterSlots(count))
+    for adapter in adapters:
+        batcher.ask(adapter)
+    return batcher
+
+
+def test_a_free_place_is_taken_at_once_and_kept() -> None:
+    batcher = made(2, "a", "b")
+    assert batcher.running == {"a": 1, "b": 1}
+    batcher.end("a")
+    batcher.end("b")
+    assert batcher.slots.resident == ["a", "b"]
+
+
+def test_the_adapter_that_was_used_least_recently_gives_its_place() -> None:
+    batcher = made(2)
     for adapter in ("a", "b", "a", "c"):
-        async with slots.using(adapter):
-            pass
-    assert slots.resident == ["a", "c"]
+        batcher.ask(adapter)
+        batcher.end(adapter)
+    assert batcher.slots.resident == ["a", "c"]
 
 
-async def test_a_flood_on_the_adapters_that_are_loaded_does_not_keep_another_out() -> None:
-    slots = AdapterSlots(2)
-    first, _, waiting = await ask(slots, "a", "b", "c")
-    assert not waiting.entered()
-    more_a, more_b = await ask(slots, "a", "b")
+def test_a_flood_on_the_adapters_that_are_loaded_does_not_keep_another_out() -> None:
+    batcher = made(2, "a", "b", "c", "a", "b")
     # a drains, b goes on.
-    assert (more_a.entered(), more_b.entered()) == (False, True)
-    await first.end()
-    await settle()
-    assert waiting.entered()
-    assert slots.resident == ["b", "c"]
-    assert not more_a.entered()
+    assert (batcher.running, batcher.waiting) == ({"a": 1, "b": 2}, ["c", "a"])
+    batcher.end("a")
+    assert batcher.running == {"a": 0, "b": 2, "c": 1}
+    assert batcher.waiting == ["a"]
 
 
-async def test_a_request_that_leaves_the_queue_lets_those_behind_it_in() -> None:
-    slots = AdapterSlots(1)
-    first, gone, behind = await ask(slots, "a", "b", "a")
-    assert not behind.entered()
-    gone.task.cancel()
-    await settle()
-    assert behind.entered()
-    await first.end()
-    await behind.end()
-    assert slots.waiting == 0
+def test_any_adapter_without_requests_ends_a_drain() -> None:
+    batcher = made(2, "a", "b", "c", "a")
+    batcher.end("b")
+    assert (batcher.slots.resident, batcher.waiting) == (["c", "a"], [])
 
 
-async def test_a_request_that_leaves_the_queue_as_its_slot_gets_free_is_cancelled() -> None:
-    slots = AdapterSlots(1)
-    async with slots.using("a"):
-        (gone,) = await ask(slots, "b")
-        gone.task.cancel()
-    # The slot is given on before the task of the request runs again.
-    with pytest.raises(asyncio.CancelledError):
-        await gone.task
-    (next_one,) = await ask(slots, "c")
-    assert next_one.entered()
-    assert slots.waiting == 0
-    await next_one.end()
+def test_a_drain_ends_when_nobody_wants_the_place_any_more() -> None:
+    batcher = made(1, "a", "b", "b", "a")
+    batcher.cancel("b")
+    assert batcher.waiting == ["b", "a"]
+    batcher.cancel("b")
+    assert batcher.running == {"a": 2}
 
 
-async def test_a_pinned_adapter_keeps_its_slot() -> None:
-    slots = AdapterSlots(2)
-    slots.pin("p")
+def test_a_drain_is_not_for_an_adapter_that_has_its_place() -> None:
+    batcher = made(2, "a", "b", "c")
+    batcher.end("a")
+    assert batcher.running["c"] == 1
+    batcher.ask("d")
+    batcher.cancel("d")
+    batcher.ask("b")
+    assert (batcher.running["b"], batcher.waiting) == (2, [])
+
+
+def test_a_pinned_adapter_keeps_its_place() -> None:
+    batcher = made(2, "p")
+    batcher.slots.pin("p")
+    batcher.end("p")
     for adapter in ("a", "b", "c"):
-        async with slots.using(adapter):
-            assert set(slots.resident) == {"p", adapter}
-    slots.remove("p")
-    assert slots.resident == ["c"]
+        batcher.ask(adapter)
+        assert set(batcher.slots.resident) == {"p", adapter}
+        batcher.end(adapter)
+    batcher.slots.remove("p")
+    assert batcher.slots.resident == ["c"]
+    with pytest.raises(KeyError):
+        batcher.slots.pin("p")
+
+
+def test_an_adapter_that_is_removed_lets_another_in() -> None:
+    batcher = made(1, "p")
+    batcher.slots.pin("p")
+    batcher.ask("c")
+    batcher.end("p")
+    assert batcher.waiting == ["c"]
+    batcher.slots.remove("p")
+    assert batcher.slots.resident == ["c"]
+
+
+def test_a_pinned_adapter_does_not_drain() -> None:
+    batcher = made(2, "a", "b", "c", "a")
+    batcher.slots.pin("a")
+    assert (batcher.running["a"], batcher.waiting) == (2, ["c"])
+    batcher.end("b")
+    assert batcher.slots.resident == ["a", "c"]
 
 
 async def test_the_end_of_the_last_request_is_told() -> None:
-    slots = AdapterSlots(1)
-    (request,) = await ask(slots, "a")
-    leaving = asyncio.ensure_future(slots.left("a"))
-    await settle()
+    batcher = made(1, "a", "a")
+    leaving = asyncio.ensure_future(batcher.slots.left("a"))
+    batcher.end("a")
+    await asyncio.sleep(0)
     assert not leaving.done()
-    await request.end()
+    batcher.end("a")
     async with asyncio.timeout(LIMIT_S):
         await leaving
+        await batcher.slots.left("a")
 
 
-@settings(deadline=None, max_examples=100)
-@given(
-    st.integers(2, 3),
-    st.lists(st.tuples(st.sampled_from(["ask", "end", "cancel"]), st.sampled_from("abcde")), max_size=60),
+async def test_a_claim_goes_before_all_that_wait() -> None:
+    batcher = made(1, "a")
+    claimed, end = asyncio.Event(), asyncio.Event()
+
+    async def claim() -> None:
+        async with batcher.slots.claim("c"):
+            claimed.set()
+            await end.wait()
+
+    claims = [asyncio.ensure_future(claim()) for _ in range(2)]
+    await asyncio.sleep(0)
+    batcher.ask("a")
+    batcher.ask("b")
+    batcher.end("a")
+    batcher.ask("d")
+    assert batcher.waiting == ["a", "b", "d"]
+    async with asyncio.timeout(LIMIT_S):
+        await claimed.wait()
+        assert (batcher.slots.resident, batcher.waiting) == (["c"], ["a", "b", "d"])
+        end.set()
+        await asyncio.gather(*claims)
+    assert (batcher.slots.resident, batcher.waiting) == (["a"], ["b", "d"])
+
+
+async def test_a_claim_gets_the_place_of_an_adapter_that_is_removed() -> None:
+    batcher = made(1, "p")
+    batcher.slots.pin("p")
+    batcher.end("p")
+
+    async def claim() -> None:
+        async with batcher.slots.claim("c"):
+            assert batcher.slots.resident == ["c"]
+
+    claiming = asyncio.ensure_future(claim())
+    await asyncio.sleep(0)
+    batcher.slots.remove("p")
+    async with asyncio.timeout(LIMIT_S):
+        await claiming
+
+
+async def test_a_claim_that_is_given_up_lets_the_others_in() -> None:
+    batcher = made(1, "a")
+
+    async def claim() -> None:
+        async with batcher.slots.claim("c"):
+            raise AssertionError
+
+    claiming = asyncio.ensure_future(claim())
+    await asyncio.sleep(0)
+    batcher.ask("a")
+    assert batcher.waiting == ["a"]
+    claiming.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await claiming
+    assert batcher.running == {"a": 2}
+
+
+ADAPTERS = "abcde"
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from([*["ask", "end"] * 3, "cancel", "pin", "remove", "claim", "give up", "loop", "look"]),
+        st.sampled_from(ADAPTERS),
+    ),
+    min_size=4,
+    max_size=60,
 )
-def test_no_more_adapters_than_slots_have_requests_and_all_are_served(
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.integers(1, 3), ACTIONS)
+def test_any_order_of_requests_keeps_the_places_and_leaves_nobody_out(
     count: int, actions: list[tuple[str, str]]
 ) -> None:
     async def run() -> None:
         slots = AdapterSlots(count)
-        slots.pin("e")
-        requests: list[Request] = []
-        for action, adapter in actions:
-            chosen = [one for one in requests if one.adapter == adapter]
-            if action == "ask":
-                requests += await ask(slots, adapter)
-            elif chosen and action == "cancel":
-                chosen[-1].task.cancel()
-                requests.remove(chosen[-1])
-            elif chosen and chosen[0].entered():
-                await chosen[0].end()
-                requests.remove(chosen[0])
-            await settle()
-            used = {one.adapter for one in requests if one.entered()} | {"e"}
-            assert len(used) <= count
-            assert used <= set(slots.resident)
+        batcher = Batcher(slots)
+        pinned: set[str] = set()
+        claims: dict[str, asyncio.Task[None]] = {}
+        held: set[str] = set()
+        release = asyncio.Event()
+
+        async def claim(name: str) -> None:
+            async with slots.claim(name):
+                held.add(name)
+                try:
+                    await release.wait()
+                finally:
+                    held.discard(name)
+
+        def used() -> set[str]:
+            return {one for one in ADAPTERS if batcher.running[one]} | held
+
+        def check() -> None:
             assert len(slots.resident) <= count
-        while requests:
-            running = [one for one in requests if one.entered()]
-            assert running, "all wait for each other"
-            for one in running:
-                await one.end()
-            requests = [one for one in requests if not one.entered() or not one.task.done()]
-            await settle()
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(slots.using("a"))
-        assert slots.waiting == 0
+            assert used() | pinned <= set(slots.resident)
+
+        for action, adapter in actions:
+            if action == "ask":
+                batcher.ask(adapter)
+            elif action == "end" and batcher.running[adapter]:
+                batcher.end(adapter)
+            elif action == "cancel" and adapter in batcher.waiting:
+                batcher.cancel(adapter)
+            elif action == "pin" and adapter in slots.resident and len(pinned | {adapter}) < count:
+                slots.pin(adapter)
+                pinned.add(adapter)
+            elif action == "remove":
+                pinned.discard(adapter)
+                slots.remove(adapter)
+            elif action == "claim":
+                name = adapter.upper()
+                claims.setdefault(name, asyncio.ensure_future(claim(name)))
+            elif action == "give up" and (task := claims.pop(adapter.upper(), None)):
+                task.cancel()
+                await asyncio.wait([task])
+            elif action == "loop":
+                await asyncio.sleep(0)
+            elif action == "look":
+                # No place that a request could have is kept from it in silence.
+                waiting = list(batcher.waiting)
+                batcher.retry()
+                assert batcher.waiting == waiting
+            check()
+        release.set()
+        while batcher.waiting or claims or any(batcher.running.values()):
+            before = [*batcher.waiting, *claims, *batcher.running.elements()]
+            for one in list(batcher.running.elements()):
+                batcher.end(one)
+                check()
+            for _ in range(4):
+                await asyncio.sleep(0)
+            claims = {name: task for name, task in claims.items() if not task.done()}
+            assert [*batcher.waiting, *claims, *batcher.running.elements()] != before, (
+                "all wait for each other"
+            )
+        check()
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine import function
 from serve_app.engine.function import FunctionEngine
-from serve_app.engine.loop_watch import LoopWatch
+from serve_app.engine.watchdog import LoopWatch
 from serve_app.ledger.rows import Row
 from serve_app.relay import frame
 from serve_app.relay.frame import unpack

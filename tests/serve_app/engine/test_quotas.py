@@ -3,9 +3,8 @@
 import pytest
 
 from serve_app.api.errors import RequestError
-from serve_app.api.protocol import GenerateRequest
-from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
-from serve_app.engine.quotas import CallQuotas, generate_demand
+from serve_app.api.facts import Facts
+from serve_app.engine.quotas import CallQuotas
 from serve_app.quotas.client import KeyQuota
 from serve_app.relay.usage import RequestUsage
 from serve_app.settings.usage import Quota, QuotasSettings
@@ -13,7 +12,7 @@ from tests.serve_app.quotas.fleet import QuotasHandle
 
 CONTEXT = 1000
 LIMIT = 10_000
-DEMAND = TokenDemand(300, output=100)
+FACTS = Facts(prompt=300, output=100)
 
 
 def handle_of(quota: Quota) -> QuotasHandle:
@@ -41,7 +40,7 @@ async def test_a_call_gives_back_what_it_did_not_use(
     usage = RequestUsage()
 
     async def call() -> None:
-        async with quotas.reserved("t", DEMAND, CONTEXT, usage):
+        async with quotas.reserved("t", FACTS, CONTEXT, usage):
             usage.prompt_tokens, usage.output_tokens = prompt, output
             if error:
                 raise error
@@ -58,9 +57,9 @@ async def test_a_call_gives_back_what_it_did_not_use(
 async def test_a_call_beyond_the_quota_is_refused() -> None:
     handle = handle_of(Quota(tokens_per_day=500))
     quotas = CallQuotas(handle.settings, handle)
-    async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
+    async with quotas.reserved("t", FACTS, CONTEXT, RequestUsage()):
         with pytest.raises(RequestError, match="tenant t: tokens_per_day 500"):
-            async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
+            async with quotas.reserved("t", FACTS, CONTEXT, RequestUsage()):
                 raise AssertionError("it has run")
     quotas.stop()
 
@@ -70,9 +69,9 @@ async def test_a_call_counts_for_its_key_too() -> None:
     quotas = CallQuotas(handle.settings, handle)
     key = KeyQuota("ada", Quota(tokens_per_day=500))
     usage = RequestUsage()
-    async with quotas.reserved("t", DEMAND, CONTEXT, usage, key):
+    async with quotas.reserved("t", FACTS, CONTEXT, usage, key):
         with pytest.raises(RequestError, match="key ada: tokens_per_day 500"):
-            async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage(), key):
+            async with quotas.reserved("t", FACTS, CONTEXT, RequestUsage(), key):
                 raise AssertionError("it has run")
         usage.prompt_tokens = 70
     assert await used(handle) == 70
@@ -82,17 +81,6 @@ async def test_a_call_counts_for_its_key_too() -> None:
 async def test_without_a_deployment_nothing_is_reserved() -> None:
     quotas = CallQuotas()
     assert not quotas.on
-    async with quotas.reserved("t", DEMAND, CONTEXT, RequestUsage()):
+    async with quotas.reserved("t", FACTS, CONTEXT, RequestUsage()):
         pass
     quotas.stop()
-
-
-def test_a_call_reserves_its_texts_in_bytes_and_an_answer_for_each() -> None:
-    request = GenerateRequest(prompts=["é", "ab"], max_tokens=7)
-    assert generate_demand(request, 50) == TokenDemand(4 + 2 * TEMPLATE_TOKENS, 2, 1, 7)
-    chat = GenerateRequest(messages=[[{"role": "user", "content": "hi"}]])
-    demand = generate_demand(chat, 50)
-    assert (demand.prompts, demand.output) == (1, 50)
-    assert demand.prompt is not None
-    assert demand.prompt > TEMPLATE_TOKENS + 2
-    assert generate_demand(chat, None).output is None

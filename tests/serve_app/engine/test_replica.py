@@ -8,10 +8,9 @@ from serve_app.api.errors import RequestError
 from serve_app.api.scheduling import Scheduling
 from serve_app.engine.replica import answer, origin_of, replica_tag, routing_stats, usage_stats
 from serve_app.ledger.calls import CallBook, Origin
-from serve_app.ledger.rows import Tokens
 from serve_app.relay.frame import Head, Piece, unpack
 from serve_app.relay.request import RelayRequest
-from serve_app.relay.usage import RequestUsage
+from serve_app.relay.usage import RequestUsage, Tokens
 from tests.serve_app.engine.engine_doubles import REQUEST
 from tests.serve_app.ledger.crashing import ran
 

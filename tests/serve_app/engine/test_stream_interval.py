@@ -1,82 +1,41 @@
-import itertools
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_app.engine.stream_interval import LONGEST_S, PieceRate, StreamInterval
+from serve_app.engine.stream_interval import LONGEST_S, STREAMS, StreamIntervals
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def pieces_of(streams: int, step_s: float, steps: int) -> list[list[float]]:
-    """Return the times of the pieces of each stream, which vLLM asks for as it does in a RequestState."""
-    clock = Clock()
-    rate = PieceRate(1_000.0, clock)
-    rate.streams = streams
-    intervals = [StreamInterval(rate) for _ in range(streams)]
-    assert all(interval > 1 for interval in intervals)
-    unsent = [0] * streams
-    pieces: list[list[float]] = [[0.0] for _ in range(streams)]
-    for _ in range(steps):
-        clock.now += step_s
-        for index, interval in enumerate(intervals):
-            unsent[index] += 1
-            if unsent[index] >= interval:
-                unsent[index] = 0
-                pieces[index].append(clock.now)
-    return pieces
+def test_a_lone_stream_and_those_of_an_unknown_engine_have_a_piece_for_each_token() -> None:
+    intervals = StreamIntervals()
+    assert [intervals.begin() for _ in range(500)] == [1] * 500
+    alone = StreamIntervals()
+    alone.begin()
+    alone.end(100, 0.1)
+    assert alone.begin() == 1
 
 
-@pytest.mark.parametrize(
-    ("streams", "step_s", "tokens"),
-    [(1, 0.002, 1), (8, 0.01, 1), (64, 0.07, 1), (64, 0.01, 7), (128, 0.025, 6), (100_000, 0.06, 5)],
-)
-def test_the_tokens_of_a_piece_follow_from_the_streams_and_the_steps(
-    streams: int, step_s: float, tokens: int
+@given(streams=st.integers(1, 1_000), token_s=st.floats(0.001, 1.0))
+def test_pieces_grow_with_the_streams_as_far_as_no_token_waits_longer_than_the_limit(
+    streams: int, token_s: float
 ) -> None:
-    clock = Clock()
-    rate = PieceRate(1_000.0, clock)
-    rate.streams = streams
-    interval = StreamInterval(rate)
-    sent = []
-    unsent = 0
+    intervals = StreamIntervals()
+    intervals.begin()
+    intervals.end(10, 10 * token_s)
+    tokens = [intervals.begin() for _ in range(streams)]
+    assert tokens == sorted(tokens)
+    assert tokens[-1] == 1 or tokens[-1] * token_s <= LONGEST_S * 1.001
+    assert tokens[-1] <= max(1, streams // STREAMS)
+    assert intervals.streams == streams
+
+
+def test_the_time_of_a_token_follows_the_streams_that_end() -> None:
+    intervals = StreamIntervals()
+    for _ in range(200):
+        intervals.begin()
+    intervals.end(10, 10.0)
+    assert intervals.begin() == 1
     for _ in range(100):
-        clock.now += step_s
-        unsent += 1
-        if unsent >= interval:
-            sent.append(unsent)
-            unsent = 0
-    assert set(sent) == {tokens}
-
-
-def test_a_slow_step_ends_the_wait_of_what_is_unsent() -> None:
-    clock = Clock()
-    rate = PieceRate(1_000.0, clock)
-    rate.streams = 128
-    interval = StreamInterval(rate)
-    clock.now = 0.01
-    assert not interval <= 1
-    # A step that computes many prompts.
-    clock.now = 0.2
-    assert interval <= 2
-
-
-@given(streams=st.integers(1, 300), step_s=st.floats(0.005, 0.3))
-def test_a_replica_sends_no_more_pieces_than_its_rate_and_no_token_waits_longer_than_the_limit(
-    streams: int, step_s: float
-) -> None:
-    steps = round(1 / step_s)
-    pieces = pieces_of(streams, step_s, steps)
-    # The bound of a wait comes first: beyond 250 streams there are more pieces.
-    allowed = max(1_000.0, streams / LONGEST_S) * steps * step_s + streams
-    assert sum(len(each) - 1 for each in pieces) <= allowed
-    for each in pieces:
-        gaps = [later - earlier for earlier, later in itertools.pairwise(each)]
-        assert all(gap <= min(streams / 1_000.0, LONGEST_S) + step_s + 1e-9 for gap in gaps)
+        intervals.end(10, 0.1)
+    # A stream with 10 ms for a token: 0.1 s are nine of them and a bit.
+    assert [intervals.begin() for _ in range(100)][-1] == 9
+    # A stream that ends with its first piece says nothing.
+    intervals.end(0, 0.0)

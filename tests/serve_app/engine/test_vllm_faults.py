@@ -5,7 +5,6 @@ The application is vLLM's; its engine is a double that yields and raises what a 
 
 import gc
 import json
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -20,15 +19,11 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from serve_app.engine.grammar_check import GrammarCheck
-from serve_app.engine.openai_answers import OpenAIAnswers
-from serve_app.engine.replica import origin_of
-from serve_app.engine.stream_interval import PieceRate
-from serve_app.ledger.calls import CallBook
+from serve_app.engine.openai import OpenAI
+from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.relay.frame import KEEP_ALIVE, unpack
-from serve_app.relay.usage import RequestUsage
 from serve_app.settings.sources import DEMO_MODEL
-from tests.serve_app.engine.engine_doubles import REQUEST, FakeEngine
+from tests.serve_app.engine.engine_doubles import REQUEST, PlayedEngine, Site, new_job
 from tests.serve_app.engine.pooling_application import Application
 
 MESSAGES = [{"role": "user", "content": "a"}]
@@ -60,18 +55,24 @@ class Service:
         script: Outputs of the engine; a function is called, and raises.
     """
 
-    def __init__(self, answers: OpenAIAnswers) -> None:
+    def __init__(self, openai: OpenAI, site: Site) -> None:
         self.script: list[RequestOutput | Callable[[], Any]] = []
-        self._answers = answers
+        self._openai = openai
+        self._site = site
 
     async def ask(self, path: str, stream: bool, **more: Any) -> tuple[int, str]:
         """Return the status and the body of the answer to a request."""
         body = json.dumps({"model": "demo", "stream": stream} | BODIES[path] | more).encode()
         headers = [(b"content-type", b"application/json"), (b"x-request-id", b"mine")]
         request = replace(REQUEST, path=path, body=body, headers=headers)
-        call = CallBook("demo").open(origin_of(request))
-        messages = self._answers.answer(request, time.monotonic(), RequestUsage(), call)
-        pieces = [unpack(message) async for message in messages if message != KEEP_ALIVE]
+        job = new_job(request, facts={"runs": path != COUNT, "size": len(body)})
+        await self._site.door.admit(job)
+        try:
+            messages = self._openai.answer(job)
+            pieces = [unpack(message) async for message in messages if message != KEEP_ALIVE]
+        finally:
+            if job.slot is not None and not job.placed:
+                job.slot.release()
         assert pieces[0].head is not None
         assert pieces[-1].usage is not None, "the answer is complete"
         return pieces[0].head.status, b"".join(piece.body for piece in pieces).decode()
@@ -88,7 +89,7 @@ async def service(
 ) -> AsyncIterator[Service]:
     application = Application(DEMO_MODEL, ("generate",), runner="generate")
     llm: Any = application.llm
-    llm.piece_rate = PieceRate()
+    llm.intervals = StreamIntervals()
     llm.max_prompt_logprobs = 100
     llm.input_processor = SimpleNamespace(vllm_config=llm.vllm_config, tokenizer=None)
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
@@ -97,10 +98,8 @@ async def service(
     monkeypatch.setattr(AsyncLLM, "is_tracing_enabled", lambda _: _never(), raising=False)
     async with AsyncExitStack() as stack:
         await application.start(stack)
-        engine: Any = FakeEngine()
-        grammars = GrammarCheck(1.0, 1.0)
-        stack.push_async_callback(grammars.stop)
-        service = Service(OpenAIAnswers(application.app, engine, grammars, ready_at=0.0))
+        engine: Any = PlayedEngine()
+        service = Service(OpenAI(application.app, engine), application.site)
         monkeypatch.setattr(
             AsyncLLM, "generate", lambda _, *args, **options: service.generate(*args, **options)
         )

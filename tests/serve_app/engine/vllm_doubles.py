@@ -1,4 +1,4 @@
-"""A GatedLLM around an engine client that the test scripts; vLLM's own engine is not started."""
+"""A GatedLLM around an engine client that a test scripts; vLLM's own engine is not started."""
 
 import asyncio
 import itertools
@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -16,14 +16,14 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats
 
 from batcher import ContinuousBatcher
-from serve_app.engine.stream_interval import PieceRate
+from serve_app.engine.job import Job, set_current
+from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.engine.vllm.client import GatedLLM
-from serve_app.engine.vllm.usage import EngineCounters, count_sequences
-from serve_app.ledger.calls import CallBook
+from serve_app.engine.vllm.stats import UnreportedStats, slot_usage
+from serve_app.relay.usage import Tokens
 from tests.progress import STILL_S
+from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, Site, new_job
 
-BLOCK = 16
-CONTEXT = 128
 LIMIT_S = STILL_S
 TEN = tokens_input(list(range(10)))
 """A prompt of ten tokens."""
@@ -35,6 +35,28 @@ def output(*token_ids: int, text: str = "", finish: str | None = None) -> Any:
         text=text, token_ids=list(token_ids), finish_reason=finish, stop_reason=None, index=0
     )
     return SimpleNamespace(outputs=[completion], finished=finish is not None, prompt_token_ids=[])
+
+
+class Taken:
+    """Sequences that a script has begun: the prompt once for each answer, and the tokens of its results."""
+
+    def __init__(self, prompt: Any, params: Any) -> None:
+        ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        self._prompt = len(ids or ()) * getattr(params, "n", 1)
+        self._delta = getattr(params, "output_kind", None) is RequestOutputKind.DELTA
+        self._output = 0
+
+    def add(self, result: Any) -> None:
+        """Add a result."""
+        outputs = getattr(result, "outputs", ())
+        tokens = sum(len(each.token_ids) for each in outputs)
+        self._output = self._output + tokens if self._delta else tokens
+
+    def tokens(self) -> Tokens:
+        return Tokens(self._prompt, 0, self._output)
+
+    def ended(self) -> bool:
+        return False
 
 
 class Script:
@@ -57,13 +79,17 @@ class Script:
     async def run(
         self, prompt: Any, params: Any, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
-        assert self.batcher is not None
-        self.costs.append(self.batcher.stats.running_cost)
+        if self.batcher is not None:
+            self.costs.append(self.batcher.stats.running_cost)
         self.calls.append({"prompt": prompt, "params": params, "request_id": request_id, **options})
+        taken = Taken(prompt, params)
+        if (slot := slot_usage.get()) is not None:
+            slot.count(taken)
         try:
             for result in self.results:
                 if isinstance(result, BaseException):
                     raise result
+                taken.add(result)
                 yield result
         finally:
             self.closed += 1
@@ -91,24 +117,49 @@ class HeldScript(Script):
             yield result
 
 
-def gated(
-    monkeypatch: pytest.MonkeyPatch, script: Script, batcher: ContinuousBatcher, *, by_priority: bool = False
-) -> GatedLLM:
-    """Return a client whose engine answers from a script."""
-    for method in ("generate", "encode"):
-        monkeypatch.setattr(AsyncLLM, method, lambda self, *args, **options: script.run(*args, **options))
-    script.batcher = batcher
+class ScriptedLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's own client of an engine that a test plays."""
+
+    script: Any
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        return self.script.run(*args, **options)
+
+    def encode(self, *args: Any, **options: Any) -> Any:
+        return self.script.run(*args, **options)
+
+    def shutdown(self, *_: Any) -> None:
+        """Do nothing; the destructor calls it."""
+
+
+class PlayedLLM(GatedLLM, ScriptedLLM):
+    """A GatedLLM whose `super()` is the scripted client."""
+
+
+def gated(script: Any, site: Site | None = None, *, by_priority: bool = False) -> GatedLLM:
+    """Return a client whose engine answers from a script.
+
+    Args:
+        script: The engine.
+        site: The door with all around it; None: nothing comes by way of a door.
+        by_priority: vLLM schedules by priority.
+    """
     # The constructor would start vLLM.
-    llm: Any = GatedLLM.__new__(GatedLLM)
-    llm.batcher = batcher
-    llm.piece_rate = PieceRate()
+    llm: Any = PlayedLLM.__new__(PlayedLLM)
+    llm.script = script
+    if site is not None:
+        script.batcher = site.batcher
+        llm.door, llm.adapters = site.door, site.adapters
+    llm.intervals = StreamIntervals()
     llm.by_priority = by_priority
     llm.max_prompt_logprobs = 100
     llm.model_config = SimpleNamespace(
         max_model_len=CONTEXT, get_vocab_size=lambda: 1000, runner_type="generate"
     )
     llm.vllm_config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9), use_v2_model_runner=False
+        cache_config=SimpleNamespace(block_size=BLOCK, num_gpu_blocks=9),
+        scheduler_config=SimpleNamespace(stream_interval=1),
+        use_v2_model_runner=False,
     )
     llm.input_processor = SimpleNamespace(
         vllm_config=llm.vllm_config,
@@ -117,36 +168,64 @@ def gated(
         tokenizer=None,
     )
     llm.output_processor = SimpleNamespace(external_req_ids={}, request_states={})
-    # The destructor calls it.
-    llm.shutdown = lambda *_: None
     result: GatedLLM = llm
     return result
 
 
-async def run(llm: Any, prompt: Any = TEN, params: SamplingParams | None = None) -> list[Any]:
-    """Return the results of a request."""
-    async with asyncio.timeout(LIMIT_S):
-        return [each async for each in llm.generate(prompt, params or SamplingParams(max_tokens=4), "r")]
+async def admitted(llm: GatedLLM, job: Job | None = None) -> Job:
+    """Return a job that the door has admitted; it is the running task's from now on."""
+    job = job or new_job()
+    await llm.door.admit(job)
+    set_current(job)
+    return job
+
+
+async def run(
+    llm: GatedLLM,
+    prompt: Any = TEN,
+    params: SamplingParams | None = None,
+    *,
+    job: Job | None = None,
+    id: str = "r",
+) -> list[Any]:
+    """Return the results of a prompt.
+
+    Args:
+        llm: The client.
+        prompt: The prompt.
+        params: Its sampling.
+        job: Its job, if it is not the first prompt of it; None: a new one, which is admitted.
+        id: Id of the prompt.
+    """
+    if job is None or job.slot is None:
+        job = await admitted(llm, job)
+    set_current(job)
+    try:
+        return [each async for each in llm.generate(prompt, params or SamplingParams(max_tokens=4), id)]
+    finally:
+        # As an Engine does for what vLLM has refused.
+        if job.slot is not None and not job.placed:
+            job.slot.release()
 
 
 class SteppedEngine:
     """An engine whose steps a test makes; vLLM's own output processor counts them.
 
     Attributes:
-        counters: vLLM's counters.
+        stats: The counters.
         cached: Prompt tokens that were found in the cache.
     """
 
     def __init__(self) -> None:
         self.processor = OutputProcessor(None, log_stats=True)
-        self.counters = EngineCounters()
+        self.stats = UnreportedStats(None)
         self.cached = 0
         self._numbers = itertools.count()
 
-    async def run(
-        self, prompt: Any, params: Any, request_id: str, **options: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Do as vLLM's own `generate` and `encode`."""
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, **options: Any
+    ) -> RequestOutputCollector:
+        """Do as vLLM's own method."""
         name = f"{request_id}-{next(self._numbers)}"
         queue = RequestOutputCollector(params.output_kind, name)
         request = self._request(prompt, params, request_id, name)
@@ -159,15 +238,11 @@ class SteppedEngine:
                 )
         else:
             self.processor.add_request(request, None, None, 0, queue)
-        try:
-            finished = False
-            while not finished:
-                output = queue.get_nowait() or await queue.get()
-                finished = output.finished
-                yield output
-        except (asyncio.CancelledError, GeneratorExit):
-            self.processor.abort_requests([name], internal=True)
-            raise
+        return queue
+
+    async def abort(self, request_id: str, internal: bool = False) -> None:
+        """Do as vLLM's own method."""
+        self.processor.abort_requests([request_id], internal)
 
     def _request(self, prompt: Any, params: Any, external: str, name: str) -> EngineCoreRequest:
         sampling = params if isinstance(params, SamplingParams) else None
@@ -222,17 +297,34 @@ class SteppedEngine:
             )
         stats = IterationStats()
         self.processor.process_outputs(outputs, 1.0, stats)
-        self.counters.record(None, stats)
+        self.stats.record(None, stats)
 
 
-def stepped(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, book: CallBook
-) -> tuple[GatedLLM, SteppedEngine]:
-    """Return a client whose engine makes steps, and counts its sequences for a book."""
+class SteppedLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's own client of an engine whose steps a test makes."""
+
+    engine: SteppedEngine
+
+    async def add_request(self, *args: Any, **options: Any) -> RequestOutputCollector:
+        return await self.engine.add_request(*args, **options)
+
+    async def abort(self, *args: Any, **options: Any) -> None:
+        await self.engine.abort(*args, **options)
+
+    def shutdown(self, *_: Any) -> None:
+        """Do nothing; the destructor calls it."""
+
+
+class PlayedSteps(GatedLLM, SteppedLLM):
+    """A GatedLLM whose `super()` is the client of an engine in steps."""
+
+
+def stepped(site: Site) -> tuple[GatedLLM, SteppedEngine]:
+    """Return a client whose engine makes steps."""
     engine = SteppedEngine()
-    llm = gated(monkeypatch, Script(), batcher)
-    for method in ("generate", "encode"):
-        monkeypatch.setattr(AsyncLLM, method, lambda self, *args, **options: engine.run(*args, **options))
+    llm: Any = PlayedSteps.__new__(PlayedSteps)
+    vars(llm).update(vars(gated(Script(), site)))
+    llm.engine = engine
     llm.output_processor = engine.processor
-    count_sequences(llm, book)
+    llm.log_requests = False
     return llm, engine

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import Health, ModelHealth, Report
+from serve_app.ingress.status import Health, ModelHealth, Report
 from serve_app.relay.frame import Head
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.schema import parse

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from serve_app.ingress.prompt_prefix import prefix_hashes
+from serve_app.api.facts import prefix_hashes
 from serve_app.ingress.replica_choice import ReplicaChoice, ReplicaState
 
 BLOCK = 64

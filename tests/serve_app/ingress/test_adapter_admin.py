@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import ModelHealth
+from serve_app.ingress.status import ModelHealth
 from serve_app.relay.request import RelayRequest
 from serve_app.settings.adapters import AdapterSettings
 from serve_app.settings.schema import parse

@@ -21,7 +21,7 @@ from serve_app.batches.api import BatchAPI
 from serve_app.ingress.api_document import RETRY_S, APIDocument
 from serve_app.ingress.batches import ROUTES
 from serve_app.ingress.deployment import NOT_STORED, Ingress
-from serve_app.ingress.health import ModelHealth
+from serve_app.ingress.status import ModelHealth
 from serve_app.settings.schema import parse
 from tests.pages import read
 from tests.serve_app.ingress.engine_doubles import Engine, check_error, echo, health

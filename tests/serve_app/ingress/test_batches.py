@@ -14,15 +14,17 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.api.errors import RequestError
+from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import KeyStore
 from serve_app.batches.service import BatchService
 from serve_app.batches.store import Store
 from serve_app.ingress.batches import BODY_BYTES, PIECE_BYTES, Forward
-from serve_app.ingress.body_budget import BodyBudget, BodyBudgetMiddleware
+from serve_app.ingress.body import BodyBudget
+from serve_app.ingress.context import RequestMiddleware
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import ModelHealth
+from serve_app.ingress.status import ModelHealth
 from serve_app.settings.schema import Settings, parse
+from serve_app.telemetry.request_tracker import RequestTracker
 from tests.progress import STILL_S
 from tests.serve_app.batches.engine import Engine
 from tests.serve_app.batches.handle import Handle
@@ -395,7 +397,7 @@ async def test_a_body_for_the_batches_counts_with_those_of_all_requests(site: Si
             return {"type": "http.request", "body": b"x" * size, "more_body": False}
 
         scope = {"type": "http", "method": "POST", "path": "/v1/batches", "query_string": b"", "headers": []}
-        await BodyBudgetMiddleware(app, budget)(scope, receive, unused)
+        await RequestMiddleware(app, RequestTracker([]), budget)(scope, receive, unused)
 
     await send(100)
     assert held == [100]
@@ -445,7 +447,7 @@ async def upload(site: Site, budget: BodyBudget) -> tuple[int, int]:
     headers = [(name.encode(), value.encode()) for name, value in FORM.items()]
     scope = {"type": "http", "method": "POST", "path": "/v1/files", "query_string": b"", "headers": headers}
     async with asyncio.timeout(LIMIT_S):
-        await BodyBudgetMiddleware(app, budget)(scope, receive, send)
+        await RequestMiddleware(app, RequestTracker([]), budget)(scope, receive, send)
     assert budget.held == 0
     return status, most
 

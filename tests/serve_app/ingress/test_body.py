@@ -1,289 +1,472 @@
-"""Bodies of which the Ingress parses single fields, as a parser of all of it would."""
+"""Bodies are read within bounds; what is held of them is counted, and given back however a request ends."""
 
+import asyncio
 import json
+import threading
 import time
+import tracemalloc
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-from serve_app.api.errors import RequestError
-from serve_app.ingress.body import JSONBody, form_fields
-
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | TEXT,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4),
-    max_leaves=8,
+from serve_app.api.errors import RequestError, error_response
+from serve_app.api.facts import inspect
+from serve_app.ingress.body import (
+    LARGE_BYTES,
+    SMALL,
+    BodyBudget,
+    look,
+    read_body,
+    small_body,
+    weight,
+)
+from serve_app.ingress.context import RequestMiddleware
+from serve_app.settings.ingress import IngressSettings
+from serve_app.telemetry.request_tracker import RequestTracker
+from tests.serve_app.ingress.engine_doubles import (
+    CHAT,
+    LIMIT_S,
+    Call,
+    Engine,
+    application,
+    health,
 )
 
+__all__ = ["health"]
 
-@given(st.dictionaries(TEXT, VALUES, max_size=5), st.booleans())
-def test_fields_have_the_values_of_a_full_parse(content: dict[str, Any], ascii: bool) -> None:
-    body = JSONBody(json.dumps(content, ensure_ascii=ascii).encode())
-    assert body.values(*content, "not there") == content
-
-
-@given(st.lists(TEXT | st.lists(st.integers(), max_size=3), max_size=6), st.integers(1, 8))
-def test_a_length_is_exact_above_the_limit_and_never_too_small(prompts: list[Any], most: int) -> None:
-    count = JSONBody(json.dumps({"prompt": prompts}).encode()).count("prompt", most)
-    assert count is not None
-    if len(prompts) > most:
-        assert count == len(prompts)
-    else:
-        assert len(prompts) <= count <= most
-    assert (count == 0) == (not prompts)
+LARGE = 4 * SMALL
+LIMITS = IngressSettings(max_body_bytes=LARGE, max_bytes_in_flight=4 * LARGE, body_timeout_s=LIMIT_S)
 
 
-@pytest.mark.parametrize("value", ["x", 5, None, {"a": 1}, [1, 2, 3], [-1], [[1]][0]])
-def test_other_values_are_no_list_of_prompts(value: object) -> None:
-    assert JSONBody(json.dumps({"prompt": value}).encode()).count("prompt", 10) is None
+async def endpoint(scope: Scope, receive: Receive, send: Send) -> None:
+    """Read a body and answer when it is told to: with a failure, if the message says so."""
+    try:
+        await read_body(Request(scope, receive), LIMITS)
+    except RequestError as error:
+        await error_response(error, scope["path"])(scope, receive, send)
+        return
+    message = await receive()
+    if message["type"] == "fail":
+        raise RuntimeError("failed")
+    await Response()(scope, receive, send)
 
 
-@pytest.mark.parametrize("value", ["[NaN, 1]", '["\\ud83d\\ude00", "b"]', '["é"]', "[ ]", ' [\n"a" ]'])
-def test_unusual_text_is_counted_as_well(value: str) -> None:
-    count = JSONBody(f'{{"prompt": {value}, "x": NaN}}'.encode()).count("prompt", 10)
-    assert count == (None if "NaN" in value else len(json.loads(value)))
+class RawCall:
+    """One request, of which the test sends each message.
+
+    Attributes:
+        status: Status of the answer; 0: there is none yet.
+        size: Bytes that the application has taken.
+    """
+
+    def __init__(self, budget: BodyBudget, length: int | None) -> None:
+        self.status = 0
+        self.size = 0
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._waits = asyncio.Event()
+        headers = [] if length is None else [(b"content-length", str(length).encode())]
+        scope: Message = {"type": "http", "method": "POST", "path": "/", "headers": headers}
+        self.task = asyncio.ensure_future(
+            RequestMiddleware(endpoint, RequestTracker([]), budget)(scope, self._receive, self._send)
+        )
+        self.task.add_done_callback(lambda _: self._waits.set())
+
+    async def _receive(self) -> Message:
+        self._waits.set()
+        message = await self._messages.get()
+        self.size += len(message.get("body", b""))
+        return message
+
+    async def _send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+
+    async def settle(self) -> None:
+        """Wait until the application wants a message or has ended."""
+        async with asyncio.timeout(LIMIT_S):
+            await self._waits.wait()
+
+    async def tell(self, type: str, **message: Any) -> None:
+        """Send one message, and wait until the application wants the next one or has ended."""
+        await self.settle()
+        if self.task.done():
+            return
+        self._waits.clear()
+        self._messages.put_nowait({"type": type, **message})
+        await self.settle()
+
+    async def piece(self, size: int, last: bool) -> None:
+        await self.tell("http.request", body=b"x" * size, more_body=not last)
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.wait({self.task})
+
+    @property
+    def holds(self) -> int:
+        return 0 if self.task.done() else self.size
 
 
-def test_the_last_of_two_fields_with_one_name_counts() -> None:
-    assert JSONBody(b'{"n": 1, "n": 1000}').values("n") == {"n": 1000}
+ENDS = ["answer", "fail", "leave", "cancel"]
+PIECES = st.lists(st.integers(1, LARGE // 2), min_size=1, max_size=4)
+PLANS = st.tuples(PIECES, st.booleans(), st.sampled_from(ENDS))
 
 
-def test_values_beyond_strict_json_are_read() -> None:
-    assert JSONBody(b'{"top_p": NaN, "model": "a"}').values("model") == {"model": "a"}
+async def _run(plans: Sequence[tuple[list[int], bool, str]], order: Sequence[int]) -> None:
+    budget = BodyBudget(LIMITS.bytes_in_flight)
+    calls = [RawCall(budget, sum(pieces) if known else None) for pieces, known, _ in plans]
+    left = [list(pieces) for pieces, _, _ in plans]
+    for call in calls:
+        await call.settle()
+    for at in order:
+        call, pieces, end = calls[at % len(calls)], left[at % len(calls)], plans[at % len(calls)][2]
+        if pieces:
+            size = pieces.pop(0)
+            if end == "leave" and not pieces:
+                await call.tell("http.disconnect")
+            else:
+                await call.piece(size, last=not pieces)
+        elif end == "cancel":
+            await call.cancel()
+        else:
+            await call.tell(end)
+        assert budget.held == sum(call.holds for call in calls) <= LIMITS.bytes_in_flight
+    for call in calls:
+        await call.cancel()
+        if not call.task.cancelled():
+            # A failure of the endpoint is the test's own.
+            call.task.exception()
+    assert budget.held == 0
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"5",
-        b'{"a": "\xff"}',
-        b'{"a": "\\ud800"}',
-        b'{"a": 1} x',
-        b"\xef\xbb\xbf{}",
-        b"[" * 10_000,
-    ],
-)
-def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
-    with pytest.raises(RequestError) as caught:
-        JSONBody(body)
-    assert caught.value.status == 400
-    assert caught.value.message.startswith("The body ")
-
-
-@pytest.mark.parametrize(
-    "value", [b"1" + b"0" * 4500, b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000]
-)
-def test_a_value_beyond_what_python_reads_is_refused_with_its_field(value: bytes) -> None:
-    with pytest.raises(RequestError) as caught:
-        JSONBody(b'{"model": "a", "n": ' + value + b"}").values("model", "n")
-    assert caught.value.status == 400
-
-
-def test_a_value_that_is_too_long_is_refused_and_not_quoted() -> None:
-    for extra in (b"1", b"NaN"):
-        with pytest.raises(RequestError) as caught:
-            JSONBody(b'{"model": "' + b"a" * 5000 + b'", "x": ' + extra + b"}").values("model")
-        assert caught.value.param == "model"
-        assert len(caught.value.message) < 100
-
-
-@pytest.mark.parametrize(
-    ("messages", "count"),
-    [
-        ([{"content": "a, b"}] * 3, 3),
-        ([{"content": ["a"] * 5}, {"content": [{"text": "a"}] * 2}], 9),
-        ([[{"content": "a"}] * 2] * 3, 6),
-        ({"content": [{"text": "a"}] * 4}, 5),
-        ([[1, 2, 3], [4]], 0),
-        ([1] * 9, 0),
-        ("a" * 9, 0),
-    ],
-)
-@pytest.mark.parametrize("other", ["1", "NaN"])
-def test_messages_and_their_parts_are_counted_exactly_above_the_limit(
-    messages: object, count: int, other: str
+@settings(max_examples=150, deadline=None)
+@given(st.lists(PLANS, min_size=1, max_size=12), st.lists(st.integers(0, 11), max_size=60))
+def test_what_is_held_is_what_live_requests_have_sent(
+    plans: list[tuple[list[int], bool, str]], order: list[int]
 ) -> None:
-    body = JSONBody(f'{{"messages": {json.dumps(messages)}, "x": {other}}}'.encode())
-    assert body.count_parts("messages", 0) == count
+    asyncio.run(_run(plans, order))
 
 
-@pytest.mark.parametrize("other", ["1", "NaN"])
-def test_messages_that_are_nested_too_deeply_are_refused(other: str) -> None:
-    text = "[" * 9 + '{"content": "a"}' + "]" * 9
-    with pytest.raises(RequestError) as caught:
-        JSONBody(f'{{"messages": {text}, "x": {other}}}'.encode()).count_parts("messages", 0)
-    assert caught.value.param == "messages"
+async def filled(budget: BodyBudget) -> list[RawCall]:
+    """Fill the part of a budget that large bodies may use."""
+    calls = []
+    while size := min(LARGE, LIMITS.bytes_in_flight * 7 // 8 - budget.held):
+        call = RawCall(budget, size)
+        await call.piece(size, last=True)
+        assert not call.task.done()
+        calls.append(call)
+    return calls
 
 
-@pytest.mark.parametrize("other", ['"é"', "NaN", '"\\ud83d\\ude00"'])
-def test_a_field_is_replaced_and_the_others_stay(other: str) -> None:
-    body = f'{{"service_tier": "fast", "n": [1, {{"a": 2}}], "x": {other}}}'
-    found = json.loads(JSONBody(body.encode()).replaced("service_tier", "priority"))
-    # NaN is equal to nothing.
-    assert repr(found) == repr(json.loads(body) | {"service_tier": "priority"})
+async def test_a_body_without_room_is_refused_by_its_length_before_it_is_read() -> None:
+    budget = BodyBudget(LIMITS.bytes_in_flight)
+    calls = await filled(budget)
+    late = RawCall(budget, LARGE)
+    await late.settle()
+    assert (late.task.done(), late.status, late.size) == (True, 503, 0)
+    await calls.pop(0).tell("answer")
+    again = RawCall(budget, LARGE)
+    await again.piece(LARGE, last=True)
+    assert again.status == 0
+    for call in (*calls, again):
+        await call.tell("answer")
+        assert call.status == 200
+    assert budget.held == 0
 
 
-def form(*parts: bytes) -> bytes:
-    return b"".join(b"--cut\r\n" + part + b"\r\n" for part in parts) + b"--cut--\r\n"
+async def test_a_body_of_unknown_length_is_refused_where_the_room_ends() -> None:
+    budget = BodyBudget(LIMITS.bytes_in_flight)
+    calls = await filled(budget)
+    before = budget.held
+    late = RawCall(budget, None)
+    sent = 0
+    while not late.task.done():
+        await late.piece(SMALL, last=False)
+        sent += SMALL
+    assert late.status == 503
+    assert sent <= LARGE
+    assert budget.held == before
+    for call in calls:
+        await call.cancel()
 
 
-FILE = (
-    b'Content-Disposition: form-data; name="file"; filename="model"\r\n\r\n' + b"\xff\r\nname=model\r\n\r\nx"
-)
-MODEL = b'Content-Disposition: form-data; name="model"\r\n\r\nwhisper-\xc3\xa9'
-PLAIN = b"content-disposition: form-data; name=model\r\ncontent-type: text/plain\r\n\r\nwhisper-\xc3\xa9"
+async def test_large_bodies_do_not_keep_out_small_ones() -> None:
+    budget = BodyBudget(LIMITS.bytes_in_flight)
+    calls = await filled(budget)
+    for length in (100, None):
+        small = RawCall(budget, length)
+        await small.piece(100, last=True)
+        await small.tell("answer")
+        assert small.status == 200
+    for call in calls:
+        await call.cancel()
 
 
-def model_of(body: bytes, type: str) -> str | None:
-    return form_fields(body, type, {"model"}).get("model")
+async def test_a_client_that_announces_bytes_and_does_not_send_them_keeps_nobody_out() -> None:
+    budget = BodyBudget(LIMITS.bytes_in_flight)
+    slow = [RawCall(budget, LARGE) for _ in range(100)]
+    for each in slow:
+        await each.settle()
+    call = RawCall(budget, LARGE)
+    await call.piece(LARGE, last=True)
+    await call.tell("answer")
+    assert call.status == 200
+    for each in slow:
+        await each.cancel()
+    assert budget.held == 0
 
 
-@pytest.mark.parametrize("parts", [(FILE, MODEL), (MODEL, FILE), (PLAIN,), (FILE, PLAIN, MODEL)])
-@pytest.mark.parametrize("type", ["multipart/form-data; boundary=cut", 'Multipart/Form-Data; Boundary="cut"'])
-def test_a_field_of_a_form_is_found_beside_its_files(parts: tuple[bytes, ...], type: str) -> None:
-    assert model_of(form(*parts), type) == "whisper-é"
+@pytest.mark.parametrize("path", [CHAT, "/generate", "/process", "/v1/audio/transcriptions"])
+async def test_a_full_budget_is_a_503_with_the_time_to_wait(path: str) -> None:
+    """Bodies are held until their answers end: the Ingress may have to send them again."""
+    engines = {"demo": Engine(_never), "rank": Engine(_never)}
+    app = application(engines, max_body_bytes=1000, max_bytes_in_flight=2000)
+    body = b'{"prompts": ["x"], "records": ["x"], "model": "%s"}'
+    body = (body % (b"rank" if path == "/process" else b"demo")).ljust(1000)
+    engine = engines["rank" if path == "/process" else "demo"]
+    calls = [Call(app, path, body) for _ in range(2)]
+    await _asked(engine, 2)
+    late = Call(app, path, body)
+    start = await late.next()
+    assert start["status"] == 503
+    assert dict(start["headers"])[b"retry-after"] == b"1"
+    assert b"ingress.max_bytes_in_flight" in (await late.next())["body"]
+    for call in calls:
+        await call.leave()
+    again = Call(app, path, body)
+    await _asked(engine, 3)
+    await again.leave()
 
 
-@pytest.mark.parametrize(
-    ("body", "type"),
-    [
-        (form(FILE), "multipart/form-data; boundary=cut"),
-        (form(MODEL), "multipart/form-data; boundary=other"),
-        (form(MODEL), "multipart/form-data"),
-        (form(MODEL), "text/plain; boundary=cut"),
-        (form(MODEL), ""),
-        (b"", "multipart/form-data; boundary=cut"),
-        (form(MODEL.replace(b"model", b"models")), "multipart/form-data; boundary=cut"),
-    ],
-)
-def test_other_bodies_have_no_such_field(body: bytes, type: str) -> None:
-    assert model_of(body, type) is None
+async def _asked(engine: Engine, times: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while len(engine.requests) < times:
+            engine.asked.clear()
+            await engine.asked.wait()
 
 
-OTHER = b'Content-Disposition: form-data; name="model"\r\n\r\nother'
-FAKE = b'Content-Disposition: form-data; name="file"; filename="x"\r\n\r\nx'
+async def _never(request: Any) -> Any:
+    await asyncio.Event().wait()
+    yield b""
 
 
-async def taken(body: bytes, type: str) -> str | None:
-    """Return the field `model` of a form as vLLM's application takes it."""
+async def test_a_body_in_tiny_pieces_takes_no_more_memory_than_its_bytes() -> None:
+    left = size = 100_000
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
+        nonlocal left
+        left -= 2
+        return {"type": "http.request", "body": bytes(bytearray(2)), "more_body": left > 0}
 
-    headers = [(b"content-type", type.encode())]
-    async with Request({"type": "http", "method": "POST", "headers": headers}, receive).form() as fields:
-        value = fields.get("model")
-    return value if isinstance(value, str) else None
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert len(await read_body(Request(scope, receive), LIMITS)) == size
+
+    async def unused(message: Message) -> None:
+        raise AssertionError
+
+    scope: Message = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    tracemalloc.start()
+    try:
+        budget = BodyBudget(LIMITS.bytes_in_flight)
+        await RequestMiddleware(app, RequestTracker([]), budget)(scope, receive, unused)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 * size
+
+
+# Bodies that are small by their nature
+
+
+def request(*messages: Message, **headers: str) -> Request:
+    """Return a request whose client sends these messages, and then nothing."""
+    left = list(messages)
+
+    async def receive() -> Message:
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop(0)
+
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": raw}, receive)
+
+
+def piece(data: bytes, more: bool = True) -> Message:
+    return {"type": "http.request", "body": data, "more_body": more}
+
+
+@given(st.lists(st.binary(max_size=5), max_size=5), st.integers(0, 12))
+async def test_the_pieces_of_a_body_are_joined_or_are_too_many(pieces: list[bytes], most: int) -> None:
+    sent = request(*map(piece, pieces), piece(b"", more=False))
+    body = b"".join(pieces)
+    if len(body) <= most:
+        assert await small_body(sent, most) == body.removeprefix(b"\xef\xbb\xbf")
+    else:
+        with pytest.raises(RequestError) as caught:
+            await small_body(sent, most)
+        assert caught.value.status == 413
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    assert await small_body(request(piece(b"\xef"), piece(b"\xbb\xbf{}", more=False)), 5) == b"{}"
 
 
 @pytest.mark.parametrize(
-    ("body", "expected"),
+    ("messages", "headers", "status"),
     [
-        (form(MODEL, OTHER), "other"),
-        (form(OTHER, FILE, MODEL), "whisper-é"),
-        (form(MODEL, OTHER.replace(b"name=", b"name = ")), "other"),
-        (form(MODEL, OTHER.replace(b"name=", b"x=1;NAME=")), "other"),
-        (
-            form(MODEL, OTHER.replace(b"Content", b"content-disposition: form-data; name=x\r\nContent")),
-            "other",
-        ),
-        (
-            form(MODEL, OTHER.replace(b"\r\n\r\n", b"\r\ncontent-disposition: form-data; name=x\r\n\r\n")),
-            None,
-        ),
-        (form(MODEL, OTHER.replace(b'"model"', b'model; name="x"')), None),
-        (form(MODEL, OTHER.replace(b'"model"', b"x; name*=utf-8''model")), None),
-        (form(MODEL, OTHER.replace(b'"model"', b"Model")), None),
-        # In the content of a file: no line begins with the boundary, or it goes on.
-        (form(MODEL, FAKE + b"--cut\r\n" + OTHER), None),
-        (form(MODEL, FAKE + b"\r\n--cutter\r\n" + OTHER), None),
-        (form(MODEL, FAKE[:-1] + b"--cut\r\n" + OTHER), None),
-        (form(MODEL, OTHER).replace(b"\r\n--cut\r", b"\r\n--cut \t\r"), "other"),
-        # Behind the end of the form.
-        (form(MODEL) + form(OTHER), None),
-        (b"\r\n" + form(MODEL), None),
-        (b"\n" + form(MODEL), None),
+        ((), {"content_length": "5"}, 413),
+        ((piece(b"ab"), {"type": "http.disconnect"}), {}, 400),
+        ((piece(b"ab"),), {}, 408),
+        ((), {"content_encoding": "gzip"}, 415),
     ],
+    ids=["too large", "ends early", "too slow", "encoded"],
 )
-async def test_the_field_of_a_form_is_the_one_that_vllm_takes(body: bytes, expected: str | None) -> None:
-    type = "multipart/form-data; boundary=cut"
-    assert await taken(body, type) == (expected or "whisper-é")
-    assert model_of(body, type) == (expected or "whisper-é")
-
-
-@pytest.mark.parametrize(
-    "parameter", ["boundary*=x; boundary*0=y", "x*=1; x*0=2", f"x*{'1' * 5000}=2", "boundary*=utf-8''other"]
-)
-async def test_parameters_of_a_type_that_vllm_leaves_out_are_left_out_here(parameter: str) -> None:
-    type = f"multipart/form-data; {parameter}; boundary=cut"
-    assert await taken(form(MODEL), type) == "whisper-é"
-    assert model_of(form(MODEL), type) == "whisper-é"
-
-
-@pytest.mark.parametrize("end", [b"\r\nx: " + b"x" * 5000, b"; " * 33])
-def test_a_part_of_a_form_with_an_endless_head_is_refused(end: bytes) -> None:
-    part = MODEL.replace(b"\r\n\r\n", end + b"\r\n\r\n")
+async def test_a_body_that_does_not_come_is_refused(
+    messages: tuple[Message, ...], headers: dict[str, str], status: int
+) -> None:
     with pytest.raises(RequestError) as caught:
-        model_of(form(part), "multipart/form-data; boundary=cut")
-    assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")
+        await small_body(request(*messages, **headers), 4, 0.01 if status == 408 else LIMIT_S)
+    assert caught.value.status == status
+    if status == 415:
+        assert caught.value.param == "content-encoding"
 
 
-def test_a_boundary_may_be_as_long_as_the_standard_allows() -> None:
-    for size in (70, 71):
-        type = f"multipart/form-data; boundary={'x' * size}"
-        body = form(MODEL).replace(b"cut", b"x" * size)
-        if size == 70:
-            assert model_of(body, type) == "whisper-é"
-        else:
-            with pytest.raises(RequestError) as caught:
-                model_of(body, type)
-            assert (caught.value.status, caught.value.param) == (400, "content-type")
+async def test_a_small_body_counts_for_the_budget_where_there_is_one() -> None:
+    budget = BodyBudget(SMALL)
+    sent = request(piece(b"x" * 100), piece(b"x" * SMALL))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with pytest.raises(RequestError, match="Try again") as caught:
+            await small_body(Request(scope, receive), 2 * SMALL)
+        assert caught.value.status == 503
+        assert budget.held == 100
+
+    async def unused(message: Message) -> None:
+        raise AssertionError
+
+    await RequestMiddleware(app, RequestTracker([]), budget)(sent.scope, sent.receive, unused)
+    assert budget.held == 0
 
 
-def test_a_long_name_of_a_file_is_no_endless_head() -> None:
-    file = FILE.replace(b'"model"', b'"%s"' % (b"; model" * 30))
-    assert model_of(form(file, MODEL), "multipart/form-data; boundary=cut") == "whisper-é"
+# Large bodies are looked into beside the event loop
 
 
-HEAD = b"content-disposition:"
+async def test_a_small_body_is_looked_into_at_once() -> None:
+    assert await look(LARGE_BYTES, threading.get_ident) == threading.get_ident()
+
+
+async def test_a_body_of_many_values_is_a_large_one() -> None:
+    body = b'{"messages": [' + b"[{}]," * 5_000 + b"[{}]]}"
+    assert len(body) < LARGE_BYTES / 10
+    assert await look(weight(body), threading.get_ident) != threading.get_ident()
+
+
+@pytest.mark.parametrize("text", ["a" * LARGE_BYTES, "Well, it is so, as it was. " * 1_000])
+def test_a_text_weighs_about_as_much_as_its_bytes(text: str) -> None:
+    body = json.dumps({"prompt": text}).encode()
+    assert len(body) <= weight(body) < 20 * len(body)
+
+
+async def test_large_bodies_take_turns_and_leave_the_loop_alone() -> None:
+    free, entered = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    inside: list[int] = []
+    most = 0
+
+    def call() -> int:
+        nonlocal most
+        inside.append(1)
+        most = max(most, len(inside))
+        loop.call_soon_threadsafe(entered.set)
+        assert free.wait(LIMIT_S)
+        inside.pop()
+        return threading.get_ident()
+
+    async with asyncio.timeout(LIMIT_S):
+        calls = [asyncio.ensure_future(look(LARGE_BYTES + 1, call)) for _ in range(3)]
+        # The loop turns while the first one is looked into.
+        await entered.wait()
+        free.set()
+        assert threading.get_ident() not in await asyncio.gather(*calls)
+    assert most == 1
+
+
+async def test_a_body_whose_client_leaves_is_not_kept_until_its_turn_comes() -> None:
+    free, entered = threading.Event(), threading.Event()
+
+    class Body:
+        """A body whose end can be seen."""
+
+        def look(self) -> None:
+            raise AssertionError
+
+    def hold() -> None:
+        entered.set()
+        assert free.wait(LIMIT_S)
+
+    async with asyncio.timeout(LIMIT_S):
+        first = asyncio.ensure_future(look(LARGE_BYTES + 1, hold))
+        assert await asyncio.to_thread(entered.wait, LIMIT_S)
+        body = Body()
+        kept = weakref.ref(body)
+        call = asyncio.ensure_future(look(LARGE_BYTES + 1, body.look))
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait({call})
+        del body, call
+        try:
+            assert kept() is None
+        finally:
+            free.set()
+            await first
+
+
+async def test_an_error_of_the_look_is_the_caller_s() -> None:
+    with pytest.raises(ZeroDivisionError):
+        await look(LARGE_BYTES + 1, lambda: 1 // 0)
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """Return the least seconds of this process that a call takes."""
+    found = []
+    for _ in range(20):
+        began = time.process_time()
+        with suppress(RequestError):
+            call()
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+BODY = 32 << 10
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("head", "unit", "end"),
     [
-        (b"--cut\r\n" + HEAD * 200 + b"\r\n\r\n") * 2000,
-        (b"--cut\r\n" + HEAD + b"; " * 2000 + b"\r\n\r\n") * 2000,
-        b"--cut\r\n\r\n\r\n" * 700_000,
+        (b'{"messages": [{"content": "', b'Well, \\"it\\" is.\\n', b'"}]}'),
+        (b'{"messages": [{"content": "', b"\\ud83d\\ude00", b'"}]}'),
+        (b'{"messages": [', b'{"role": "user", "content": "a"}, ', b"{}]}"),
+        (b'{"messages": [', b"NaN, ", b"1]}"),
+        (b'{"prompt": [', b'"a", ', b'"a"]}'),
+        (b"{", b'"f%d": NaN, ', b'"n": 1}'),
     ],
+    ids=["text", "escapes", "messages", "NaN", "prompts", "fields"],
 )
-def test_a_hostile_form_takes_a_fraction_of_a_second(body: bytes) -> None:
-    start = time.process_time()
-    assert model_of(body, "multipart/form-data; boundary=cut") is None
-    assert time.process_time() - start < 1.0
-
-
-@given(st.binary(max_size=60), st.text(max_size=40))
-def test_no_body_and_no_type_break_the_search(body: bytes, type: str) -> None:
-    model_of(form(body), "multipart/form-data; boundary=cut" + type)
-    model_of(body, type)
-
-
-def test_the_text_of_fields_is_that_of_the_body_in_the_order_asked_for() -> None:
-    body = JSONBody(b'{"messages": [ {"role": "user"} ], "model": "a", "system":"Be brief."}')
-    assert body.text(("system", "tools", "messages"), 1_000) == b'"Be brief."[ {"role": "user"} ]'
-    assert body.text(("system", "messages"), 13) == b'"Be brief."[ '
-    assert body.text(("prompt",), 1_000) == b""
-
-
-@pytest.mark.parametrize("body", [b'{"prompt": "a\\ud83d\\ude00", "n": 1}', b'{"prompt": "ab", "x": NaN}'])
-def test_a_body_that_is_parsed_as_a_whole_has_the_text_of_its_fields_too(body: bytes) -> None:
-    text = JSONBody(body).text(("prompt",), 1_000)
-    assert json.loads(text) == json.loads(body)["prompt"]
+def test_a_look_holds_the_loop_for_no_longer_than_a_parse_of_a_few_small_bodies(
+    head: bytes, unit: bytes, end: bytes
+) -> None:
+    units = [unit % i if b"%" in unit else unit for i in range(BODY // len(unit))]
+    while weight(body := head + b"".join(units) + end) > LARGE_BYTES:
+        units = units[: len(units) * 9 // 10]
+    control = b"[%s{}]" % (b"{}," * (BODY // 3))
+    took = cpu_s(lambda: inspect(body, "/v1/completions", LIMITS))
+    # Parsing the control takes a quarter of a millisecond.
+    assert took < 10 * cpu_s(lambda: json.loads(control))

@@ -17,10 +17,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from serve_app.auth.key_store import KeyStore
 from serve_app.auth.keys import hash_key
-from serve_app.auth.middleware import AuthMiddleware, KeyStore
+from serve_app.ingress.body import BodyBudget
+from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.ingress.header_filter import middlewares
 from serve_app.settings.ingress import AccessSettings
+from serve_app.telemetry.request_tracker import RequestTracker
 from tests.progress import STILL_S
 
 LIMIT_S = STILL_S
@@ -39,7 +42,7 @@ def keys() -> KeyStore:
 
 
 async def hello(request: Request) -> PlainTextResponse:
-    return PlainTextResponse(request.scope["caller"].key.name)
+    return PlainTextResponse(context_of(request.scope).key_name)
 
 
 def listening() -> socket.socket:
@@ -53,7 +56,9 @@ async def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     """The URL of an HAProxy in front of an application that asks for keys."""
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "127.0.0.1")
     middlewares()
-    app: Any = AuthMiddleware(Starlette(routes=[Route("/", hello)]), keys())
+    app: Any = RequestMiddleware(
+        Starlette(routes=[Route("/", hello)]), RequestTracker([]), BodyBudget(0), keys()
+    )
     # As in ray.serve._private.http_util.
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False))
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ import asyncio
 import gzip
 import json
 import logging
-import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,14 +16,13 @@ from serve_app.api.protocol import JSON
 from serve_app.api.routes import MOVED, OPENAI
 from serve_app.api.scheduling import Scheduling
 from serve_app.auth.keys import hash_key
-from serve_app.ingress.body import JSONBody
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import Health, ModelHealth, Report
-from serve_app.ingress.limits import read_json
+from serve_app.ingress.status import Health, ModelHealth, Report
 from serve_app.relay.frame import pack, pack_error
+from serve_app.relay.keepalive import KEEPALIVE_S
 from serve_app.relay.request import RelayRequest
-from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.schema import parse
+from tests.batcher.virtual import virtual
 from tests.serve_app.answers import END, complete
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -73,14 +71,12 @@ async def test_a_request_goes_to_the_engine_of_its_model_and_its_answer_comes_ba
         (CHAT, {"x-keep-alive": "1"}, False),
     ],
 )
+@virtual
 async def test_a_call_that_asks_for_signs_of_life_gets_them(
-    monkeypatch: pytest.MonkeyPatch, path: str, headers: dict[str, str], spaces: bool
+    path: str, headers: dict[str, str], spaces: bool
 ) -> None:
-    monkeypatch.setattr("serve_app.ingress.proxy.KEEPALIVE_S", 0)
-
     async def late(request: RelayRequest) -> AsyncGenerator[bytes, None]:
-        for _ in range(100):
-            await asyncio.sleep(0)
+        await asyncio.sleep(1.5 * KEEPALIVE_S)
         yield complete(PLAIN, b'{"results": []}')
 
     async with Client({"a": Engine(late)}) as client:
@@ -448,18 +444,21 @@ async def test_a_body_at_the_limit_is_taken_whole() -> None:
 async def test_a_body_of_many_values_is_read_beside_the_event_loop(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads: list[int] = []
+    loop = asyncio.get_running_loop()
+    in_executor = loop.run_in_executor
+    beside: list[int] = []
+    many = 1
 
-    def read(body: bytes, limits: IngressSettings) -> JSONBody:
-        threads.append(threading.get_ident())
-        return read_json(body, limits)
+    def run(executor: Any, call: Any) -> Any:
+        beside.append(many)
+        return in_executor(executor, call)
 
-    monkeypatch.setattr("serve_app.ingress.deployment.read_json", read)
+    monkeypatch.setattr(loop, "run_in_executor", run)
     async with Client(Engine(echo)) as client:
         for many in (1, 20_000):
             values: list[JSON] = [{}] * many
             await client.post(path, json={"messages": values, "records": values})
-    assert [thread == threading.get_ident() for thread in threads] == [True, False]
+    assert beside == [20_000]
 
 
 @pytest.mark.parametrize("path", ["/nope", "/v2/chat/completions", "/generate/x"])
@@ -888,22 +887,3 @@ async def test_a_request_without_an_id_gets_one_for_the_engine() -> None:
         (request,) = client.engine.requests
     assert len(dict(request.headers)[b"x-request-id"]) == 32
     assert (request.key, request.source) == ("", "http")
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo:x"])
-async def test_an_adapter_that_is_unloaded_meanwhile_is_listed_as_it_was(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapters = [{"source": "/a", "id": "demo:x"}]
-    settings = parse({"models": [{"id": "demo", "source": "x", "adapters": adapters}]})
-    engines: Any = {"demo": Engine(echo)}
-    ingress = Ingress(settings, engines)
-
-    async def unload(model: str) -> None:
-        ingress._routing.set_adapters(model, {})
-
-    monkeypatch.setattr(ingress._contexts, "of", unload)
-    transport = httpx.ASGITransport(ingress.__serve_build_asgi_app__())
-    async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
-        body = (await client.get(path)).json()
-    assert [card["id"] for card in body.get("data", [body])][-1] == "demo:x"

@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import pytest
 from ray import serve
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
@@ -14,8 +16,11 @@ from ray.serve.schema import (
     ServeStatus,
 )
 
-from serve_app.ingress.health import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
+from serve_app.ingress.deployment import Ingress
+from serve_app.ingress.status import MAX_AGE_AWAITED_S, MAX_AGE_S, Health, ModelHealth, Report, engine_name
+from serve_app.settings.schema import parse
 from tests.progress import STILL_S
+from tests.serve_app.ingress.engine_doubles import Engine, echo
 
 
 def deployment(
@@ -62,8 +67,27 @@ def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
     controller = Controller()
     monkeypatch.setattr(serve, "status", controller.status)
     # Not `time.monotonic` itself: the event loop has to keep its clock.
-    monkeypatch.setattr("serve_app.ingress.health.time", SimpleNamespace(monotonic=lambda: controller.now))
+    monkeypatch.setattr("serve_app.ingress.status.time", SimpleNamespace(monotonic=lambda: controller.now))
     return controller
+
+
+async def test_an_ingress_may_stand_in_front_of_another_application_s_engines(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(app_name="other", replica_tag="r")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    controller.deployments["Engine:a"] = deployment(replicas={ReplicaState.RUNNING: 1})
+    # This process has tests to run yet.
+    monkeypatch.setattr("serve_app.ingress.deployment.use_batch_scheduling", lambda nice: None)
+    monkeypatch.setattr("serve_app.auth.bind_check.serve_host", lambda: "127.0.0.1")
+    settings = parse({"models": [{"id": "a", "source": "x"}]})
+    engines: Any = {"a": Engine(echo)}
+    for app, status in (("llm", 200), (None, 503)):
+        transport = httpx.ASGITransport(
+            Ingress(settings, engines, engines_app=app).__serve_build_asgi_app__()
+        )
+        async with httpx.AsyncClient(transport=transport, base_url="http://saturate") as client:
+            assert (await client.get("/health")).status_code == status
 
 
 async def test_a_simulated_model_is_named_as_one(controller: Controller) -> None:
@@ -227,10 +251,10 @@ async def test_a_controller_that_does_not_answer_is_an_error_and_is_asked_once(
     controller.may_answer.clear()
     async with asyncio.timeout(STILL_S):
         for _ in range(3):
-            monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", 0.01)
+            monkeypatch.setattr("serve_app.ingress.status.ANSWER_S", 0.01)
             with pytest.raises(TimeoutError):
                 await health.read()
         controller.may_answer.set()
-        monkeypatch.setattr("serve_app.ingress.health.ANSWER_S", STILL_S)
+        monkeypatch.setattr("serve_app.ingress.status.ANSWER_S", STILL_S)
         await health.read()
     assert controller.calls == 1

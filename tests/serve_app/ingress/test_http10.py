@@ -9,17 +9,23 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message
 
-from serve_app.ingress import http10
-from serve_app.ingress.body_budget import BodyBudget
+from serve_app.ingress.body import BodyBudget
+from serve_app.ingress.context import RequestMiddleware
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.http10 import HTTP10Middleware
+from serve_app.ingress.http10 import MAX_BYTES
 from serve_app.relay.frame import pack
 from serve_app.settings.schema import parse
+from serve_app.telemetry.request_tracker import RequestTracker
 from tests.serve_app.answers import END
 from tests.serve_app.ingress.engine_doubles import CHAT, STREAM, Engine, answer, application, health
 from tests.serve_app.quotas.fleet import QuotasHandle
 
 __all__ = ["health"]
+
+
+PIECE = b"data: x\n\n".ljust(1 << 20)
+LARGE = MAX_BYTES // len(PIECE) + 1
+"""Pieces of an answer that is too large."""
 
 
 async def events() -> AsyncIterator[bytes]:
@@ -31,6 +37,10 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     whole = Request(scope).url.path == "/whole"
     response: Response = JSONResponse({}) if whole else StreamingResponse(events(), headers={"x-mine": "1"})
     await response(scope, receive, send)
+
+
+def around(app: Any, budget: BodyBudget | None = None) -> RequestMiddleware:
+    return RequestMiddleware(app, RequestTracker([]), budget or BodyBudget(2 * MAX_BYTES))
 
 
 async def call(app: Any, path: str, version: str, body: bytes = b"{}") -> list[Message]:
@@ -59,7 +69,7 @@ async def call(app: Any, path: str, version: str, body: bytes = b"{}") -> list[M
 
 
 async def test_a_stream_is_one_body_with_its_length() -> None:
-    start, body = await call(HTTP10Middleware(app), "/stream", "1.0")
+    start, body = await call(around(app), "/stream", "1.0")
     assert body["body"] == b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
     assert not body.get("more_body")
     assert dict(start["headers"])[b"content-length"] == b"27"
@@ -68,12 +78,18 @@ async def test_a_stream_is_one_body_with_its_length() -> None:
 
 @pytest.mark.parametrize(("path", "version"), [("/stream", "1.1"), ("/whole", "1.0"), ("/stream", "2")])
 async def test_other_answers_pass_as_they_are(path: str, version: str) -> None:
-    assert await call(HTTP10Middleware(app), path, version) == await call(app, path, version)
+    assert await call(around(app), path, version) == await call(app, path, version)
 
 
-async def test_an_answer_too_large_to_keep_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http10, "MAX_BYTES", 26)
-    start, body = await call(HTTP10Middleware(app), "/stream", "1.0")
+async def test_an_answer_too_large_to_keep_says_so() -> None:
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(LARGE):
+                yield PIECE
+
+        await StreamingResponse(pieces())(scope, receive, send)
+
+    start, body = await call(around(large), "/stream", "1.0")
     assert start["status"] == 400
     assert b"use HTTP/1.1" in body["body"]
 
@@ -81,7 +97,7 @@ async def test_an_answer_too_large_to_keep_says_so(monkeypatch: pytest.MonkeyPat
 async def test_answers_that_are_kept_count_with_the_bodies_of_requests() -> None:
     for most, status in ((26, 503), (27, 200)):
         budget = BodyBudget(most)
-        start, body = await call(HTTP10Middleware(app, budget), "/stream", "1.0")
+        start, body = await call(around(app, budget), "/stream", "1.0")
         assert start["status"] == status
         assert (b"ingress.max_bytes_in_flight" in body["body"]) == (status == 503)
         assert budget.held == 0
@@ -103,16 +119,13 @@ async def test_the_ingress_sends_a_stream_as_its_client_can_read_it(version: str
     assert (len(bodies) == 1) == (version == "1.0")
 
 
-async def test_a_stream_too_large_to_keep_has_used_what_it_has_reserved(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+async def test_a_stream_too_large_to_keep_has_used_what_it_has_reserved(tmp_path: Path) -> None:
     """The engine has made it: an error status alone would tell that it has used nothing."""
-    monkeypatch.setattr(http10, "MAX_BYTES", 26)
     quotas = {"folder": str(tmp_path), "tenants": {"default": {"tokens_per_day": 10_000}}}
     settings = parse({"models": [{"id": "demo", "source": "x"}], "usage": {"quotas": quotas}})
     assert settings.usage.quotas is not None
     handle = QuotasHandle(settings.usage.quotas)
-    pieces = [pack(head=STREAM, body=b"data: %d\n\n" % number) for number in range(9)]
+    pieces = [pack(head=STREAM, body=PIECE)] * LARGE
     engines: Any = {"demo": Engine(answer(*pieces))}
     ingress = Ingress(settings, engines, quotas=handle)
     start, _ = await call(ingress.__serve_build_asgi_app__(), CHAT, "1.0", b'{"max_tokens": 100}')

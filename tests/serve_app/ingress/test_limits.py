@@ -8,12 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from serve_app.api.token_bound import TEMPLATE_TOKENS, TokenDemand
+from serve_app.api.routes import CHAT_BATCH
 from serve_app.auth.keys import hash_key
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.limits import CHAT_BATCH, read_json, read_openai
-from serve_app.ingress.token_demand import openai_demand
-from serve_app.settings.ingress import IngressSettings
 from serve_app.settings.schema import parse
 from tests.serve_app.ingress.engine_doubles import (
     CHAT,
@@ -102,10 +99,13 @@ async def test_the_last_of_two_fields_with_one_name_counts_as_it_does_for_vllm()
         ("/v1/completions", {"prompt": ["x"] * 3}),
         ("/generate", {"prompts": ["x"] * 3, "max_tokens": 10}),
         # One chat of many messages.
-        (CHAT, {"messages": [{}] * 9}),
-        ("/generate", {"messages": [[{"content": "x"}] * 4] * 3}),
+        (CHAT, {"messages": [{"role": "user"}] * 9}),
+        ("/generate", {"messages": [[{"role": "user"}] * 4] * 3}),
         # Many objects, but few messages.
-        (CHAT, {"messages": [{"content": "{" * 50}, {"content": [{"text": "{" * 50}]}]}),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": each} for each in ("{" * 50, [{"text": "{" * 50}])]},
+        ),
         (CHAT, {"tools": [{"function": {"parameters": {"a": [{}] * 50}}}]}),
     ],
 )
@@ -125,15 +125,6 @@ async def test_a_body_that_an_engine_may_parse_has_a_bound_on_its_values_whateve
         response = await client.post(path, content=body, headers={"content-type": type})
         check_error(response, 400, "invalid_request_error")
         assert client.engine.requests == []
-
-
-def test_the_messages_of_a_conversation_are_one_prompt() -> None:
-    limits = IngressSettings()
-    body = json.dumps({"input": [{"content": "hi"}] * 20, "max_output_tokens": 7}).encode()
-    content = read_json(body, limits)
-    fields = read_openai(content, "/v1/responses", limits)
-    demand = openai_demand(content, fields, "/v1/responses", body, limits)
-    assert demand == TokenDemand(len(body) + TEMPLATE_TOKENS, 1, 1, 7)
 
 
 async def test_a_form_has_no_bound_on_the_values_of_its_files() -> None:

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.ingress import context_lengths
+from serve_app.ingress import models
 from serve_app.ingress.deployment import Ingress
-from serve_app.ingress.health import ModelHealth
+from serve_app.ingress.status import ModelHealth
 from serve_app.relay.frame import pack
 from serve_app.relay.request import RelayRequest
 from serve_app.relay.usage import RequestUsage
@@ -191,7 +191,7 @@ async def test_a_request_for_a_model_that_sleeps_comes_again_once_its_context_is
 ) -> None:
     engine = used(10, 20)
     waking = Waking(engine, health, 4096)
-    monkeypatch.setattr(context_lengths, "start_replica", waking)
+    monkeypatch.setattr(models, "start_replica", waking)
     client, _, _ = site(engine, context=None, research={"tokens_per_day": 10_000})
     body = {"messages": BODY["messages"]}
     response = await client.post(CHAT, json=body)

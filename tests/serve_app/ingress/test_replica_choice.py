@@ -7,14 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.ingress.prompt_prefix import prefix_hashes
+from serve_app.api.facts import prefix_hashes
 from serve_app.ingress.replica_choice import (
     CROWD,
+    LEAST_CHUNKS,
     LEAST_SLACK_TOKENS,
     SLACK_TOKENS,
+    UNTAKEN_S,
+    AdapterIndex,
+    Charge,
+    PrefixIndex,
     ReplicaChoice,
+    ReplicaLoads,
     ReplicaState,
 )
+from tests.batcher.virtual import Clock
 
 PREFIX = prefix_hashes(b"a prompt that others share " * 100)
 
@@ -224,3 +231,253 @@ def test_a_replica_that_sleeps_is_chosen_only_if_all_sleep() -> None:
     assert policy.choose((), avoid=["a", "c"]) == "b"
     policy.update(dict.fromkeys("abc", ReplicaState(asleep=True)))
     assert {policy.choose(()) for _ in range(50)} == {"a", "b", "c"}
+
+
+# Loads
+
+
+def loads(*names: str, clock: Clock | None = None) -> ReplicaLoads:
+    made = ReplicaLoads(clock or Clock())
+    for name in names:
+        made.add(name)
+    return made
+
+
+def test_a_call_counts_from_its_choice_to_its_end() -> None:
+    one = loads("a", "b")
+    one.charge("x", "a", 10)
+    one.charge("y", "a", 5)
+    assert one.tokens == {"a": 15, "b": 0}
+    one.end("x", "a")
+    one.end("x", "a")
+    one.end("unknown", "a")
+    assert one.tokens == {"a": 5, "b": 0}
+
+
+def test_a_call_that_went_elsewhere_counts_there() -> None:
+    one = loads("a", "b")
+    charge = one.charge("x", "a", 10)
+    one.move(charge, "b")
+    assert one.tokens == {"a": 0, "b": 10}
+    one.end("x", "a")
+    assert one.tokens == {"a": 0, "b": 10}
+    one.end("x", "b")
+    one.move(charge, "a")
+    assert one.tokens == {"a": 0, "b": 0}
+
+
+def test_calls_that_share_a_prefix_are_counted_where_they_are() -> None:
+    one = loads("a", "b")
+    first = one.charge("x", "a", 10, chunk=5)
+    one.charge("y", "a", 10, chunk=5)
+    one.charge("z", "a", 10, chunk=6)
+    assert (one.sharing("a", 5), one.sharing("b", 5)) == (2, 0)
+    one.move(first, "b")
+    assert (one.sharing("a", 5), one.sharing("b", 5)) == (1, 1)
+    one.end("x", "b")
+    one.remove("a")
+    assert (one.sharing("a", 5), one.sharing("b", 5)) == (0, 0)
+
+
+def test_calls_with_one_id_end_one_by_one() -> None:
+    one = loads("a", "b")
+    one.charge("x", "a", 10)
+    one.charge("x", "a", 10)
+    one.charge("x", "b", 7)
+    one.end("x", "a")
+    assert one.tokens == {"a": 10, "b": 7}
+
+
+def test_a_call_that_no_replica_took_is_given_up() -> None:
+    clock = Clock()
+    one = loads("a", clock=clock)
+    one.charge("taken", "a", 1)
+    one.take("taken", "a")
+    one.charge("left", "a", 10)
+    clock.now = UNTAKEN_S + 1
+    one.charge("new", "a", 100)
+    assert one.tokens == {"a": 101}
+
+
+def test_one_of_several_calls_with_one_id_that_no_replica_took_is_given_up() -> None:
+    clock = Clock()
+    one = loads("a", clock=clock)
+    one.charge("x", "a", 10)
+    one.charge("x", "a", 10)
+    # The caller of the other one has left before a replica had it.
+    one.take("x", "a")
+    one.end("x", "a")
+    clock.now = UNTAKEN_S + 1
+    one.charge("new", "a", 100)
+    assert one.tokens == {"a": 100}
+
+
+def test_the_calls_of_a_replica_go_with_it() -> None:
+    one = loads("a", "b")
+    one.charge("x", "a", 10)
+    late = one.charge("y", "b", 5)
+    one.remove("a")
+    one.add("a")
+    one.end("x", "a")
+    one.move(late, "gone")
+    one.end("y", "gone")
+    assert one.tokens == {"a": 0, "b": 0}
+    assert one.share() == 1.0
+
+
+def test_the_share_of_the_traffic_is_that_of_the_reports() -> None:
+    one = loads("a", "b")
+    assert one.share() == 1.0
+    one.charge("x", "a", 25)
+    one.reported.update(a=60, b=40)
+    assert one.share() == 0.25
+    one.charge("y", "b", 100)
+    # The reports are older than what was sent.
+    assert one.share() == 1.0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["charge", "end", "move", "release", "flap"]), st.integers(0, 9))))
+def test_tokens_are_those_of_the_calls_that_run(steps: list[tuple[str, int]]) -> None:
+    one = loads("a", "b")
+    running: list[Charge] = []
+    for act, number in steps:
+        name = "ab"[number % 2]
+        if act == "charge":
+            running.append(one.charge(str(number), name, number + 1))
+        elif act == "flap":
+            one.remove(name)
+            one.add(name)
+            running = [charge for charge in running if charge.replica != name]
+        elif running:
+            charge = running[number % len(running)]
+            if act == "move":
+                one.move(charge, name)
+                continue
+            if act == "end":
+                ended = next(
+                    each for each in running if each.call == charge.call and each.replica == charge.replica
+                )
+                one.end(charge.call, charge.replica)
+                running.remove(ended)
+            else:
+                one.release(charge)
+                running.remove(charge)
+        assert one.tokens == {
+            name: sum(charge.tokens for charge in running if charge.replica == name) for name in "ab"
+        }
+
+
+# Prefixes
+
+
+def matches(index: PrefixIndex, prefix: tuple[int, ...], least: int = 0) -> list[set[str]]:
+    return [set(names) for _, names in index.matches(prefix, least)]
+
+
+def test_the_longest_match_comes_first() -> None:
+    index = PrefixIndex()
+    for name in "abc":
+        index.add(name)
+    index.record("a", (1, 2))
+    index.record("b", (1, 2, 3))
+    index.record("c", (9,))
+    assert matches(index, (1, 2, 3, 4)) == [{"b"}, {"a", "b"}, {"a", "b"}]
+    assert matches(index, (1, 2, 3, 4), least=2) == [{"b"}]
+    assert matches(index, (1, 2, 3, 4), least=3) == []
+    assert matches(index, (8, 2, 3)) == []
+    assert matches(index, ()) == []
+
+
+def test_a_replica_that_is_removed_is_in_no_match_and_comes_back_with_nothing() -> None:
+    index = PrefixIndex()
+    for name in "ab":
+        index.add(name)
+        index.record(name, (1, 2))
+    index.remove("a")
+    index.remove("never there")
+    assert matches(index, (1, 2)) == [{"b"}, {"b"}]
+    index.add("a")
+    assert matches(index, (1, 2)) == [{"b"}, {"b"}]
+    assert len(index) == 2
+
+
+def test_the_least_recently_used_is_forgotten_its_end_first() -> None:
+    index = PrefixIndex()
+    index.add("a", chunks=LEAST_CHUNKS)
+    old = tuple(range(10))
+    index.record("a", old)
+    index.record("a", (0, 1, 2, *range(100, 100 + LEAST_CHUNKS - 8)))
+    # Two were too many: those at the end of the old prompt.
+    assert len(matches(index, old)) == 8
+    index.record("a", tuple(range(1_000, 1_000 + LEAST_CHUNKS)))
+    assert matches(index, old) == []
+
+
+def test_all_replicas_together_are_bounded() -> None:
+    index = PrefixIndex(most=4 * LEAST_CHUNKS)
+    for name in "ab":
+        index.add(name, chunks=1_000_000)
+    for start in range(0, 100_000, 100):
+        index.record("ab"[start // 100 % 2], tuple(range(start, start + 100)))
+    assert len(index) == 4 * LEAST_CHUNKS
+
+
+PREFIXES = st.lists(st.integers(0, 200), max_size=30, unique=True).map(tuple)
+INDEX_STEPS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from(["record", "remove"]), PREFIXES), max_size=60
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(INDEX_STEPS, PREFIXES)
+def test_it_stays_bounded_and_never_names_a_replica_that_is_gone(
+    steps: list[tuple[str, str, tuple[int, ...]]], prefix: tuple[int, ...]
+) -> None:
+    index = PrefixIndex()
+    there: set[str] = set()
+    for name, act, chunks in steps:
+        if act == "remove":
+            index.remove(name)
+            there.discard(name)
+            continue
+        if name not in there:
+            index.add(name, chunks=LEAST_CHUNKS)
+            there.add(name)
+        index.record(name, chunks)
+        assert len(index) <= len(there) * LEAST_CHUNKS
+        assert name in (matches(index, chunks) or [{name}])[0]
+    found = matches(index, prefix)
+    assert all(names and names <= there for names in found)
+
+
+# Adapters
+
+
+def test_what_is_reported_and_what_was_sent_both_count() -> None:
+    index = AdapterIndex()
+    index.update("a", ["x"], 2)
+    index.update("b", [], 2)
+    assert index.holders("x") == ["a"]
+    assert index.holders("y") == []
+    index.record("b", "y")
+    index.record("gone", "y")
+    assert index.holders("y") == ["b"]
+    index.update("a", [], 2)
+    assert index.holders("x") == []
+
+
+def test_no_more_is_remembered_than_a_replica_holds() -> None:
+    index = AdapterIndex()
+    index.update("a", [], 2)
+    for adapter in ("x", "y", "x", "z"):
+        index.record("a", adapter)
+    assert [name for name in "xyz" if index.holders(name)] == ["x", "z"]
+
+
+def test_a_removed_replica_holds_nothing() -> None:
+    index = AdapterIndex()
+    index.update("a", ["x"], None)
+    index.remove("a")
+    index.remove("a")
+    assert index.holders("x") == []

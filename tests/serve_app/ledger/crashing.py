@@ -1,12 +1,14 @@
 """A file system in memory whose process can be killed at any step, and a ledger on it."""
 
 import fnmatch
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 
-from serve_app.ledger.calls import Call, CallBook, Origin
-from serve_app.ledger.rows import Tokens
+from serve_app.ledger.calls import Call, CallBook, Origin, Sums
+from serve_app.relay.usage import RequestUsage, Tokens, Usage
 
 FOLDER = Path("/ledger")
 
@@ -144,20 +146,33 @@ class Clock:
 
 def book_of(name: str, clock: Clock) -> CallBook:
     """Return the calls of a process."""
-    return CallBook("demo", f"replica-{name}", name, now=clock, clock=clock)
+    return CallBook("demo", f"replica-{name}", name, clock=clock)
 
 
-def call_of(book: CallBook, tenant: str = "acme", request_id: str = "") -> Call:
+def call_of(
+    book: CallBook, tenant: str = "acme", request_id: str = "", now: Callable[[], float] = time.monotonic
+) -> Call:
     """Return a call that has not begun."""
     headers = [(b"x-request-id", request_id.encode())] if request_id else []
-    return book.open(Origin("ada", tenant, 0, "/v1/completions", "http", headers))
+    origin = Origin("ada", tenant, 0, "/v1/completions", "http", headers)
+    return book.open(origin, RequestUsage(now=now))
+
+
+def total(book: CallBook) -> Sums:
+    """Return the sums of all calls since the start."""
+    return reduce(Sums.plus, book.by_tenant().values(), Sums())
+
+
+def begun(call: Call, sequence: FakeSequence) -> Usage:
+    """Return a slot of a call, in which a sequence has begun."""
+    slot = call.usage.begin()
+    slot.count(sequence)
+    return slot
 
 
 def ran(book: CallBook, tokens: Tokens, tenant: str = "acme") -> Call:
     """Return a call that ran and has ended."""
     call = call_of(book, tenant)
-    part = call.part()
-    part.begin(FakeSequence(tokens))
-    part.end()
+    begun(call, FakeSequence(tokens)).end()
     call.close()
     return call

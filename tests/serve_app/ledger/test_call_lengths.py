@@ -9,7 +9,8 @@ from serve_app.ledger import call_lengths
 from serve_app.ledger.call_lengths import CallLengths
 from serve_app.ledger.disk import LocalDisk
 from serve_app.ledger.reading import read
-from serve_app.ledger.rows import Row, Tokens, utc
+from serve_app.ledger.rows import Row, utc
+from serve_app.relay.usage import Tokens
 from tests.serve_app.ledger.ledgers import START, save
 
 

@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.ledger.calls import Call, Part
+from serve_app.ledger.calls import Call
 from serve_app.ledger.closing import Closer
 from serve_app.ledger.files import JSONL, OPEN, lock_path, open_path
 from serve_app.ledger.ledger import MAX_PENDING, Ledger
 from serve_app.ledger.parquet import to_parquet
 from serve_app.ledger.reading import read
 from serve_app.ledger.report import Report
-from serve_app.ledger.rows import Tokens, decode
+from serve_app.ledger.rows import decode
+from serve_app.relay.usage import Tokens, Usage
 from tests.serve_app.ledger.crashing import (
     FOLDER,
     Clock,
@@ -21,6 +22,7 @@ from tests.serve_app.ledger.crashing import (
     KilledError,
     MemoryDisk,
     Store,
+    begun,
     book_of,
     call_of,
     ran,
@@ -49,7 +51,7 @@ class Process:
             compact=to_parquet if parquet else None,
             clock=clock,
         )
-        self.running: list[tuple[Call, Part, FakeSequence]] = []
+        self.running: list[tuple[Call, Usage, FakeSequence]] = []
         self.counted: Sizes = {}
         self.safe: Sizes = {}
         self._calls = 0
@@ -57,10 +59,8 @@ class Process:
     def begin(self) -> None:
         self._calls += 1
         call = call_of(self.book, f"{self.name}-{self._calls}")
-        part = call.part()
         sequence = FakeSequence()
-        part.begin(sequence)
-        self.running.append((call, part, sequence))
+        self.running.append((call, begun(call, sequence), sequence))
 
     def grow(self, which: int) -> None:
         if self.running:
@@ -70,8 +70,8 @@ class Process:
 
     def end(self, which: int) -> None:
         if self.running:
-            call, part, _ = self.running.pop(which % len(self.running))
-            part.end()
+            call, slot, _ = self.running.pop(which % len(self.running))
+            slot.end()
             call.close()
 
     def round(self) -> None:
@@ -227,11 +227,11 @@ def rows_in(store: Store) -> list[Any]:
 def test_a_row_has_the_origin_of_its_call_and_its_times() -> None:
     store, clock = Store(), Clock()
     process = Process(store, clock, "a", parquet=False)
-    call = call_of(process.book, "acme", "r-1")
-    part = call.part(wait_s=0.25)
-    part.begin(FakeSequence(Tokens(10, 4, 3)))
+    call = call_of(process.book, "acme", "r-1", clock)
+    slot = call.usage.begin(Usage(clock.now - 0.25, clock.now, 0.0))
+    slot.count(FakeSequence(Tokens(10, 4, 3)))
     clock.now += 2
-    part.end()
+    slot.end()
     call.close()
     process.round()
     (row,) = rows_in(store)
@@ -248,7 +248,7 @@ def test_a_call_that_gave_the_engine_nothing_leaves_no_row() -> None:
     process = Process(store, clock, "a", parquet=False)
     call_of(process.book).close("failed")
     call = call_of(process.book)
-    call.part().end("failed")
+    call.usage.begin().end("failed")
     call.close()
     process.round()
     assert rows_in(store) == []
@@ -327,27 +327,12 @@ def test_rows_go_to_the_day_on_which_their_calls_ended() -> None:
     ]
 
 
-def test_a_late_part_of_a_call_that_has_ended_is_a_row_of_its_own() -> None:
-    store, clock = Store(), Clock()
-    process = Process(store, clock, "a", parquet=False)
-    call = ran(process.book, Tokens(output=1))
-    part = call.part()
-    part.begin(FakeSequence(Tokens(output=5)))
-    part.end()
-    process.round()
-    assert [row.output_tokens for row in rows_in(store)] == [1, 5]
-    assert len({row.call for row in rows_in(store)}) == 2
-    assert process.book.total().output == 6
-
-
-def test_a_call_ends_with_the_last_of_its_parts() -> None:
+def test_a_call_ends_with_the_last_of_its_slots() -> None:
     store, clock = Store(), Clock()
     process = Process(store, clock, "a", parquet=False)
     call = call_of(process.book)
-    first, second = call.part(), call.part()
     sequence = FakeSequence()
-    first.begin(FakeSequence(Tokens(output=1)))
-    second.begin(sequence)
+    first, second = begun(call, FakeSequence(Tokens(output=1))), begun(call, sequence)
     first.end()
     call.close("cancelled")
     process.round()
@@ -376,28 +361,6 @@ def test_a_call_that_ends_during_a_round_is_in_its_state() -> None:
     assert found(store) == {"a-1": 1}
 
 
-def test_many_sequences_of_a_part_are_added_up_while_it_runs() -> None:
-    store, clock = Store(), Clock()
-    process = Process(store, clock, "a", parquet=False)
-    part = call_of(process.book).part()
-    for _ in range(1_000):
-        sequence = FakeSequence(Tokens(2, 1, 1))
-        part.begin(sequence)
-        sequence.over = True
-    assert process.book.total().output == 1_000
-    assert part.tokens().output < 100
-
-
-def test_work_of_no_call_is_counted() -> None:
-    process = Process(Store(), Clock(), "a", parquet=False)
-    process.book.stray().begin(FakeSequence(Tokens(output=2)))
-    process.book.stray().begin(FakeSequence(Tokens(output=3)))
-    assert process.book.total() == (0, 0, 0, 5, 0)
-    process.ledger.finish()
-    process.ledger.segments.close()
-    assert found(process.disk.store) == {"": 5}
-
-
 def test_the_sums_of_too_many_tenants_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.ledger.calls.MAX_TENANTS", 2)
     process = Process(Store(), Clock(), "a", parquet=False)
@@ -408,16 +371,6 @@ def test_the_sums_of_too_many_tenants_are_one(monkeypatch: pytest.MonkeyPatch) -
         "b": 1,
         "other": 2,
     }
-
-
-def test_a_sequence_that_begins_in_a_part_that_has_ended_is_counted() -> None:
-    process = Process(Store(), Clock(), "a", parquet=False)
-    call = call_of(process.book)
-    part = call.part()
-    part.end()
-    part.begin(FakeSequence(Tokens(output=2)))
-    call.close()
-    assert process.book.total().output == 2
 
 
 def test_a_process_whose_lock_another_one_has_writes_nothing_before_it_is_free() -> None:

@@ -11,13 +11,15 @@ from serve_app.ledger.ledger import Ledger
 from serve_app.ledger.parquet import to_parquet
 from serve_app.ledger.reading import LedgerError, open_ledger, read
 from serve_app.ledger.report import Report
-from serve_app.ledger.rows import Tokens, encode
+from serve_app.ledger.rows import encode
+from serve_app.relay.usage import Tokens
 from tests.serve_app.ledger.crashing import (
     FOLDER,
     Clock,
     FakeSequence,
     MemoryDisk,
     Store,
+    begun,
     book_of,
     call_of,
 )
@@ -81,10 +83,9 @@ def test_a_reader_counts_each_call_once_while_files_move(when: int, parquet: boo
     ledger = Ledger(book, FOLDER, disk=disk, clock=clock, now=clock)
     for ends in (True, False):
         call = call_of(book)
-        part = call.part()
-        part.begin(FakeSequence(Tokens(output=5)))
+        slot = begun(call, FakeSequence(Tokens(output=5)))
         if ends:
-            part.end()
+            slot.end()
             call.close()
     ledger.round()
     disk.die()

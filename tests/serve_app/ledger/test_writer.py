@@ -13,12 +13,12 @@ from serve_app.ledger.disk import LocalDisk
 from serve_app.ledger.reading import read
 from serve_app.ledger.remote import Remote
 from serve_app.ledger.report import Report
-from serve_app.ledger.rows import Tokens
 from serve_app.ledger.writer import Writer, new_book, start_writer
+from serve_app.relay.usage import Tokens
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.usage import LedgerSettings, PriceSettings, UsageSettings
 from tests.progress import STILL_S
-from tests.serve_app.ledger.crashing import FakeSequence, call_of, ran
+from tests.serve_app.ledger.crashing import FakeSequence, begun, call_of, ran
 
 FAST = {"interval_s": 0.01, "closing_s": 0.01}
 LIMIT_S = STILL_S
@@ -48,11 +48,10 @@ def test_rows_are_there_soon_and_running_calls_too(tmp_path: Path) -> None:
     writer = Writer(settings(tmp_path), book, **FAST).start()
     ran(book, Tokens(output=3))
     call = call_of(book)
-    part = call.part()
-    part.begin(FakeSequence(Tokens(output=4)))
+    slot = begun(call, FakeSequence(Tokens(output=4)))
     try:
         wait_for(lambda: outputs(tmp_path) == {"ok": 3, "running": 4})
-        part.end()
+        slot.end()
         call.close()
         wait_for(lambda: outputs(tmp_path) == {"ok": 7})
     finally:
@@ -78,7 +77,7 @@ def test_a_new_writer_finishes_the_work_of_a_dead_one(tmp_path: Path) -> None:
     ran(dead, Tokens(output=1))
     old = Writer(settings(tmp_path), dead)
     ran(dead, Tokens(output=3))
-    call_of(dead).part().begin(FakeSequence(Tokens(output=4)))
+    begun(call_of(dead), FakeSequence(Tokens(output=4)))
     old.flush()
     # The system gives its lock back.
     lock = tmp_path / "open" / "old-1.lock"

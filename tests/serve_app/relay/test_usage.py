@@ -1,14 +1,146 @@
-from serve_app.relay.usage import MAX_PROMPTS, PromptUsage, RequestUsage
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_app.relay.usage import MAX_SLOTS, RequestUsage, Tokens, Usage
 
 
-def test_the_usage_of_a_request_is_that_of_its_prompts() -> None:
+class Sequence:
+    """A sequence of an engine, which the test counts."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.now = tokens
+        self.over = False
+
+    def tokens(self) -> Tokens:
+        return self.now
+
+    def ended(self) -> bool:
+        return self.over
+
+
+def test_the_usage_of_a_request_is_that_of_its_slots() -> None:
     usage = RequestUsage()
-    usage.add(PromptUsage(10.0, 10.5, 12.0, prompt_tokens=3, output_tokens=4))
-    usage.add(PromptUsage(9.0, 11.0, 13.0, prompt_tokens=5, output_tokens=6, cached_tokens=4))
+    usage.add(Usage(10.0, 10.5, 12.0, prompt_tokens=3, output_tokens=4))
+    usage.add(
+        Usage(9.0, 11.0, 13.0, prompt_tokens=5, output_tokens=6, counted=Tokens(5, 4, 7), outcome="failed")
+    )
     assert (usage.prompt_tokens, usage.output_tokens) == (8, 10)
     assert usage.cached_tokens == 4
     assert usage.wait_s == 2.0
     assert usage.engine_s == 4.0
+    assert (usage.counted, usage.outcome, usage.ran) == (Tokens(5, 4, 7), "failed", True)
+    assert [slot.started_at for slot in usage.slots] == [10.5, 11.0]
+
+
+def test_an_answer_counts_a_prompt_once_and_the_engine_once_for_each_sequence() -> None:
+    usage = RequestUsage()
+    # Its reader has left before the last tokens.
+    slot = usage.begin(Usage(0.0, 1.0, 2.0, output_tokens=12), prompt_tokens=10)
+    for cached in (0, 8, 8):
+        slot.count(Sequence(Tokens(10, cached, 5)))
+    assert usage.total() == Tokens(30, 16, 15)
+    slot.end()
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens) == (10, 10, 12)
+    assert usage.total() == usage.counted == Tokens(30, 16, 15)
+
+
+def test_the_tokens_of_a_running_slot_can_be_read_at_any_time() -> None:
+    usage = RequestUsage(now=iter([1.0, 3.0, 6.0]).__next__)
+    slot = usage.begin(prompt_tokens=2)
+    slot.count(sequence := Sequence(Tokens(2, 0, 1)))
+    assert (usage.total(), usage.run_s()) == (Tokens(2, 0, 1), 2.0)
+    sequence.now = Tokens(2, 0, 4)
+    assert usage.total().output == 4
+    slot.end("cancelled")
+    # What the engine counts behind the end belongs to nobody.
+    sequence.now = Tokens(2, 0, 5)
+    assert (usage.total().output, usage.outcome, usage.slots[0].ended_at) == (4, "cancelled", 6.0)
+    slot.end("failed")
+    assert (usage.total().output, usage.outcome, len(usage.slots)) == (4, "cancelled", 1)
+
+
+def test_sequences_that_have_ended_are_not_kept() -> None:
+    alive = 0
+
+    class Weighed(Sequence):
+        def __init__(self) -> None:
+            nonlocal alive
+            super().__init__(Tokens(2, 1, 1))
+            self.over = True
+            alive += 1
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= 1
+
+    usage = RequestUsage()
+    slot = usage.begin()
+    for _ in range(500):
+        slot.count(Weighed())
+    assert alive == 1
+    assert usage.total() == Tokens(1_000, 500, 500)
+    slot.end()
+    assert (alive, usage.total()) == (0, Tokens(1_000, 500, 500))
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "count", "grow", "over", "end", "close"]),
+        st.integers(0, 9),
+        st.builds(Tokens, *[st.integers(0, 5)] * 3),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_every_token_is_counted_once_at_any_time(steps: list[tuple[str, int, Tokens]]) -> None:
+    usage = RequestUsage()
+    slots: list[tuple[Usage, list[Sequence]]] = []
+    made, ended, closed = Tokens(), Tokens(), False
+    ends: list[int] = []
+    for action, which, tokens in steps:
+        slot, sequences = slots[which % len(slots)] if slots else (None, [])
+        running = [each for each in sequences if not each.over]
+        match action:
+            case "begin" if not closed:
+                slots.append((usage.begin(), []))
+            case "count" if slot:
+                sequences.append(Sequence(tokens))
+                slot.count(sequences[-1])
+                made = made.plus(tokens)
+            case "grow" if running:
+                running[0].now = running[0].now.plus(tokens)
+                made = made.plus(tokens)
+            case "over" if running:
+                running[0].over = True
+            case "end" if slot:
+                slot.end()
+                slots.remove((slot, sequences))
+                for each in sequences:
+                    ended = ended.plus(each.now)
+            case "close":
+                closed = True
+                usage.close(lambda: ends.append(1))
+        assert (usage.total(), usage.counted) == (made, ended)
+        assert len(ends) == (closed and not slots)
+
+
+def test_a_request_ends_with_its_last_slot_and_begins_none_after_that() -> None:
+    usage = RequestUsage()
+    slot = usage.begin()
+    ended: list[int] = []
+    usage.close(lambda: ended.append(1))
+    with pytest.raises(asyncio.CancelledError):
+        usage.begin()
+    assert ended == []
+    slot.end()
+    assert ended == [1]
+    with pytest.raises(asyncio.CancelledError):
+        slot.count(Sequence(Tokens()))
 
 
 def test_the_totals_cross_the_relay() -> None:
@@ -16,12 +148,12 @@ def test_the_totals_cross_the_relay() -> None:
     assert RequestUsage.unpack(usage.pack()) == usage
 
 
-def test_only_the_first_prompts_are_kept_one_by_one() -> None:
+def test_only_the_first_slots_are_kept_one_by_one() -> None:
     usage = RequestUsage()
-    for _ in range(MAX_PROMPTS + 1):
-        usage.add(PromptUsage(0.0, 0.0, 1.0, 1, 1))
-    assert len(usage.prompts) == MAX_PROMPTS
-    assert usage.prompt_tokens == MAX_PROMPTS + 1
+    for _ in range(MAX_SLOTS + 1):
+        usage.add(Usage(0.0, 0.0, 1.0, 1, 1))
+    assert len(usage.slots) == MAX_SLOTS
+    assert usage.prompt_tokens == MAX_SLOTS + 1
 
 
 def test_a_total_above_the_largest_that_crosses_the_relay_is_cut_off() -> None:

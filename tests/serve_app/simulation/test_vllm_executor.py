@@ -42,6 +42,8 @@ class Engine:
         content = {"id": "demo", "simulate": NUMBERS | fields, "engine": engine or {}}
         settings = LLMSettings.model_validate(content)
         args = AsyncEngineArgs.from_cli_args(vllm_args(settings))
+        # The service's own scheduler holds tokens, and these tests look at each of them.
+        args.scheduler_cls = None
         config = args.create_engine_config(UsageContext.OPENAI_API_SERVER)
         self.time = time
         self.core = vllm_core.EngineCore(config, SimulatedExecutor, log_stats=True)

@@ -1,4 +1,4 @@
-"""Errors of the hub's client that `test_hub` and `test_adapter_files` don't get from the real one."""
+"""Errors of the hub's client that `test_hub` and `test_adapters` don't get from the real one."""
 
 import pytest
 from huggingface_hub import errors

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 
 import pytest
 
@@ -132,8 +131,3 @@ print(number.value)
 """
     done = run([sys.executable, "-c", script])
     assert done.stdout == "0\n", done.stderr
-
-
-def test_vllm_finds_the_tie_among_its_plugins() -> None:
-    (point,) = (p for p in entry_points(group="vllm.general_plugins") if p.name == "saturate")
-    assert point.load() is tie_to_parent

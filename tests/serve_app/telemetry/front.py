@@ -9,43 +9,56 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import SCOPE_KEY, STATUS_KEY, PromptUsage, RequestUsage
+from serve_app.ingress.body import BodyBudget
+from serve_app.ingress.context import RequestMiddleware, context_of
+from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.telemetry import catalogue
 from serve_app.telemetry.meters import Meters
-from serve_app.telemetry.request_tracker import (
-    RequestTracker,
-    TrackedRequest,
-    TrackingMiddleware,
-    tracked_request,
-)
+from serve_app.telemetry.request_tracker import RequestTracker, TrackedRequest
 from serve_app.telemetry.requests import RequestMetrics
 from tests.serve_app.telemetry.instruments import Instruments
 
 USAGE = RequestUsage()
-USAGE.add(PromptUsage(submitted_at=1.0, started_at=1.5, ended_at=2.0, prompt_tokens=12, output_tokens=5))
+USAGE.add(Usage(1.0, 1.5, 2.0, 12, 5))
 SECRET = "the prompt"
 
 
 async def answer(request: Request) -> Response:
-    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
+    context_of(request.scope).assign("m", Scheduling(tenant="a"))
     status = int(request.query_params.get("status", 200))
     if status == 200:
-        request.scope[SCOPE_KEY] = USAGE
+        context_of(request.scope).usage = USAGE
     if late := request.query_params.get("late"):
-        request.scope[STATUS_KEY] = int(late)
+        return LateStatus(int(late))
     return Response(b"answer", status)
 
 
+class LateStatus(Response):
+    """An answer whose status is known after its head was sent."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(b"answer")
+        self._status = status
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def set_status(message: Message) -> None:
+            await send(message)
+            context_of(scope).status = self._status
+
+        await super().__call__(scope, receive, set_status)
+
+
 async def stream(request: Request) -> Response:
-    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
+    context_of(request.scope).assign("m", Scheduling(tenant="a"))
     broken = "broken" in request.query_params
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"data: 1\n\n"
         if not broken:
-            request.scope[SCOPE_KEY] = USAGE
+            context_of(request.scope).usage = USAGE
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(pieces(), media_type="text/event-stream")
@@ -56,7 +69,7 @@ async def fail(request: Request) -> Response:
 
 
 async def hang(request: Request) -> Response:
-    tracked_request(request.scope).assign("m", Scheduling(tenant="a"))
+    context_of(request.scope).assign("m", Scheduling(tenant="a"))
     await asyncio.Event().wait()
     return Response()
 
@@ -91,7 +104,7 @@ class Front:
         self.begun = asyncio.Event()
         record = RequestMetrics(Meters(catalogue.INGRESS, self.metrics.make))
         self.tracker = RequestTracker([self.ended.extend, record], lambda request: self.begun.set())
-        self.app = TrackingMiddleware(Starlette(routes=ROUTES), self.tracker)
+        self.app = RequestMiddleware(Starlette(routes=ROUTES), self.tracker, BodyBudget(0))
 
     async def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         """Send a request, and report it."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from batcher import ContinuousBatcher
-from serve_app.relay.usage import PromptUsage, RequestUsage
+from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry.engine import EngineTelemetry
 from serve_app.telemetry.meters import Meters
 from tests.progress import STILL_S
 
 USAGE = RequestUsage()
-USAGE.add(PromptUsage(submitted_at=1.0, started_at=1.5, ended_at=2.0, prompt_tokens=12, output_tokens=5))
+USAGE.add(Usage(1.0, 1.5, 2.0, 12, 5))
 
 
 def span_names(folder: Path) -> list[str]:

@@ -8,12 +8,15 @@ from typing import Any, cast
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from serve_app.api.headers import Headers
 from serve_app.api.scheduling import Scheduling
+from serve_app.ingress.body import BodyBudget
+from serve_app.ingress.context import RequestMiddleware, context_of
 from serve_app.settings.telemetry import SILENT, TelemetrySettings, TraceSettings
 from serve_app.telemetry import ingress
 from serve_app.telemetry.ingress import IngressTelemetry
@@ -24,10 +27,11 @@ async def headers_for_the_engine(telemetry: IngressTelemetry) -> Headers:
     found: Headers = []
 
     async def answer(request: Request) -> Response:
-        found.extend(telemetry.assign(request.scope, "m", Scheduling(tenant="a"), [(b"x", b"y")]))
+        found.extend(telemetry.assign(context_of(request.scope), "m", Scheduling(tenant="a"), [(b"x", b"y")]))
         return PlainTextResponse("ok")
 
-    app = Starlette(routes=[Route("/answer", answer)], middleware=[telemetry.middleware])
+    tracked = Middleware(RequestMiddleware, telemetry.tracker, BodyBudget(0))
+    app = Starlette(routes=[Route("/answer", answer)], middleware=[tracked])
     async with telemetry.lifespan(app):
         transport = httpx.ASGITransport(cast(Any, app))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

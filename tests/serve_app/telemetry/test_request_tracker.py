@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from serve_app.telemetry.request_tracker import MAX_PENDING
+from serve_app.telemetry.request_tracker import MAX_PENDING, TrackedRequest
 from tests.progress import STILL_S
 from tests.serve_app.telemetry.front import Front
 
@@ -97,5 +97,7 @@ async def test_only_probes_that_succeed_are_not_reportable(
 
 async def test_the_requests_that_await_their_report_are_bounded(front: Front) -> None:
     for _ in range(MAX_PENDING):
-        front.tracker.close(front.tracker.open({"headers": [], "path": "/health", "method": "GET"}))
+        request = TrackedRequest({"headers": [], "path": "/health", "method": "GET"})
+        front.tracker.open(request)
+        front.tracker.close(request)
     assert len(front.ended) == MAX_PENDING

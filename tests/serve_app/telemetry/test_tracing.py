@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from serve_app.api.scheduling import Scheduling
-from serve_app.relay.usage import PromptUsage, RequestUsage
+from serve_app.relay.usage import RequestUsage, Usage
 from serve_app.settings.schema import SettingsError, parse
 from serve_app.settings.telemetry import TraceSettings
 from serve_app.telemetry.request_tracker import TrackedRequest
@@ -44,7 +44,7 @@ def serve(tracing: Tracing, request: TrackedRequest) -> dict[bytes, bytes]:
     headers = pass_on(request, [*request.scope["headers"], (b"x", b"y")])
     usage = RequestUsage()
     start = request.started_at
-    usage.add(PromptUsage(start + 1, start + 3, start + 7, 12, 5))
+    usage.add(Usage(start + 1, start + 3, start + 7, 12, 5))
     tracing.engine(headers, "m", start + 0.5, usage)
     request.complete, request.status, request.usage = True, 200, usage
     request.first_at, request.ended_at = start + 6, start + 8

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.ledger.rows import Tokens
+from serve_app.relay.usage import Tokens
 from serve_app.tuning.goals import parse_goals
 from serve_app.tuning.guidellm import GuideLLM, check_guidellm, read_report
 from serve_app.tuning.load_step import Load

@@ -4,7 +4,7 @@ from itertools import islice
 
 import pytest
 
-from serve_app.ledger.rows import Tokens
+from serve_app.relay.usage import Tokens
 from serve_app.tuning.requests import Ask, Requests
 from serve_app.tuning.workload import Lengths
 

@@ -1,37 +1,47 @@
-"""Admission in front of vLLM's engine client."""
+"""vLLM's engine client: each prompt of a job runs in its slot, within its bounds."""
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from batcher import ContinuousBatcher
-from serve_app.api.scheduling import Scheduling
-from serve_app.engine.admission import AdmissionRequest, AdmissionResult, set_current
-from serve_app.engine.grammar_check import GrammarCheck
-from serve_app.engine.grammars import Grammar
-from serve_app.engine.stream_interval import StreamInterval
-from serve_app.engine.vllm.refusal import RefusedError
-from tests.serve_app.engine.vllm_doubles import BLOCK, CONTEXT, LIMIT_S, TEN, Script, gated, output, run
+from serve_app.engine.grammars import Grammar, GrammarCheck
+from serve_app.engine.job import Job
+from serve_app.engine.stream_interval import STREAMS
+from serve_app.engine.vllm.client import GatedLLM
+from serve_app.relay.usage import Tokens
+from tests.batcher.virtual import blocked, virtual
+from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, PlayedAdapters, new_job, opened
+from tests.serve_app.engine.vllm_doubles import (
+    LIMIT_S,
+    TEN,
+    HeldScript,
+    Script,
+    admitted,
+    gated,
+    output,
+    run,
+)
 
 DELTA = RequestOutputKind.DELTA
 
 
-@pytest.fixture
-async def batcher() -> AsyncIterator[ContinuousBatcher]:
-    async with ContinuousBatcher(capacity=1024, max_queue_size=1) as batcher:
-        yield batcher
+def refused(job: Job) -> tuple[int, str | None]:
+    """Return the status and the field of the error that a job's client gets."""
+    assert job.failure is not None
+    return job.failure.status, job.failure.param
 
 
 @pytest.mark.parametrize(
@@ -46,283 +56,364 @@ async def batcher() -> AsyncIterator[ContinuousBatcher]:
         ({"max_tokens": 1000}, CONTEXT),
     ],
 )
-async def test_a_request_reserves_the_blocks_of_its_prompt_and_its_longest_output(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, params: dict[str, Any], cost: int
+@virtual
+async def test_a_prompt_holds_the_blocks_of_itself_and_its_longest_answers_when_vllm_gets_it(
+    params: dict[str, Any], cost: int
 ) -> None:
-    script = Script(output(1), output(finish="stop"))
-    await run(gated(monkeypatch, script, batcher), params=SamplingParams(**params))
-    assert script.costs == [cost]
-    assert batcher.stats.running_cost == 0
+    async with opened() as site:
+        script = Script(output(1), output(finish="stop"))
+        # Whatever bound it was admitted on.
+        job = new_job(facts={"prompt": None, "answers": params.get("n", 1)})
+        await run(gated(script, site), params=SamplingParams(**params), job=job)
+        assert script.costs == [cost]
+        site.check_free()
 
 
-async def test_a_request_that_is_closed_early_frees_its_slot_and_its_engine(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1), output(2))
-    results = gated(monkeypatch, script, batcher).generate(TEN, SamplingParams(max_tokens=4), "r")
-    await anext(results)
-    assert batcher.stats.running == 1
-    await results.aclose()
-    assert batcher.stats.running == 0
-    assert script.closed == 1
+@virtual
+async def test_a_prompt_that_is_closed_early_frees_its_slot_and_its_engine() -> None:
+    async with opened() as site:
+        script = Script(output(1), output(2))
+        llm = gated(script, site)
+        await admitted(llm)
+        results = llm.generate(TEN, SamplingParams(max_tokens=4), "r")
+        await anext(results)
+        assert site.batcher.stats.running == 1
+        await results.aclose()
+        assert script.closed == 1
+        assert site.batcher.stats.total_cancelled == 1
+        site.check_free()
 
+
+@virtual
+async def test_a_job_has_its_usage_once_its_prompt_ends() -> None:
+    async with opened() as site:
+        llm = gated(Script(output(1, 2), output(1, 2, 3, finish="stop")), site)
+        job = new_job()
+        await run(llm, job=job)
+        assert (job.usage.prompt_tokens, job.usage.output_tokens) == (10, 3)
+
+
+@virtual
+async def test_the_engine_s_own_work_passes_the_door() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        assert [each async for each in llm.generate(TEN, SamplingParams(max_tokens=4), "warm-up")]
+        pooling: Any = SimpleNamespace()
+        assert [each async for each in llm.encode(TEN, pooling, "warm-up")]
+        assert (len(script.calls), site.batcher.stats.total_submitted) == (2, 0)
+
+
+# Several prompts.
+
+
+@virtual
+async def test_a_list_longer_than_the_queue_waits_behind_its_first_prompt() -> None:
+    async with opened(max_running=1, max_queue_size=1) as site:
+        script = HeldScript()
+        llm = gated(script, site)
+        job = await admitted(llm)
+        prompts = [asyncio.ensure_future(run(llm, job=job, id=f"r-{number}")) for number in range(4)]
+        await blocked()
+        assert script.started == ["r-0"]
+        assert (site.batcher.stats.queue_depth, site.batcher.stats.outside) == (1, 2)
+        script.go.set()
+        assert [len(results) for results in await asyncio.gather(*prompts)] == [1] * 4
+        assert job.usage.prompt_tokens == 40
+        site.check_free()
+
+
+@virtual
+async def test_a_further_prompt_that_can_not_run_is_the_failure_of_its_job() -> None:
+    async with opened(max_running=1) as site:
+        script = HeldScript()
+        llm = gated(script, site)
+        job = await admitted(llm)
+        first, second = [asyncio.ensure_future(run(llm, job=job)) for _ in range(2)]
+        await blocked()
+        stopping = asyncio.ensure_future(site.batcher.stop(drain=False))
+        with pytest.raises(GracefulHTTPError):
+            await second
+        assert refused(job)[0] == 503
+        script.go.set()
+        await asyncio.gather(first, stopping)
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+@virtual
+async def test_a_prompt_whose_adapter_changed_while_it_waited_is_a_404(change: str) -> None:
+    async with opened(adapters=PlayedAdapters(1), max_running=1) as site:
+        script = HeldScript()
+        llm = gated(script, site)
+        name = "demo:words"
+        lora: Any = SimpleNamespace(lora_name=name)
+        site.adapters.requests[name] = lora
+        job = await admitted(llm, new_job(adapter=name))
+        options: dict[str, Any] = {"lora_request": lora}
+
+        async def ask() -> None:
+            async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), "r", **options):
+                pass
+
+        first, second = [asyncio.ensure_future(ask()) for _ in range(2)]
+        await blocked()
+        if change == "removed":
+            del site.adapters.requests[name]
+        else:
+            site.adapters.requests[name] = SimpleNamespace(lora_name=name)
+        script.go.set()
+        await first
+        with pytest.raises(GracefulHTTPError):
+            await second
+        assert refused(job)[0] == 404
+        assert len(script.calls) == 1
+        site.check_free()
+
+
+# Grammars.
 
 TUPLE: dict[str, Any] = {"type": "array", "items": [{"type": "string"}]}
 
 
-@pytest.mark.parametrize(
-    ("outputs", "refused"),
-    [
-        ({"json": TUPLE}, "text.format: this json can't be compiled: items must be"),
-        ({"regex": "("}, "structured_outputs: this regex can't be compiled"),
-        ({"choice": ["a", "\U0001f600"]}, ""),
-        ({"json_object": True}, ""),
-        ({"grammar": 'start: "a"'}, ""),
-    ],
-)
-async def test_a_grammar_is_checked_as_the_engine_will_compile_it_before_the_request_is_admitted(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, outputs: dict[str, Any], refused: str
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    llm.grammars = check = GrammarCheck(5.0, 5.0)
-    stated = (Grammar("json", json.dumps(TUPLE), "text.format"),) if "json" in outputs else ()
-    result = AdmissionResult()
-    set_current(AdmissionRequest(grammars=stated), result)
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(**outputs))
-    try:
-        async with asyncio.timeout(60):
-            if refused:
-                with pytest.raises(RefusedError) as caught:
-                    await run(llm, params=params)
-                assert caught.value.error.status == 400
-                assert caught.value.error.message.startswith(refused)
-                assert result.refusal is caught.value.error
-            else:
-                await run(llm, params=params)
-    finally:
-        await check.stop()
-    assert len(script.calls) == (0 if refused else 1)
-    assert result.constrained
+GRAMMARS: list[tuple[dict[str, Any], str]] = [
+    ({"json": TUPLE}, "text.format: this json can't be compiled: items must be"),
+    ({"regex": "("}, "structured_outputs: this regex can't be compiled"),
+    ({"choice": ["a", "\U0001f600"]}, ""),
+    ({"json_object": True}, ""),
+    ({"grammar": 'start: "a"'}, ""),
+]
+"""Grammars, and the message of their refusal."""
+
+
+async def asked(llm: GatedLLM, outputs: dict[str, Any]) -> Job:
+    """Return a job with a grammar, which has ended."""
+    job = await admitted(llm)
+    job.grammars = (Grammar("json", json.dumps(TUPLE), "text.format"),) if "json" in outputs else ()
+    with suppress(VLLMValidationError):
+        await run(llm, params=SamplingParams(structured_outputs=StructuredOutputsParams(**outputs)), job=job)
+    return job
+
+
+async def test_a_grammar_is_checked_as_the_engine_will_compile_it_before_the_engine_gets_it() -> None:
+    async with opened() as site, asyncio.timeout(LIMIT_S):
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        llm.compiles_grammars = True
+        site.door.grammars = check = GrammarCheck(5.0, 5.0)
+        try:
+            for outputs, message in GRAMMARS:
+                before = len(script.calls)
+                job = await asked(llm, outputs)
+                assert len(script.calls) - before == (not message), outputs
+                assert job.constrained
+                if message:
+                    assert refused(job)[0] == 400
+                    assert job.failure
+                    assert job.failure.message.startswith(message)
+        finally:
+            await check.stop()
+        assert site.batcher.stats.running == 0
+
+
+@virtual
+async def test_another_backend_refuses_grammars_by_itself() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        for outputs, _ in GRAMMARS:
+            job = await asked(llm, outputs)
+            assert (job.failure, job.constrained) == (None, True)
+        assert len(script.calls) == len(GRAMMARS)
+        assert site.grammars.checked == []
+
+
+# What vLLM gets.
 
 
 @pytest.mark.parametrize("by_priority", [False, True])
-async def test_vllm_gets_the_tier_of_the_request_where_it_schedules_by_priority(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, by_priority: bool
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher, by_priority=by_priority)
-    set_current(AdmissionRequest(Scheduling(priority=1)), AdmissionResult())
-    async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), "r", priority=-5):
-        pass
-    assert script.calls[0]["priority"] == (1 if by_priority else -5)
+@virtual
+async def test_vllm_gets_the_tier_of_the_job_where_it_schedules_by_priority(by_priority: bool) -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site, by_priority=by_priority)
+        await admitted(llm, new_job(priority=1))
+        async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), "r", priority=-5):
+            pass
+        assert script.calls[0]["priority"] == (1 if by_priority else -5)
 
 
 @pytest.mark.parametrize(
-    ("asked", "engines", "stop", "paced"),
+    ("asked", "engines", "stop", "given"),
     [
-        (None, 1, ["x"], True),
-        (None, 4, ["x"], False),
-        (1, 1, ["x"], False),
-        (7, 7, ["x"], False),
+        (None, 1, ["x"], 3),
+        (None, 4, ["x"], None),
+        (1, 1, ["x"], 1),
+        (7, 7, ["x"], 7),
         # The engine holds the tokens of this one.
-        (None, 1, [], False),
+        (None, 1, [], None),
     ],
 )
-async def test_the_pieces_of_a_stream_keep_the_rate_unless_an_interval_is_set(
-    monkeypatch: pytest.MonkeyPatch,
-    batcher: ContinuousBatcher,
-    asked: int | None,
-    engines: int,
-    stop: list[str],
-    paced: bool,
+@virtual
+async def test_the_pieces_of_many_streams_have_several_tokens_unless_an_interval_is_set(
+    asked: int | None, engines: int, stop: list[str], given: int | None
 ) -> None:
-    llm: Any = gated(monkeypatch, Script(output(1), output(2), output(3, finish="stop")), batcher)
-    state = SimpleNamespace(
-        stream_interval=engines,
-        sent_tokens_offset=0,
-        detokenizer=SimpleNamespace(num_output_tokens=lambda: 2),
-    )
-    llm.output_processor.external_req_ids = {"r": ["r-0", "r-1"]}
-    llm.output_processor.request_states = {"r-0": state}
-    params = SamplingParams(max_tokens=4, output_kind=DELTA, stop=stop)
-    params.stream_interval = asked
-    await run(llm, params=params)
-    assert isinstance(state.stream_interval, StreamInterval) == paced
-    assert state.sent_tokens_offset == (2 if paced else 0)
-    assert llm.piece_rate.streams == 0
+    async with opened() as site:
+        script = Script(output(1), output(2), output(3, finish="stop"))
+        llm: Any = gated(script, site)
+        llm.vllm_config.scheduler_config.stream_interval = engines
+        llm.intervals.streams = 3 * STREAMS
+        llm.intervals.end(10, 0.1)
+        params = SamplingParams(max_tokens=4, output_kind=DELTA, stop=stop)
+        params.stream_interval = asked
+        await run(llm, params=params)
+        assert script.calls[0]["params"].stream_interval == given
+        assert llm.intervals.streams == 3 * STREAMS - 1
 
 
-async def test_an_embedding_request_reserves_its_prompt(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(SimpleNamespace())
-    llm: Any = gated(monkeypatch, script, batcher)
-    async for _ in llm.encode(tokens_input(list(range(17))), SimpleNamespace(), "r"):
-        pass
-    assert script.costs == [2 * BLOCK]
-    # Its result counts as the first token, for goals.
-    assert (llm.prompt_tokens, batcher.stats.output_tokens) == (17, 0)
-    assert batcher.stats.ttft_p50_s is not None
-
-
-async def test_a_prompt_of_an_encoder_reserves_its_tokens_alone(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(SimpleNamespace())
-    llm: Any = gated(monkeypatch, script, batcher)
-    # vLLM's own block, where there is no KV cache.
-    llm.vllm_config.cache_config.num_gpu_blocks = 1
-    async for _ in llm.encode(tokens_input(list(range(17))), SimpleNamespace(), "r"):
-        pass
-    assert script.costs == [17]
-
-
-async def test_the_texts_of_an_embedding_are_as_many_records_with_the_priority_of_their_tier(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(SimpleNamespace())
-    llm: Any = gated(monkeypatch, script, batcher, by_priority=True)
-    result = AdmissionResult()
-    # The queue has one place; texts after the first one wait for it.
-    set_current(AdmissionRequest(Scheduling(priority=10, tenant="a")), result)
-
-    async def embed(text: int) -> None:
-        async for _ in llm.encode(tokens_input([1] * text), SimpleNamespace(), f"r-{text}", priority=-5):
-            pass
-
-    async with asyncio.timeout(LIMIT_S):
-        await asyncio.gather(*(embed(text) for text in (3, 4, 5)))
-    assert [call["priority"] for call in script.calls] == [10, 10, 10]
-    assert (batcher.stats.total_completed, result.asked) == (3, 3)
-    assert (result.usage.prompt_tokens, result.usage.output_tokens) == (12, 0)
-
-
-@pytest.mark.parametrize("prompt", ["a text", {"type": "multimodal"}])
-async def test_a_prompt_of_unknown_length_reserves_the_context(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, prompt: Any
-) -> None:
-    script = Script(output(1, finish="stop"))
-    await run(gated(monkeypatch, script, batcher), prompt)
-    assert script.costs == [CONTEXT]
+@virtual
+async def test_the_first_token_of_a_stream_counts_for_goals() -> None:
+    async with opened() as site:
+        params = SamplingParams(max_tokens=4, output_kind=DELTA)
+        await run(gated(Script(output(1), output(2, finish="stop")), site), params=params)
+        assert site.batcher.stats.ttft_p50_s is not None
+        assert site.batcher.stats.output_tokens == 2
 
 
 @pytest.mark.parametrize(("asked", "most", "given"), [(None, 5, 5), (9, 5, 5), (3, 5, 3), (9, None, 9)])
+@virtual
 async def test_an_answer_that_states_no_limit_gets_that_of_the_ingress(
-    monkeypatch: pytest.MonkeyPatch,
-    batcher: ContinuousBatcher,
-    asked: int | None,
-    most: int | None,
-    given: int,
+    asked: int | None, most: int | None, given: int
 ) -> None:
-    script = Script(output(1, finish="stop"))
-    set_current(AdmissionRequest(max_tokens=most), AdmissionResult())
-    await run(gated(monkeypatch, script, batcher), params=SamplingParams(max_tokens=asked))
-    assert script.calls[0]["params"].max_tokens == given
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        job = new_job()
+        job.request = replace(job.request, max_tokens=most)
+        await run(gated(script, site), params=SamplingParams(max_tokens=asked), job=job)
+        assert script.calls[0]["params"].max_tokens == given
 
 
-async def test_answers_that_never_fit_together_are_refused(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    result = AdmissionResult()
-    set_current(AdmissionRequest(), result)
-    # The capacity is eight contexts.
-    with pytest.raises(RefusedError) as caught:
-        await run(llm, params=SamplingParams(n=9, max_tokens=None))
-    assert caught.value.error is result.refusal
-    assert (caught.value.error.status, caught.value.error.param) == (400, "n")
-    assert "lower n or max_tokens" in caught.value.error.message
-    assert script.calls == []
-    await run(llm, params=SamplingParams(n=8, max_tokens=None))
-    await run(llm, params=SamplingParams(n=9, max_tokens=4))
+@virtual
+async def test_the_seeds_of_several_answers_are_numbers_that_the_engine_can_hold() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        for seed in (2**63 - 1, 7):
+            await run(llm, params=SamplingParams(n=3, max_tokens=4, seed=seed))
+        assert [call["params"].seed for call in script.calls] == [2**63 - 3, 7]
 
 
-async def test_more_logprobs_of_a_prompt_than_the_loop_can_make_are_refused(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    set_current(AdmissionRequest(), AdmissionResult())
-    # Ten tokens; the bound is 100.
-    await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=9))
-    with pytest.raises(RefusedError, match=r"10 prompt tokens with 11 logprobs each.*max_prompt_logprobs"):
-        await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=10))
-    with pytest.raises(RefusedError, match="10 prompt tokens with 1000 logprobs each"):
-        await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=-1))
-    assert len(script.calls) == 1
-    assert batcher.stats.total_submitted == 1
+@virtual
+async def test_the_engine_gets_no_more_of_an_id_than_tells_its_prompts_apart() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        for id in ("x" * 10_000_000 + "-7", "short"):
+            await run(llm, id=id)
+        assert [call["request_id"] for call in script.calls] == ["x" * 254 + "-7", "short"]
 
 
-async def test_each_answer_counts_among_the_logprobs_of_a_prompt(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    set_current(AdmissionRequest(), AdmissionResult())
-    # Ten tokens; the bound is 100.
-    await run(llm, params=SamplingParams(n=2, max_tokens=4, prompt_logprobs=4))
-    with pytest.raises(RefusedError, match="10 prompt tokens with 5 logprobs each, for each of 3 answers"):
-        await run(llm, params=SamplingParams(n=3, max_tokens=4, prompt_logprobs=4))
-    assert len(script.calls) == 1
+# Bounds.
 
 
-async def test_more_ids_than_the_engine_has_room_for_are_refused(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm: Any = gated(monkeypatch, script, batcher)
-    result = AdmissionResult()
-    set_current(AdmissionRequest(), result)
-    params = SamplingParams(max_tokens=4, allowed_token_ids=list(range(1025)))
-    # vLLM's older runner has room for all.
-    await run(llm, params=params)
-    llm.vllm_config.use_v2_model_runner = True
-    with pytest.raises(RefusedError, match="allowed_token_ids: 1025 token ids") as caught:
+@pytest.mark.parametrize("prompt", ["a text", {"type": "multimodal"}])
+@virtual
+async def test_a_prompt_of_unknown_length_holds_the_context(prompt: Any) -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        await run(gated(script, site), prompt)
+        assert script.costs == [CONTEXT]
+
+
+@virtual
+async def test_a_prompt_that_is_longer_than_the_context_is_left_to_vllm() -> None:
+    async with opened() as site:
+        # As of one whose images take more tokens than it seemed.
+        script = Script(VLLMValidationError("longer than the maximum model length"))
+        with pytest.raises(VLLMValidationError, match="maximum model length"):
+            await run(gated(script, site), tokens_input(list(range(CONTEXT + 70))))
+        assert script.costs == [CONTEXT]
+        site.check_free()
+
+
+@virtual
+async def test_answers_that_never_fit_together_are_refused() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        job = new_job(facts={"answers": 9})
+        # The capacity is eight contexts.
+        with pytest.raises(VLLMValidationError, match="lower n or max_tokens"):
+            await run(llm, params=SamplingParams(n=9, max_tokens=None), job=job)
+        assert refused(job) == (400, "n")
+        assert script.calls == []
+        await run(llm, params=SamplingParams(n=8, max_tokens=None))
+        await run(llm, params=SamplingParams(n=9, max_tokens=4))
+        site.check_free()
+
+
+@virtual
+async def test_one_answer_as_large_as_the_engine_runs_alone() -> None:
+    async with opened(capacity=CONTEXT - BLOCK) as site:
+        script = Script(output(1, finish="stop"))
+        await run(gated(script, site), params=SamplingParams(max_tokens=None))
+        assert len(script.calls) == 1
+
+
+@virtual
+async def test_more_logprobs_of_a_prompt_than_the_loop_can_make_are_refused() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        # Ten tokens; the bound is 100.
+        await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=9))
+        for logprobs, found in ((10, 11), (-1, 1000)):
+            job = new_job()
+            with pytest.raises(
+                VLLMValidationError, match=f"10 prompt tokens with {found} logprobs each.*max_prompt_logprobs"
+            ):
+                await run(llm, params=SamplingParams(max_tokens=4, prompt_logprobs=logprobs), job=job)
+            assert refused(job) == (400, "prompt_logprobs")
+        assert len(script.calls) == 1
+        site.check_free()
+
+
+@virtual
+async def test_each_answer_counts_among_the_logprobs_of_a_prompt() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site)
+        # Ten tokens; the bound is 100.
+        await run(llm, params=SamplingParams(n=2, max_tokens=4, prompt_logprobs=4))
+        with pytest.raises(VLLMValidationError, match="with 5 logprobs each, for each of 3 answers"):
+            await run(llm, params=SamplingParams(n=3, max_tokens=4, prompt_logprobs=4))
+        assert len(script.calls) == 1
+
+
+@virtual
+async def test_more_ids_than_the_engine_has_room_for_are_refused() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm: Any = gated(script, site)
+        params = SamplingParams(max_tokens=4, allowed_token_ids=list(range(1025)))
+        # vLLM's older runner has room for all.
         await run(llm, params=params)
-    assert caught.value.error is result.refusal
-    assert len(script.calls) == 1
+        llm.vllm_config.use_v2_model_runner = True
+        job = new_job()
+        with pytest.raises(VLLMValidationError, match="allowed_token_ids: 1025 token ids"):
+            await run(llm, params=params, job=job)
+        assert refused(job) == (400, "allowed_token_ids")
+        assert len(script.calls) == 1
 
 
-async def test_the_seeds_of_several_answers_are_numbers_that_the_engine_can_hold(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    for seed in (2**63 - 1, 7):
-        await run(llm, params=SamplingParams(n=3, max_tokens=4, seed=seed))
-    assert [call["params"].seed for call in script.calls] == [2**63 - 3, 7]
+# Beam searches.
 
 
-async def test_a_prompt_that_is_longer_than_the_context_is_left_to_vllm(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    # As of one whose images take more tokens than it seemed.
-    script = Script(VLLMValidationError("longer than the maximum model length"))
-    llm = gated(monkeypatch, script, batcher)
-    with pytest.raises(VLLMValidationError, match="maximum model length"):
-        await run(llm, tokens_input(list(range(CONTEXT + 70))))
-    assert script.costs == [CONTEXT]
-
-
-async def test_the_engine_gets_no_more_of_an_id_than_tells_its_prompts_apart(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    for request_id in ("x" * 10_000_000 + "-7", "short"):
-        async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), request_id):
-            pass
-    assert [call["request_id"] for call in script.calls] == ["x" * 254 + "-7", "short"]
-
-
-def searched(llm: Any, steps: int = 1, **params: Any) -> AsyncGenerator[Any, None]:
+def searched(llm: Any, job: Job, steps: int = 1, **params: Any) -> AsyncGenerator[Any, None]:
     """Return the results of a beam search that asks the engine so many times."""
 
     async def search(*, prompt: Any, params: Any, request_id: str) -> AsyncGenerator[Any, None]:
         for _ in range(steps):
-            await asyncio.gather(*(run(llm, prompt) for _ in range(params.beam_width)))
+            await asyncio.gather(*(run(llm, prompt, job=job) for _ in range(params.beam_width)))
         yield output(*range(params.max_tokens), finish="length")
 
     results: AsyncGenerator[Any, None] = llm.beam_search(
@@ -331,43 +422,97 @@ def searched(llm: Any, steps: int = 1, **params: Any) -> AsyncGenerator[Any, Non
     return results
 
 
-async def test_a_beam_search_is_admitted_once_with_all_its_beams(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    result = AdmissionResult()
-    # Its deadline is met when it starts, and a full queue doesn't refuse its later tokens.
-    set_current(AdmissionRequest(deadline=time.monotonic() + LIMIT_S), result)
-    async with asyncio.timeout(LIMIT_S):
-        results = searched(llm, steps=3, beam_width=4, max_tokens=7)
-        assert [len(each.outputs[0].token_ids) async for each in results] == [7]
-    # 10 + 7 tokens are two blocks.
-    assert script.costs == [4 * 2 * BLOCK] * 12
-    stats = batcher.stats
-    # Four beams are four records.
-    assert (stats.total_completed, stats.running_cost, llm.prompt_tokens) == (4, 0, 10)
-    assert result.usage.prompt_tokens == 10
-    assert result.usage.output_tokens == 7
-
-
-async def test_a_beam_search_that_never_fits_is_refused(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher
-) -> None:
-    script = Script(output(1, finish="stop"))
-    llm = gated(monkeypatch, script, batcher)
-    set_current(AdmissionRequest(), AdmissionResult())
-    with pytest.raises(RefusedError, match="lower n or max_tokens"):
-        await anext(searched(llm, beam_width=9, max_tokens=CONTEXT))
-    set_current(AdmissionRequest(max_tokens=4), AdmissionResult())
-    assert len((await anext(searched(llm, beam_width=9, max_tokens=CONTEXT))).outputs[0].token_ids) == 4
-
-
-async def test_one_answer_as_large_as_the_engine_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ContinuousBatcher(capacity=CONTEXT - BLOCK, oversize="alone") as batcher:
+@virtual
+async def test_a_beam_search_is_admitted_once_with_all_its_beams() -> None:
+    async with opened(max_queue_size=1) as site:
         script = Script(output(1, finish="stop"))
-        await run(gated(monkeypatch, script, batcher), params=SamplingParams(max_tokens=None))
-        assert len(script.calls) == 1
+        llm = gated(script, site)
+        # Its deadline is met when it starts, and a full queue doesn't refuse its later tokens.
+        job = await admitted(llm, new_job(facts={"answers": 4, "beam": True}, queue_timeout_s=1.0))
+        results = searched(llm, job, steps=3, beam_width=4, max_tokens=7)
+        assert [len(each.outputs[0].token_ids) async for each in results] == [7]
+        # 10 + 7 tokens are two blocks.
+        assert script.costs == [4 * 2 * BLOCK] * 12
+        # Four beams are four records.
+        assert site.batcher.stats.total_completed == 4
+        assert (job.usage.prompt_tokens, job.usage.output_tokens) == (10, 7)
+        # All that the engine has sampled: a token for each beam and step.
+        assert job.usage.counted == Tokens(12 * 10, 0, 12)
+        site.check_free()
+
+
+@virtual
+async def test_the_tokens_of_a_beam_search_have_the_tier_of_the_job() -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site, by_priority=True)
+        job = await admitted(llm, new_job(facts={"answers": 2, "beam": True}, priority=1))
+        assert [each async for each in searched(llm, job, beam_width=2, max_tokens=2)]
+        assert [call["priority"] for call in script.calls] == [1, 1]
+
+
+@virtual
+async def test_a_beam_search_that_never_fits_is_refused() -> None:
+    async with opened() as site:
+        llm = gated(Script(output(1, finish="stop")), site)
+        job = await admitted(llm, new_job(facts={"answers": 9, "beam": True}))
+        with pytest.raises(VLLMValidationError, match="lower n or max_tokens"):
+            await anext(searched(llm, job, beam_width=9, max_tokens=CONTEXT))
+        assert refused(job) == (400, "n")
+        assert job.slot
+        job.slot.release()
+        job = new_job(facts={"answers": 9, "beam": True})
+        job.request = replace(job.request, max_tokens=4)
+        await admitted(llm, job)
+        results = searched(llm, job, beam_width=9, max_tokens=CONTEXT)
+        assert [len(each.outputs[0].token_ids) async for each in results] == [4]
+
+
+# Pooling.
+
+
+async def embed(llm: Any, length: int, **options: Any) -> None:
+    async for _ in llm.encode(tokens_input([1] * length), SimpleNamespace(), f"r-{length}", **options):
+        pass
+
+
+@virtual
+async def test_an_embedding_holds_its_prompt() -> None:
+    async with opened() as site:
+        script = Script(SimpleNamespace())
+        llm = gated(script, site)
+        await admitted(llm)
+        await embed(llm, 17)
+        assert script.costs == [2 * BLOCK]
+        # Its result counts as the first token, for goals.
+        assert site.batcher.stats.output_tokens == 0
+        assert site.batcher.stats.ttft_p50_s is not None
+
+
+@virtual
+async def test_a_prompt_of_an_encoder_holds_its_tokens_alone() -> None:
+    async with opened() as site:
+        script = Script(SimpleNamespace())
+        llm: Any = gated(script, site)
+        # vLLM's own block, where there is no KV cache.
+        llm.vllm_config.cache_config.num_gpu_blocks = 1
+        await admitted(llm)
+        await embed(llm, 17)
+        assert script.costs == [17]
+
+
+@virtual
+async def test_the_texts_of_an_embedding_are_as_many_records_with_the_priority_of_their_tier() -> None:
+    # The queue has one place; texts after the first one wait for it.
+    async with opened(max_running=1, max_queue_size=1) as site:
+        script = Script(SimpleNamespace())
+        llm = gated(script, site, by_priority=True)
+        job = await admitted(llm, new_job(priority=10, tenant="a"))
+        await asyncio.gather(*(embed(llm, length, priority=-5) for length in (3, 4, 5)))
+        assert [call["priority"] for call in script.calls] == [10, 10, 10]
+        assert site.batcher.stats.total_completed == 3
+        assert (job.usage.prompt_tokens, job.usage.output_tokens) == (12, 0)
+        site.check_free()
 
 
 class Core:
@@ -388,9 +533,9 @@ class Core:
 
 @pytest.mark.parametrize("answers", [1, 3])
 async def test_a_request_that_never_reaches_the_engine_is_forgotten(
-    monkeypatch: pytest.MonkeyPatch, batcher: ContinuousBatcher, answers: int
+    answers: int,
 ) -> None:
-    llm: Any = gated(monkeypatch, Script(), batcher)
+    llm: Any = gated(Script())
     processor = llm.output_processor = OutputProcessor(None, log_stats=False)
     llm.engine_core = Core(sent=answers - 1)
     llm.check_admission = lambda **options: None

@@ -9,16 +9,17 @@ import xgrammar
 from vllm.tokenizers import get_tokenizer
 
 from batcher import ContinuousBatcher, Goals
-from serve_app.engine.adapter_copies import AdapterFiles
-from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm.adapters import Adapters
+from serve_app.engine.adapters import AdapterFiles
+from serve_app.engine.grammars import GrammarCheck
 from serve_app.engine.vllm.engine import VLLMEngine
+from serve_app.engine.vllm.lora import Adapters
 from serve_app.engine.vllm.options import Limits
 from serve_app.ledger.calls import CallBook
 from serve_app.settings.models import GoalSettings, LLMSettings
 from serve_app.settings.schema import SettingsError
 from serve_app.settings.sources import DEMO_MODEL
 from serve_app.settings.user_config import BatcherUserConfig
+from tests.serve_app.engine.engine_doubles import opened
 from tests.serve_app.engine.vllm_doubles import Script, gated, output
 
 
@@ -28,23 +29,17 @@ def script() -> Script:
 
 
 @pytest.fixture
-async def engine(monkeypatch: pytest.MonkeyPatch, script: Script) -> AsyncIterator[VLLMEngine]:
+async def engine(script: Script) -> AsyncIterator[VLLMEngine]:
     # The constructor would start vLLM.
     engine: Any = VLLMEngine.__new__(VLLMEngine)
-    batcher = ContinuousBatcher(capacity=1024, max_queue_size=1)
-    await batcher.start()
-    engine.batcher = batcher
-    engine.llm = gated(monkeypatch, script, batcher)
-    engine._tokenizer = get_tokenizer(LLMSettings(id="demo", source=DEMO_MODEL).path)
-    engine._texts = TokenizingQueue(1)
-    await engine._texts.start()
-    engine._limits = Limits(1024, None, 64, {"a": 2.0})
-    engine.adapters = Adapters(
-        LLMSettings(id="demo", source=DEMO_MODEL), engine.llm, AdapterFiles(), {}, CallBook("demo")
-    )
-    yield engine
-    await batcher.stop(drain=False)
-    await engine._texts.stop()
+    settings = LLMSettings(id="demo", source=DEMO_MODEL)
+    async with opened() as site:
+        engine.batcher, engine.door, engine._texts = site.batcher, site.door, site.texts
+        engine.llm = gated(script, site)
+        engine.llm.get_tokenizer = lambda: get_tokenizer(settings.path)
+        engine._limits = Limits(1024, None, 64, {"a": 2.0})
+        engine.adapters = Adapters(settings, engine.llm, AdapterFiles(), {}, CallBook("demo"))
+        yield engine
 
 
 async def test_limits_change_while_it_runs_and_return_to_those_of_the_config(engine: VLLMEngine) -> None:
@@ -73,6 +68,7 @@ async def test_a_stop_ends_vllm_after_the_batcher(engine: VLLMEngine) -> None:
     llm.shutdown = lambda *_: ended.append(engine.batcher.is_running)
     await engine.stop(1.0)
     assert ended == [False]
+    assert not engine._texts.is_running
 
 
 @pytest.mark.parametrize("errored", [False, True])
@@ -105,3 +101,16 @@ def test_the_vocabulary_for_grammars_is_that_of_the_tokenizer(engine: VLLMEngine
 def test_a_pooling_model_has_no_vocabulary_for_grammars(engine: VLLMEngine) -> None:
     engine.llm.model_config.runner_type = "pooling"
     assert engine.grammar_vocabulary() == ""
+
+
+@pytest.mark.parametrize(
+    ("backend", "compiles"), [("auto", True), ("xgrammar", True), ("guidance", False), ("outlines", False)]
+)
+def test_the_door_checks_grammars_and_the_client_those_that_xgrammar_compiles(
+    engine: VLLMEngine, backend: str, compiles: bool
+) -> None:
+    engine.llm.vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(backend=backend))
+    check = GrammarCheck(0.1, 1.0)
+    engine.check_grammars(check)
+    assert engine.door.grammars is check
+    assert engine.llm.compiles_grammars is compiles

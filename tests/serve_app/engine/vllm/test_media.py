@@ -22,11 +22,9 @@ from vllm.renderers import chat_utils
 from vllm.renderers.chat_utils import AsyncMultiModalContentParser
 
 from serve_app.engine.vllm.media import (
-    MEDIA_PARTS,
     AllowedHostsConnector,
     PublicConnection,
     is_public,
-    refuse_media,
     use_allowed_hosts,
 )
 from tests.progress import STILL_S
@@ -297,43 +295,6 @@ def messages_of(part: Any) -> Any:
         enable_prompt_embeds=0,
     )
     return chat_utils.parse_chat_messages([{"role": "user", "content": [part]}], config, "string")
-
-
-PIXEL = "data:image/png;base64,AAAA"
-
-
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        ({"type": "image_url", "image_url": {"url": PIXEL}}, "image_url"),
-        ({"image_url": PIXEL}, "image_url"),
-        ({"type": "text", "text": "a", "uuid": "x", "image_url": PIXEL}, "image_url"),
-        ({"type": "input_image", "image_url": PIXEL, "detail": "auto"}, "input_image"),
-        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
-        ({"type": "audio_url", "audio_url": {"url": PIXEL}}, "audio_url"),
-        ({"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}, "video_url"),
-        ({"type": "image_embeds", "image_embeds": "AAAA"}, "image_embeds"),
-    ],
-)
-def test_a_part_with_media_is_refused_unless_a_setting_allows_it(
-    monkeypatch: pytest.MonkeyPatch, part: Any, kind: str
-) -> None:
-    name = "_parse_chat_message_content_mm_part"
-    monkeypatch.setattr(chat_utils, name, getattr(chat_utils, name))
-    assert kind in MEDIA_PARTS
-    refuse_media()
-    with pytest.raises(VLLMValidationError, match=f"^'{kind}' parts are not taken.*`multimodal`") as caught:
-        messages_of(part)
-    assert create_error_response(caught.value).error.code == 400
-
-
-@pytest.mark.parametrize("part", ["a", {"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}])
-def test_text_is_taken_where_media_is_refused(monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
-    name = "_parse_chat_message_content_mm_part"
-    monkeypatch.setattr(chat_utils, name, getattr(chat_utils, name))
-    refuse_media()
-    conversation, *_ = messages_of(part)
-    assert conversation[0]["content"] == "a"
 
 
 def test_no_other_part_of_vllm_s_server_fetches_by_url() -> None:

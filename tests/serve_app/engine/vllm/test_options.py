@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 from vllm.tool_parsers import ToolParserManager
 
-from serve_app.engine.vllm.options import Limits, batcher_of, limits_of, vllm_args
+from serve_app.engine.adapters import AdapterSlots
+from serve_app.engine.door import STARTING, EngineLanes
+from serve_app.engine.vllm.options import Limits, batcher_of, limits_of, text_batcher_of, vllm_args
 from serve_app.settings.models import LLMSettings
 from serve_app.settings.schema import SettingsError
+from tests.batcher.virtual import virtual
 
 GOALS = {"goals": {"ttft_p99_s": 0.5}}
 
@@ -67,6 +70,18 @@ def test_with_goals_vllm_schedules_by_priority_unless_configured(fields: Any, po
 
 
 @pytest.mark.parametrize(
+    ("fields", "text_only"),
+    [
+        ({}, True),
+        ({"multimodal": True}, False),
+        ({"engine": {"extra": {"language_model_only": False}}}, False),
+    ],
+)
+def test_a_model_that_takes_text_alone_has_no_encoders(fields: Any, text_only: bool) -> None:
+    assert vllm_args(settings(**fields)).language_model_only is text_only
+
+
+@pytest.mark.parametrize(
     ("llm", "capacity"),
     [
         # vLLM keeps one block for itself.
@@ -88,9 +103,28 @@ def test_the_config_may_lower_the_capacity() -> None:
     assert limits == Limits(100, 3, 64, {"a": 2.0}, 5_000, None)
 
 
+def lanes() -> EngineLanes:
+    return EngineLanes(AdapterSlots(1))
+
+
 def test_the_batcher_keeps_to_the_limits() -> None:
-    stats = batcher_of(settings().batcher, Limits(100, 3, 64, {})).stats
+    stats = batcher_of(settings().batcher, Limits(100, 3, 64, {}), lanes()).stats
     assert (stats.capacity, stats.max_running) == (100, 3)
+
+
+@virtual
+async def test_few_jobs_of_a_batcher_are_not_corrected_yet() -> None:
+    async with batcher_of(settings().batcher, Limits(1_000, None, 64, {}), lanes()) as batcher:
+        slots = [batcher.slot_nowait(1) for _ in range(STARTING + 2)]
+        assert batcher.stats.running == STARTING
+        slots[0].correct(1, 0)
+        assert batcher.stats.running == STARTING + 1
+        for slot in slots:
+            slot.release()
+
+
+def test_few_jobs_that_run_no_model_run_at_once() -> None:
+    assert text_batcher_of(settings().batcher, lanes()).stats.max_running == STARTING
 
 
 def test_a_simulated_device_gets_its_executor_and_its_limits() -> None:

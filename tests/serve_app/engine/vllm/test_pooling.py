@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from vllm.outputs import PoolingOutput, PoolingRequestOutput
 from vllm.renderers import chat_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from serve_app.engine.tokenizing import TokenizingQueue
-from serve_app.engine.vllm.media import refuse_media
-from serve_app.engine.vllm.pooling import bound_rendering
+from serve_app.engine.vllm.workarounds import refuse_media
 from serve_app.settings.sources import DEMO_MODEL
-from tests.serve_app.engine.pooling_application import CONTEXT, LIMIT_S, Application
+from tests.serve_app.engine.engine_doubles import CONTEXT
+from tests.serve_app.engine.pooling_application import LIMIT_S, Application
 from tests.serve_app.engine.pooling_models import make_classifier
 
 EMBED = ("embed", "token_embed")
@@ -68,18 +66,22 @@ async def test_a_model_that_embeds_has_vectors_and_scores_and_each_text_is_a_rec
     assert status == 200
     assert [item["embedding"] for item in answer["data"]] == [[2.0, 1.0], [3.0, 1.0]]
     assert answer["usage"]["prompt_tokens"] == 5
-    assert (embedder.batcher.stats.total_completed, embedder.texts.sizes) == (2, [2, 3])
+    assert embedder.site.batcher.stats.total_completed == 2
     status, answer = await embedder.post("/v1/rerank", query="q", documents=["abcd", "a"])
     assert [result["index"] for result in answer["results"]] == [1, 0]
     # The query and each document are embedded by themselves.
-    assert embedder.batcher.stats.total_completed == 5
+    assert embedder.site.batcher.stats.total_completed == 5
+    # No text is tokenized outside a slot.
+    assert len(embedder.tokenized) == 5
+    assert min(embedder.tokenized) > 0
+    embedder.site.check_free()
 
 
 async def test_a_chat_is_embedded_through_the_template(embedder: Application) -> None:
     chat = [{"role": "user", "content": "hi"}]
     status, answer = await embedder.post("/v1/embeddings", messages=[chat, chat])
     assert (status, len(answer["data"])) == (200, 2)
-    assert len(embedder.texts.sizes) == 2
+    assert len(embedder.tokenized) == 2
 
 
 @pytest.mark.parametrize("length", [CONTEXT + 1, 100_000])
@@ -93,8 +95,7 @@ async def test_a_text_beyond_the_context_is_a_400(embedder: Application, length:
         status, answer = await embedder.post(path, **body)
         assert status == 400
         assert "context" in answer["error"]["message"]
-    # A text that can't fit is not tokenized.
-    assert max(embedder.texts.sizes, default=0) < 1_000
+    embedder.site.check_free()
 
 
 async def test_a_text_may_be_cut_to_the_context(embedder: Application) -> None:
@@ -112,9 +113,8 @@ async def test_a_model_with_one_class_scores_pairs(reranker: Application) -> Non
     assert status == 200
     assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == [(1, 4 / CONTEXT)]
     assert answer["usage"]["prompt_tokens"] == 2 + 4
-    # All texts of the call wait together, and then each pair by itself.
-    assert reranker.texts.sizes == [5, 2, 4]
-    assert reranker.batcher.stats.total_completed == 2
+    # Each pair is a record.
+    assert reranker.site.batcher.stats.total_completed == 2
     status, answer = await reranker.post("/v1/score", text_1=["a", "bb"], text_2=["c", "dd"])
     assert [one["score"] for one in answer["data"]] == [2 / CONTEXT, 4 / CONTEXT]
     status, answer = await reranker.post("/classify", input=["a", "bb"])
@@ -122,25 +122,6 @@ async def test_a_model_with_one_class_scores_pairs(reranker: Application) -> Non
         ("class 0", [1 / CONTEXT]),
         ("class 0", [2 / CONTEXT]),
     ]
-
-
-async def test_a_long_pair_is_counted_in_pieces_first(
-    reranker: Application, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("serve_app.engine.vllm.pooling.PIECE_CHARS", 100)
-    for documents, status in ((["x" * 1_000], 400), (["x" * 110], 200)):
-        found, answer = await reranker.post("/v1/rerank", query="q", documents=documents)
-        assert found == status, answer
-
-
-async def test_texts_wait_in_the_queue_and_are_refused_with_it(reranker: Application) -> None:
-    await reranker.texts.stop()
-    for path, body in (
-        ("/v1/rerank", {"query": "q", "documents": ["a"]}),
-        ("/classify", {"input": "a"}),
-    ):
-        status, _ = await reranker.post(path, **body)
-        assert status == 503
 
 
 async def test_a_model_with_several_classes_scores_nothing(played: None, tmp_path: Path) -> None:
@@ -174,29 +155,26 @@ async def test_a_part_with_media_is_refused_by_its_name_on_every_route(
         assert "`multimodal`" in message
 
 
-def test_another_vllm_does_not_tokenize_past_the_queue() -> None:
-    state: Any = SimpleNamespace(serving_embedding=SimpleNamespace(io_processor=SimpleNamespace()))
-    with pytest.raises(RuntimeError, match="serving_embedding has no render_async"):
-        bound_rendering(state, TokenizingQueue(1), CONTEXT)
-
-
-async def test_a_call_that_is_cancelled_renders_no_more_pairs(
+async def test_a_call_whose_client_leaves_holds_nothing(
     reranker: Application, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, rendered = asyncio.Event(), []
+    begun = asyncio.Event()
 
-    async def run(call: Any, characters: int) -> Any:
-        rendered.append(characters)
-        if len(rendered) > 1:
-            begun.set()
-            await asyncio.Event().wait()
-        return call()
+    async def encode(*_: Any, **__: Any) -> AsyncGenerator[Any, None]:
+        begun.set()
+        await asyncio.Event().wait()
+        yield
 
-    monkeypatch.setattr(reranker.texts, "run", run)
+    monkeypatch.setattr(AsyncLLM, "encode", encode)
     task = asyncio.ensure_future(reranker.post("/v1/rerank", query="q", documents=["a"] * 5))
     async with asyncio.timeout(LIMIT_S):
-        await begun.wait()
+        await asyncio.wait(
+            [task, begun_at := asyncio.ensure_future(begun.wait())], return_when="FIRST_COMPLETED"
+        )
+        assert begun_at.done(), task.result()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    assert reranker.batcher.stats.total_submitted == 0
+        # A stop waits for the slots.
+        await reranker.site.batcher.stop(drain=False)
+    assert reranker.site.batcher.stats.running == 0

@@ -2,25 +2,11 @@
 
 import logging
 
-import pytest
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.serve.exception_handling import error_response
 from vllm.exceptions import VLLMValidationError
 
 from serve_app.api.errors import RequestError
-from serve_app.engine.vllm.refusal import RefusedError, answer_faults, hide_refusals
-
-
-def test_a_version_of_vllm_that_answers_exceptions_elsewhere_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert build_app, "the application's modules are there"
-    answer_faults()
-    # Again it does nothing.
-    answer_faults()
-    monkeypatch.setattr(error_response, "create_error_response", lambda error: error)
-    with pytest.raises(RuntimeError, match="answers exceptions elsewhere: vllm"):
-        answer_faults()
+from serve_app.engine.vllm.client import refused
+from serve_app.engine.vllm.refusal import hide_refusals
 
 
 def test_vllm_logs_no_stack_trace_of_what_is_no_fault() -> None:
@@ -35,7 +21,7 @@ def test_vllm_logs_no_stack_trace_of_what_is_no_fault() -> None:
     logger.addHandler(handler)
     try:
         hide_refusals()
-        full = RefusedError(RequestError(429, "rate_limit_error", "full"))
+        full = refused(RequestError(429, "rate_limit_error", "full"))
         for error in (full, VLLMValidationError("too hot"), KeyError("broken")):
             try:
                 raise error

@@ -1,6 +1,5 @@
 """Messages of vLLM's schedulers to the replica."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,10 @@ from vllm.v1.request import Request
 
 from serve_app.engine.stream_interval import LONGEST_S
 from serve_app.engine.vllm import scheduler as vllm_scheduler
-from serve_app.engine.vllm.scheduler import STATS_S, HeldTokens, hold_tokens, holding
-from serve_app.system.parent_death import TIED
+from serve_app.engine.vllm.options import SCHEDULER, vllm_args
+from serve_app.engine.vllm.scheduler import STATS_S, WHOLE_S, HeldTokens
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
 
 STEP_S = 0.001
 
@@ -80,8 +81,8 @@ def test_tokens_are_held_for_a_quarter_of_a_second(scheduler: Held, now: list[fl
         now[0] += STEP_S
     told.append(scheduler.tell(whole, 0))
     assert [token for tokens in told for token in tokens] == [*range(1, 1001), 0]
-    assert max(map(len, told)) <= LONGEST_S / STEP_S + 1
-    assert len([tokens for tokens in told if tokens]) == 1 + 1 / LONGEST_S
+    assert max(map(len, told)) <= WHOLE_S / STEP_S + 1
+    assert len([tokens for tokens in told if tokens]) == 1 + 1 / WHOLE_S
 
 
 def test_each_request_has_its_own_tokens(scheduler: Held) -> None:
@@ -120,7 +121,7 @@ def streams(scheduler: Held, number: int) -> list[Request]:
     return scheduler.running
 
 
-@pytest.mark.parametrize(("number", "interval"), [(1, 0.001), (32, 0.032), (200, 0.2), (1000, LONGEST_S)])
+@pytest.mark.parametrize(("number", "interval"), [(1, 0.001), (32, 0.032), (90, 0.09), (1000, LONGEST_S)])
 def test_the_tokens_of_a_stream_come_at_the_pace_of_its_pieces(
     scheduler: Held, now: list[float], number: int, interval: float
 ) -> None:
@@ -218,38 +219,28 @@ def test_an_engine_that_logs_its_steps_has_statistics_of_each(scheduler: Held) -
     assert steps == [1, 1, 1]
 
 
-@pytest.mark.parametrize("kind", [Scheduler, AsyncScheduler])
-def test_every_scheduler_of_vllm_holds_tokens(kind: type) -> None:
-    held = holding(kind)
-    assert issubclass(held, kind)
+@pytest.mark.parametrize(("in_advance", "kind"), [(False, Scheduler), (True, AsyncScheduler)])
+def test_an_engine_has_the_scheduler_of_its_options_with_held_tokens(
+    monkeypatch: pytest.MonkeyPatch, in_advance: bool, kind: type
+) -> None:
+    made: list[Any] = []
+    # The constructor asks for a whole engine.
+    monkeypatch.setattr(Scheduler, "__init__", lambda self, **options: made.append(options))
+    monkeypatch.setattr(AsyncScheduler, "__init__", lambda self, **options: made.append(options))
+    config = SchedulerConfig.default_factory(async_scheduling=in_advance, scheduler_cls=SCHEDULER)
+    engine = SimpleNamespace(scheduler_config=config, diffusion_config=None)
+    held = config.get_scheduler_cls()(vllm_config=engine, log_stats=True)
+    assert isinstance(held, kind)
+    assert made == [{"vllm_config": engine, "log_stats": True}]
     for name in ("_update_request_with_output", "make_stats"):
-        assert getattr(held, name) is getattr(HeldTokens, name)
+        assert getattr(type(held), name) is getattr(HeldTokens, name)
         assert callable(getattr(kind, name))
 
 
-def test_another_scheduler_stays_as_it_is() -> None:
-    assert holding(Steps) is Steps
-
-
-@pytest.fixture
-def scheduler_cls(monkeypatch: pytest.MonkeyPatch) -> Callable[[], type]:
-    monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", SchedulerConfig.get_scheduler_cls)
-    config = SchedulerConfig.default_factory(async_scheduling=True)
-    return lambda: config.get_scheduler_cls()
-
-
-def test_engines_of_a_replica_hold_tokens(
-    monkeypatch: pytest.MonkeyPatch, scheduler_cls: Callable[[], type]
-) -> None:
-    monkeypatch.setenv(TIED, "1")
-    hold_tokens()
-    assert issubclass(scheduler_cls(), HeldTokens)
-    assert issubclass(scheduler_cls(), AsyncScheduler)
-
-
-def test_other_uses_of_vllm_stay_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, scheduler_cls: Callable[[], type]
-) -> None:
-    monkeypatch.delenv(TIED, raising=False)
-    hold_tokens()
-    assert scheduler_cls() is AsyncScheduler
+def test_the_class_of_the_options_is_this_one() -> None:
+    args = vllm_args(LLMSettings(id="demo", source=DEMO_MODEL))
+    assert args.scheduler_cls == SCHEDULER
+    own = LLMSettings.model_validate(
+        {"id": "demo", "source": DEMO_MODEL, "engine": {"extra": {"scheduler_cls": "a.B"}}}
+    )
+    assert vllm_args(own).scheduler_cls == "a.B"

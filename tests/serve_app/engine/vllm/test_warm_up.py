@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from batcher import ContinuousBatcher
 from serve_app.engine.vllm.warm_up import KINDS, compile_nothing_on_a_cpu, warm_up
-from tests.serve_app.engine.vllm_doubles import Script, gated, output
+from tests.serve_app.engine.vllm_doubles import Script, ScriptedLLM, gated, output
 
 
 def engine(monkeypatch: pytest.MonkeyPatch, script: Script, task: str = "generate") -> Any:
-    llm: Any = gated(monkeypatch, script, ContinuousBatcher(capacity=1024))
+    # It calls the class itself, past the door.
+    for method in ("generate", "encode"):
+        monkeypatch.setattr(AsyncLLM, method, getattr(ScriptedLLM, method))
+    llm: Any = gated(script)
 
     async def tasks() -> tuple[str, ...]:
         return (task,)
@@ -24,11 +27,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, script: Script, task: str = "generat
     return llm
 
 
-async def test_each_kind_is_sampled_alone_and_with_others_past_the_batcher(
+async def test_each_kind_is_sampled_alone_and_with_others_past_the_door(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = Script(output(1, 2, finish="length"))
-    # A batcher that was not started admits nothing.
     await warm_up(engine(monkeypatch, script))
     assert len(script.calls) == script.closed == 3 * len(KINDS)
     assert len({call["request_id"] for call in script.calls}) == len(script.calls)

@@ -1,0 +1,398 @@
+"""The Engine deployment: a language model and its batcher, behind a handle."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
+from typing import Any
+
+from serve_app.api.errors import EngineLostError, RequestError, engine_failed
+from serve_app.api.facts import facts_of_call
+from serve_app.api.protocol import JSON, GenerateRequest, GenerateResponse, parse_generate
+from serve_app.api.routes import GENERATE, unserved
+from serve_app.engine.adapters import AdapterError
+from serve_app.engine.autoscaling import autoscaling_stats
+from serve_app.engine.grammars import GrammarCheck
+from serve_app.engine.job import Job
+from serve_app.engine.openai import OpenAI
+from serve_app.engine.quotas import CallQuotas
+from serve_app.engine.replica import (
+    DRAIN_S,
+    answer,
+    device_name,
+    origin_of,
+    replica_name,
+    replica_stats,
+    replica_tag,
+    routing_stats,
+    usage_stats,
+)
+from serve_app.engine.turns import EngineTurns, Place, asking
+from serve_app.engine.watchdog import EngineWatch, LoopWatch
+from serve_app.ledger.metrics import UsageMetrics
+from serve_app.ledger.writer import ledger_of, new_book, start_writer
+from serve_app.quotas.handle import Handle
+from serve_app.relay.frame import LOST, pack_error, split
+from serve_app.relay.keepalive import with_keepalive
+from serve_app.relay.request import RelayRequest
+from serve_app.settings.adapters import AdapterSettings
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.telemetry import SILENT, TelemetrySettings
+from serve_app.settings.turns import ShareSettings
+from serve_app.settings.usage import NO_USAGE, UsageSettings
+from serve_app.settings.user_config import parse_user_config
+from serve_app.system.cpu_scheduling import RELAY_NICE, use_batch_scheduling
+from serve_app.system.garbage_collection import collect_rarely
+from serve_app.system.parent_death import tie_children
+from serve_app.system.serve_logging import flush_warnings, preserved_handlers
+from serve_app.telemetry.catalogue import LOOP_HELD, OUTPUT_TOKENS, PROMPT_TOKENS
+from serve_app.telemetry.engine import EngineTelemetry
+from serve_app.telemetry.meters import Meters
+
+logger = logging.getLogger("ray.serve")
+
+EXPIRED = 408
+"""Status of a request or a prompt that can't start in time."""
+
+
+class Engine:
+    """One copy of a model: a vLLM engine and its batcher, built once, in the constructor.
+
+    Args:
+        settings: The model.
+        max_prompts: Most prompts that one call may carry.
+        telemetry: What is measured and logged.
+        usage: Accounting of the calls, and the quotas of tenants.
+        quotas: The handle of the Quotas deployment; None: there is none.
+        share: The turns of the model's group; None: it has a device of its own.
+        turns: The handle of the Turns deployment, if it shares one.
+    """
+
+    _held = 0
+    """Tokens of the calls that this replica answers, as their callers estimate them."""
+
+    _quotas = CallQuotas()
+    """Quotas of tenants; by default there are none."""
+
+    _turns: EngineTurns | None = None
+    """Turns on a shared device; None: it has one of its own."""
+
+    # Serve awaits a constructor that is a coroutine.
+    async def __init__(  # type: ignore[misc]
+        self,
+        settings: LLMSettings,
+        max_prompts: int,
+        telemetry: TelemetrySettings = SILENT,
+        usage: UsageSettings = NO_USAGE,
+        quotas: Handle | None = None,
+        share: ShareSettings | None = None,
+        turns: Handle | None = None,
+    ) -> None:
+        tie_children()
+        flush_warnings()
+        if settings.simulate:
+            logger.warning(
+                "%s is simulated (%s): no model runs, and answers are letters without sense",
+                settings.id,
+                settings.simulate.name,
+            )
+        self._id = settings.id
+        self._max_prompts = max_prompts
+        self._tenants = telemetry.tenants
+        self._book = new_book(settings.id, replica_tag())
+        self._writer = start_writer(usage, self._book)
+        self._default_output = settings.sampling.max_tokens
+        self._quotas = CallQuotas(usage.quotas, quotas, replica_tag())
+        with preserved_handlers():
+            # Imported only where a model is held: vLLM takes seconds and a gigabyte.
+            from serve_app.engine.vllm.engine import VLLMEngine
+            from serve_app.engine.vllm.sleep import check_sleep_mode
+
+            if share is not None and turns is not None and settings.share is not None:
+                check_sleep_mode(settings)
+                place = Place(settings.share, device_name(), replica_name(), settings.id)
+                self._turns = EngineTurns(place, asking(turns))
+                await self._turns.first()
+            with self._turns.loading() if self._turns is not None else nullcontext():
+                self._engine = VLLMEngine(
+                    settings,
+                    max_prompts=max_prompts,
+                    book=self._book,
+                    metrics=telemetry.metrics and telemetry.engine_metrics,
+                )
+                app, self._routes = await self._engine.start()
+                if share is not None and self._turns is not None:
+                    sleeper = await self._engine.sleeper(share)
+                    await self._turns.rehearse(sleeper)
+            if share is not None and self._turns is not None:
+                self._turns.run(sleeper, self._engine.batcher)
+        vocabulary = await asyncio.to_thread(self._engine.grammar_vocabulary)
+        self._grammars = GrammarCheck(settings.grammar_cpu_s, settings.grammar_compile_cpu_s, vocabulary)
+        self._engine.check_grammars(self._grammars)
+        self._starting = asyncio.create_task(self._grammars.start())
+        self._openai = OpenAI(app, self._engine)
+        self._ready_at = time.monotonic()
+        self._engine.door.unfit = self._unfit
+        self._watch = EngineWatch(
+            self._engine, settings.engine_hang_timeout_s, excused=self._ended, last=self._flush
+        ).start()
+        self._loop_watch = LoopWatch().start()
+        self._telemetry = EngineTelemetry(telemetry, settings.id, self._engine.batcher, self._engine_metrics)
+        # The engine's own processes are started by now, and keep the scheduling that they have.
+        use_batch_scheduling(RELAY_NICE)
+        collect_rarely()
+
+    async def reconfigure(self, user_config: JSON) -> None:
+        """Apply the `user_config` of the deployment: at the start, and whenever it alone has changed.
+
+        Args:
+            user_config: The fields of a `UserConfig`.
+
+        Raises:
+            SettingsError: It is wrong; the settings before it stay.
+        """
+        config = parse_user_config(user_config)
+        await self._engine.adapters.declare(config.adapters)
+        self._engine.tune(config.batcher)
+
+    async def prepare_adapter(self, id: str, settings: AdapterSettings) -> str:
+        """Load an adapter that `refresh_adapters` serves, if it is in the folder by then.
+
+        Returns:
+            The reason why it can't be; empty: it is loaded.
+        """
+        try:
+            await self._engine.adapters.prepare(id, settings)
+        except AdapterError as error:
+            return str(error)
+        return ""
+
+    async def keep_adapter(self, id: str, settings: AdapterSettings | None) -> str:
+        """Write an adapter to the folder, or remove it from there (None).
+
+        Returns:
+            The reason why it can't be; empty: it is done, durably.
+        """
+        return await self._engine.adapters.keep(id, settings)
+
+    async def refresh_adapters(self) -> list[JSON]:
+        """Take over the adapters that the folder has, and return those that are served.
+
+        Raises:
+            FolderError: It can't be read.
+        """
+        await self._engine.adapters.refresh()
+        return self._engine.adapters.report()
+
+    async def generate(self, request: GenerateRequest | JSON) -> JSON:
+        """Complete a list of prompts.
+
+        Args:
+            request: A `GenerateRequest`, or an object with its fields.
+
+        Returns:
+            The fields of a `GenerateResponse`: what `POST /generate` answers.
+
+        Raises:
+            RequestError: The request is wrong, or can't be served now.
+            EngineLostError: vLLM's engine died while it had the request.
+        """
+        if not isinstance(request, GenerateRequest):
+            request = parse_generate(request, max_prompts=self._max_prompts)
+        call = request
+        adapter = "" if request.model in (None, self._id) else request.model
+        facts = facts_of_call(request, self._default_output)
+        scheduling = request.scheduling()
+        job = self._job(
+            RelayRequest(
+                "POST", GENERATE, b"", [], b"", scheduling, facts=facts, adapter=adapter, source="handle"
+            )
+        )
+        # The quota of an HTTP call is reserved by its Ingress.
+        quota = self._quotas.reserved(scheduling.tenant, facts, self._engine.max_model_len, job.usage)
+        try:
+            async with quota:
+                with self._accounted(job):
+                    self._check(job)
+                    response = await self._generated(job, lambda: call)
+        except RequestError:
+            if self._lost(job):
+                raise EngineLostError from None
+            raise
+        return response.model_dump(exclude_unset=True)
+
+    async def relay(self, request: RelayRequest) -> AsyncGenerator[bytes, None]:
+        """Answer an HTTP request, as relay messages."""
+        job = self._job(request)
+        path = request.path
+        with self._accounted(job):
+            try:
+                self._check(job)
+                if path == GENERATE:
+                    answer = with_keepalive(self._completed(job))
+                else:
+                    if not await self._engine.door.enter(job):
+                        async with aclosing(with_keepalive(self._engine.door.wait(job))) as messages:
+                            async for message in messages:
+                                yield message
+                    answer = self._openai.answer(job)
+            except RequestError as error:
+                yield pack_error(error, path)
+                return
+            async with aclosing(answer) as messages:
+                async for message in messages:
+                    for part in split(message, path):
+                        yield part
+
+    async def stats(self) -> JSON:
+        """Return the batcher's statistics, the engine's limits, and the usage since the start."""
+        counters = self._engine.stats
+        usage = usage_stats(self._book, self._tenants) | {
+            # For a comparison: the ledger counts by call, vLLM by step.
+            "engine": {"prompt": counters.prompt, "output": counters.output}
+        }
+        turn = {} if self._turns is None else {"turn": self._turns.stats()}
+        return replica_stats(
+            self._engine.batcher.stats,
+            max_model_len=self._engine.max_model_len,
+            usage=usage,
+            adapters=self._engine.adapters.report(),
+            **turn,
+        )
+
+    async def describe(self) -> JSON:
+        """Return the version of vLLM, and the OpenAPI document of its routes that clients may call."""
+        return await asyncio.to_thread(self._engine.describe)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the tokens that this replica holds; Serve calls the method by this name."""
+        return autoscaling_stats(self._engine.batcher.stats)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Return what this replica holds, by which callers choose; Serve calls it by this name."""
+        asleep = self._turns is not None and self._turns.asleep
+        return routing_stats(self._held, self._engine.adapters.slots.resident, asleep=asleep)
+
+    def record_replica_metadata(self) -> dict[str, int]:
+        """Return the size of the KV cache in tokens, and the slots; Serve calls it by this name, once."""
+        return {
+            "token_capacity": self._engine.batcher.capacity,
+            "adapter_slots": self._engine.adapters.slots.count,
+        }
+
+    def _job(self, request: RelayRequest) -> Job:
+        return Job(request, ready_at=self._ready_at)
+
+    async def _generated(self, job: Job, parse: Callable[[], GenerateRequest]) -> GenerateResponse:
+        """Return the answer to a call of `/generate`, or of the handle.
+
+        Args:
+            job: The job.
+            parse: Returns the request; a large one takes time, so it is not parsed before it has entered.
+        """
+        late = None
+        try:
+            await self._engine.door.enter(job)
+        except RequestError as error:
+            if error.status != EXPIRED:
+                raise
+            # A call may be `partial`: then the error is the prompt's.
+            late = error
+        return await self._engine.generate.run(job, parse(), late)
+
+    def _check(self, job: Job) -> None:
+        """Raise a RequestError for a job that this model doesn't serve, or that is too large for it."""
+        if refusal := self._unserved(job.request.path) or self._openai.refusal(job):
+            raise refusal
+
+    async def _completed(self, job: Job) -> bytes:
+        """Return the answer to a call of `/generate`."""
+
+        async def run() -> bytes:
+            body, most = job.request.body, self._max_prompts
+            response = await self._generated(job, lambda: parse_generate(body, max_prompts=most))
+            return response.model_dump_json(exclude_unset=True).encode()
+
+        message = await answer(run(), job.usage, job.request)
+        return LOST if self._lost(job) else message
+
+    def _lost(self, job: Job) -> bool:
+        """Return whether the engine has died while it had the job; a job that it never had is not suspect."""
+        return self._engine.died and job.usage.ran
+
+    def _unfit(self) -> RequestError | None:
+        """Return why no request can be served here; None: they can."""
+        if self._turns is not None and (refusal := self._turns.refusal):
+            return refusal
+        return engine_failed() if self._engine.died else None
+
+    def _unserved(self, path: str) -> RequestError | None:
+        """Return why a route is not served by this model; None: it is."""
+        return None if path in self._routes else unserved(self._id, path, self._routes)
+
+    def _ended(self) -> bool:
+        """Return whether the engine was ended on purpose."""
+        return self._turns is not None and self._turns.refusal is not None
+
+    def _flush(self) -> None:
+        """Write what the ledger has not got yet."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    @contextmanager
+    def _accounted(self, job: Job) -> Iterator[None]:
+        """Account for a job, and end what is left of it."""
+        tokens = job.facts.tokens
+        self._held += tokens
+        job.call = self._book.open(origin_of(job.request), job.usage)
+        try:
+            yield
+        finally:
+            self._held -= tokens
+            if job.slot is not None and not job.placed:
+                # The slot of a prompt is given back at the prompt's end, which may come later.
+                job.slot.release(job.failure)
+            job.call.close("lost" if self._engine.died else "ok")
+            self._telemetry.answered(job.request.headers, job.began, job.usage)
+
+    async def check_health(self) -> None:
+        """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""
+        self._watch.check()
+        if self._turns is not None:
+            self._turns.check_health()
+            if self._turns.refusal:
+                return
+        await self._engine.check_health()
+
+    async def __del__(self) -> None:
+        if engine_watch := getattr(self, "_watch", None):
+            engine_watch.stop()
+            self._starting.cancel()
+            await self._grammars.stop()
+        if watch := getattr(self, "_loop_watch", None):
+            watch.stop()
+        if self._turns is not None:
+            self._turns.stop()
+        if engine := getattr(self, "_engine", None):
+            await engine.stop(DRAIN_S)
+        if writer := getattr(self, "_writer", None):
+            await asyncio.to_thread(writer.stop)
+        if telemetry := getattr(self, "_telemetry", None):
+            telemetry.stop()
+        if quotas := getattr(self, "_quotas", None):
+            quotas.stop()
+
+    def _engine_metrics(self, meters: Meters) -> Callable[[], None]:
+        engine, model, watch = self._engine, self._id, self._loop_watch
+
+        usage = UsageMetrics(self._book, ledger_of(self._writer), meters, self._tenants)
+
+        def report() -> None:
+            usage()
+            meters.count(PROMPT_TOKENS, engine.stats.prompt, model)
+            meters.count(OUTPUT_TOKENS, engine.stats.output, model)
+            meters.record(LOOP_HELD, watch.take_longest(), model)
+            engine.stats.flush()
+
+        return report

@@ -1,0 +1,310 @@
+"""The door of an Engine: every job is admitted here, before anything else is done with it."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from batcher import Aborted, BatcherError, ContinuousBatcher, Expired, Oversize, QueueFull, Slot
+from serve_app.api.errors import RequestError
+from serve_app.engine.adapters import AdapterSlots
+from serve_app.engine.grammars import GrammarCheck, check_lengths, grammars_of
+from serve_app.engine.job import Job
+
+if TYPE_CHECKING:
+    # vLLM takes seconds and a gigabyte.
+    from serve_app.engine.vllm.lora import Adapters
+
+STARTING = 8
+"""Jobs that are between the door and the engine at once: their templates, tokens and grammars are made then.
+
+The others wait in the order of the batcher. More at once would share the same two threads in no order.
+"""
+
+LONG_BYTES = 65_536
+"""A larger body takes long to tokenize."""
+
+LONG_AT_ONCE = 2
+"""Long bodies between the door and the engine at once: the shorter ones pass them by."""
+
+GRAMMAR, LONG, ADAPTER = "grammar", "long", "adapter "
+"""Needs of jobs beside cost; the last one is followed by the adapter's id."""
+
+
+class EngineLanes:
+    """What jobs need beside cost: places of adapters, the process that checks grammars, room for long bodies.
+
+    Args:
+        adapters: The places of adapters on the device.
+    """
+
+    def __init__(self, adapters: AdapterSlots) -> None:
+        self._adapters = adapters
+        self._free = {GRAMMAR: 1, LONG: LONG_AT_ONCE}
+
+    def take(self, need: str) -> bool:
+        """Take a need for one job; False: there is none left now."""
+        if need.startswith(ADAPTER):
+            return self._adapters.take(need[len(ADAPTER) :])
+        if not self._free[need]:
+            return False
+        self._free[need] -= 1
+        return True
+
+    def give(self, need: str) -> bool:
+        """Give a need back; return whether a need that was refused may be had now."""
+        if need.startswith(ADAPTER):
+            return self._adapters.give(need[len(ADAPTER) :])
+        self._free[need] += 1
+        return True
+
+    def unwanted(self, need: str) -> bool:
+        """Take note that no job waits for a need any more; return as `give` does."""
+        return need.startswith(ADAPTER) and self._adapters.unwanted(need[len(ADAPTER) :])
+
+
+class Door:
+    """Admits jobs: deadline, cost, places, adapter and grammars are one decision, in one order.
+
+    A job gets its slot before vLLM's application sees it, on an upper bound of its tokens. The first prompt
+    takes that slot, and corrects its cost. Further prompts of the job get slots of their own.
+
+    Args:
+        batcher: The order and the bounds of what the engine runs.
+        texts: The order of jobs that run no model, such as those of `/tokenize`: these wait for no KV cache.
+        adapters: The LoRA adapters.
+        context: Context of the model, in tokens.
+        blocks: Rounds tokens up to whole blocks of the KV cache.
+
+    Attributes:
+        grammars: Checks grammars.
+        unfit: Returns why no job can run now; None: jobs can run.
+    """
+
+    grammars: GrammarCheck
+    unfit: Callable[[], RequestError | None]
+
+    def __init__(
+        self,
+        batcher: ContinuousBatcher,
+        texts: ContinuousBatcher,
+        adapters: "Adapters",
+        *,
+        context: int,
+        blocks: Callable[[int], int],
+    ) -> None:
+        self.batcher = batcher
+        self._texts = texts
+        self._adapters = adapters
+        self._context = context
+        self._blocks = blocks
+
+    async def admit(self, job: Job) -> None:
+        """Admit a job: return when it may run now, with all that it needs.
+
+        Raises:
+            RequestError: It is wrong, can't be served now, or its time is over.
+        """
+        if not await self.enter(job):
+            await self.wait(job)
+
+    async def enter(self, job: Job) -> bool:
+        """Put a job into the queue; return whether it may run already, and else is to `wait`.
+
+        Raises:
+            RequestError: It is wrong, can't be served now, or its time is over.
+        """
+        if refusal := self.unfit():
+            raise refusal
+        if adapter := job.request.adapter:
+            await self._adapters.check(adapter)
+        if job.facts.grammar:
+            job.grammars = tuple(grammars_of(job.request.body))
+            check_lengths(job.grammars)
+        slot = job.slot = self._slot(job)
+        if job.request.resumes:
+            # A stream that goes on is never refused: it waits for space too.
+            return False
+        try:
+            slot.enter_nowait()
+        except BatcherError as error:
+            raise refusal_of(error) from None
+        return slot.running and not job.grammars
+
+    async def wait(self, job: Job) -> None:
+        """Return when a job that has entered may run.
+
+        Raises:
+            RequestError: It can't be served, or its time is over.
+        """
+        slot = job.slot
+        assert slot is not None
+        try:
+            if not slot.entered:
+                await slot.enter()
+            await slot.started()
+            if refusal := self.unfit():
+                raise refusal
+            if adapter := job.request.adapter:
+                # The adapter may have been removed meanwhile.
+                self._adapters.lora_request(adapter)
+            if job.grammars:
+                await self.grammars.check(job.grammars)
+        except BatcherError as error:
+            raise refusal_of(error) from None
+        except BaseException as error:
+            slot.release(error)
+            raise
+
+    async def queue(self, job: Job, prompt_tokens: int, max_tokens: int) -> Slot:
+        """Return the slot of one more prompt of a job once it is in the queue.
+
+        Args:
+            job: The job.
+            prompt_tokens: Bound on the tokens of the prompt.
+            max_tokens: Most tokens of its answer.
+
+        Raises:
+            RequestError: The prompt can't run, or its time is over.
+        """
+        slot = self._further(job, prompt_tokens, max_tokens, deadline=job.deadline)
+        try:
+            await slot.enter()
+        except BatcherError as error:
+            raise refusal_of(error) from None
+        return slot
+
+    @asynccontextmanager
+    async def place(self, job: Job, prompt_tokens: int, max_tokens: int, n: int) -> AsyncIterator[Slot]:
+        """Hold a slot for one prompt of a job, at its exact cost.
+
+        The first prompt has the job's own slot. Further ones wait for theirs, a few at a time for space in
+        the queue; a list may be longer than the queue.
+
+        Args:
+            job: The job.
+            prompt_tokens: Tokens of KV cache for the prompt of each of the answers together.
+            max_tokens: Tokens of KV cache for the answers together.
+            n: Answers, which start together.
+
+        Raises:
+            RequestError: There is no slot for it.
+        """
+        slot, own = job.slot, False
+        if slot is not None and not job.placed:
+            job.placed = True
+            own = slot.records >= n
+            if not own:
+                # The body stated fewer answers; to wait for more in this slot could be for ever.
+                slot.release()
+        if slot is None or not own:
+            slot = self._further(job, prompt_tokens, max_tokens, n)
+        failure: BaseException | None = None
+        try:
+            if not own:
+                await self._enter_further(job, slot)
+            self.correct(slot, prompt_tokens, max_tokens)
+            yield slot
+        except BaseException as raised:
+            failure = raised
+            raise
+        finally:
+            slot.release(failure)
+
+    def correct(self, slot: Slot, prompt_tokens: int, max_tokens: int) -> None:
+        """Set the exact cost of a slot whose prompt is made, and give back the needs that it was made with.
+
+        Args:
+            slot: The slot.
+            prompt_tokens: Tokens of KV cache for the prompt of each of the answers together.
+            max_tokens: Tokens of KV cache for the answers together.
+
+        Raises:
+            RequestError: The slot was given back: the client has left, and its prompt came too late.
+        """
+        if not slot.running:
+            raise refusal_of(Aborted("the slot was given back before its prompt was made"))
+        slot.correct(prompt_tokens, max_tokens)
+        for need in (GRAMMAR, LONG):
+            if need in slot.needs:
+                slot.give(need)
+
+    async def _enter_further(self, job: Job, slot: Slot) -> None:
+        """Return once a further slot of a job has started; a few at a time wait for space in the queue."""
+        try:
+            async with job.outside:
+                await slot.enter()
+            await slot.started()
+        except BatcherError as error:
+            raise refusal_of(error) from None
+
+    def _slot(self, job: Job) -> Slot:
+        """Return the slot of a job, at the upper bound of its first prompt's cost."""
+        facts = job.facts
+        needs: tuple[str, ...] = (LONG,) if facts.size > LONG_BYTES else ()
+        if job.grammars and self.grammars.unknown(job.grammars):
+            needs += (GRAMMAR,)
+        if not facts.runs:
+            return self._texts.slot(
+                0,
+                priority=job.scheduling.priority,
+                tenant=self._weigh(job, self._texts),
+                deadline=job.deadline,
+                needs=needs,
+            )
+        context = self._context
+        prompt = context if facts.prompt is None else min(facts.prompt, context)
+        output = context if facts.output is None else max(0, facts.output)
+        capacity = self.batcher.capacity
+        n = facts.answers
+        reserved = min(n * self._blocks(prompt), capacity)
+        whole = min(n * self._blocks(min(prompt + output, context)), capacity)
+        needs += self._adapter_need(job)
+        return self._batcher_slot(job, reserved, whole - reserved, n, job.deadline, needs)
+
+    def _further(
+        self, job: Job, prompt_tokens: int, max_tokens: int, n: int = 1, deadline: float | None = None
+    ) -> Slot:
+        return self._batcher_slot(job, prompt_tokens, max_tokens, n, deadline, self._adapter_need(job))
+
+    def _batcher_slot(
+        self, job: Job, prompt: int, output: int, n: int, deadline: float | None, needs: tuple[str, ...]
+    ) -> Slot:
+        return self.batcher.slot(
+            prompt_tokens=prompt,
+            max_tokens=output,
+            priority=job.scheduling.priority,
+            tenant=self._weigh(job, self.batcher),
+            deadline=deadline,
+            records=n,
+            arrived_at=job.arrived_at,
+            needs=needs,
+        )
+
+    def _weigh(self, job: Job, batcher: ContinuousBatcher) -> str:
+        share = job.share
+        batcher.weigh(share, job.scheduling.weight)
+        return share
+
+    def _adapter_need(self, job: Job) -> tuple[str, ...]:
+        adapter = job.request.adapter
+        return (ADAPTER + adapter,) if adapter else ()
+
+
+def refusal_of(error: BatcherError) -> RequestError:
+    """Return the error that a client gets for one of the batcher."""
+    match error:
+        case QueueFull():
+            message = f"The queue of this model is full. Try again in {error.retry_after_s:.1f} s."
+            return RequestError(429, "rate_limit_error", message, retry_after_s=error.retry_after_s)
+        case Expired():
+            return RequestError(408, "timeout_error", "The request could not start in the time it allows.")
+        case Oversize(what=str()):
+            message = (
+                f"n: {error.cost} answers must start together, and the engine runs {error.limit} at once"
+            )
+            return RequestError(400, "invalid_request_error", message, param="n")
+        case Oversize():
+            return RequestError(400, "invalid_request_error", str(error))
+        case _:
+            message = "This replica is shutting down. Try again."
+            return RequestError(503, "service_unavailable", message, retry_after_s=1.0)

@@ -1,0 +1,100 @@
+"""A job: one request on its way through an Engine, from the door to its last token."""
+
+import asyncio
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from batcher import Slot
+from serve_app.api.errors import RequestError
+from serve_app.api.facts import Facts
+from serve_app.api.scheduling import Scheduling
+from serve_app.engine.grammars import Grammar
+from serve_app.ledger.calls import Call
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.resume import StreamTokens
+from serve_app.relay.usage import RequestUsage
+
+OUTSIDE = 16
+"""Prompts of a job that wait for space in the queue at once: as many as may leave the queue together."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request on its way: what is asked, and what became of it.
+
+    Attributes:
+        request: The request, from the Ingress, from a batch or from a call of the handle.
+        ready_at: Time at which the engine was ready, on the clock of `time.monotonic`.
+        began: Arrival in this replica, on the clock of `time.monotonic`.
+        scheduling: Tier, tenant and the rest of the queue timeout, as of the arrival here.
+        usage: Tokens and times.
+        call: The entry of the ledger; None: the ledger has none.
+        slot: The slot of the batcher with which the door has admitted the job; None: it is not admitted.
+        placed: Whether a prompt has taken that slot.
+        outside: Held by the prompts of the job that wait for space in the queue, `OUTSIDE` at most.
+        grammars: Grammars that the body states.
+        stream: Tokens of the answer, if it is a stream that may go on in another Engine.
+        searching: Whether a beam search runs, which asks the engine once for each token of each beam.
+        constrained: Whether the engine holds the answer to a grammar.
+        failure: The error that an exception in vLLM's application makes for the client.
+        fault: That exception, if it is the service's fault.
+    """
+
+    request: RelayRequest
+    ready_at: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    scheduling: Scheduling = field(init=False)
+    usage: RequestUsage = field(default_factory=RequestUsage)
+    call: Call | None = None
+    slot: Slot | None = None
+    placed: bool = False
+    outside: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OUTSIDE))
+    grammars: tuple[Grammar, ...] = ()
+    stream: StreamTokens | None = None
+    searching: bool = False
+    constrained: bool = False
+    failure: RequestError | None = None
+    fault: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self.scheduling = self.request.scheduling_now()
+
+    @property
+    def facts(self) -> Facts:
+        """What the body states."""
+        return self.request.facts
+
+    @property
+    def share(self) -> str:
+        """Name by which queues share the engine fairly."""
+        return self.scheduling.share(self.request.adapter)
+
+    @property
+    def deadline(self) -> float | None:
+        """Time by which the job must have started, on the clock of `time.monotonic`."""
+        return self.scheduling.deadline(self.began)
+
+    @property
+    def arrived_at(self) -> float | None:
+        """Time of its arrival at an Ingress, on the clock of `time.monotonic`; None: its TTFT does not count.
+
+        The wait for a replica to start says nothing of what runs in it. A stream that goes on had its first
+        token before.
+        """
+        if self.request.resumes:
+            return None
+        return max(self.ready_at, self.began - self.request.age_s)
+
+
+_current: ContextVar[Job | None] = ContextVar("job", default=None)
+
+
+def set_current(job: Job) -> None:
+    """Set the job of the running task and of the tasks that it starts."""
+    _current.set(job)
+
+
+def current() -> Job | None:
+    """Return the job of the running task; None: the engine's own work, such as its warm-up."""
+    return _current.get()

@@ -1,0 +1,363 @@
+"""The work of `/generate`: a list of prompts, each admitted, tokenized and completed by itself.
+
+The imports are those of vLLM 0.32.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+from vllm import SamplingParams
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMValidationError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from batcher import BatcherError, Slot
+from serve_app.api.errors import RequestError, internal_error
+from serve_app.api.protocol import (
+    JSON,
+    Detail,
+    GenerateRequest,
+    GenerateResponse,
+    SamplingFields,
+    Usage,
+)
+from serve_app.engine.batch_call import RECORDS_PER_TURN, BatchCall
+from serve_app.engine.door import refusal_of
+from serve_app.engine.job import Job, set_current
+from serve_app.engine.vllm.client import GatedLLM
+from serve_app.engine.vllm.lora import Adapters
+from serve_app.engine.vllm.refusal import is_fault
+
+logger = logging.getLogger("ray.serve")
+
+SHORT_CHARS = 2_048
+"""Texts up to this length together are tokenized on the event loop: a thread takes as long to begin."""
+
+AHEAD = 32
+"""Most texts that are tokenized together with one whose turn it is."""
+
+BYTES_PER_CHAR = 4
+"""Most bytes of a character in UTF-8."""
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """Sampling parameters of a request.
+
+    Attributes:
+        params: vLLM's parameters.
+        may_shorten: `max_tokens` is a default, which a long prompt may reduce.
+    """
+
+    params: SamplingParams
+    may_shorten: bool
+
+
+class Texts:
+    """The texts of a call, tokenized when their turn comes.
+
+    A call of the tokenizer takes longer than a short text, so a few short texts behind it are tokenized too.
+
+    Args:
+        tokenizer: The tokenizer.
+        texts: The texts.
+        context: Context of the model, in tokens.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], context: int) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._context = context
+        self._next = 0
+        self._ahead: dict[int, list[int]] = {}
+
+    async def tokenize(self, index: int) -> list[int]:
+        """Return the token ids of a text, with the model's special tokens.
+
+        Raises:
+            RequestError: 400, it is too long, or no text.
+        """
+        if (ids := self._ahead.pop(index, None)) is not None:
+            return ids
+        text = self._texts[index]
+        if refusal := self._refusal(text):
+            raise refusal
+        if len(text) > SHORT_CHARS:
+            encoded = await asyncio.to_thread(self._tokenizer, [text])
+            return list(encoded.input_ids[0])
+        chosen, characters = [index], len(text)
+        self._next = max(self._next, index + 1)
+        for each, following in enumerate(self._texts[self._next : self._next + AHEAD], self._next):
+            characters += len(following)
+            if characters > SHORT_CHARS:
+                break
+            self._next = each + 1
+            if self._refusal(following) is None:
+                chosen.append(each)
+        found: list[list[int]] = self._tokenizer([self._texts[each] for each in chosen]).input_ids
+        self._ahead.update(zip(chosen[1:], found[1:], strict=True))
+        return found[0]
+
+    def _refusal(self, text: str) -> RequestError | None:
+        """Return why a text can't be tokenized; None: it can."""
+        # The tokens of a text take hundreds of times its memory: a text that can't fit isn't tokenized.
+        if len(text) > self._context * self._tokenizer.max_chars_per_token:
+            message = f"the prompt has {len(text)} characters; this model takes {self._context - 1} tokens"
+            return RequestError(400, "invalid_request_error", message)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = f"the prompt is no text: {error.reason} at character {error.start}"
+            return RequestError(400, "invalid_request_error", message)
+        return None
+
+
+class Generate:
+    """Completes lists of prompts.
+
+    Args:
+        llm: The engine.
+        adapters: Its adapters.
+        renderer: Renders the chats of vLLM's application.
+        defaults: Sampling of a request that doesn't state it; it has `max_tokens`.
+    """
+
+    def __init__(self, llm: GatedLLM, adapters: Adapters, renderer: Any, defaults: JSON) -> None:
+        self._llm = llm
+        self._adapters = adapters
+        self._renderer = renderer
+        self._tokenizer = llm.get_tokenizer()
+        self._defaults = defaults
+        self._context: int = llm.model_config.max_model_len
+        self._ids = itertools.count()
+
+    async def run(
+        self, job: Job, request: GenerateRequest, late: RequestError | None = None
+    ) -> GenerateResponse:
+        """Complete the prompts of a job that has entered the door.
+
+        A few prompts at a time wait for space in the queue; those in the queue are bounded with it.
+
+        Args:
+            job: The job. Its slot is that of the first prompt.
+            request: The request.
+            late: The error of the first prompt, if it can't start in time.
+
+        Raises:
+            RequestError: A prompt can't be served, and `partial` is not set.
+        """
+        sampling = self._sampling(request)
+        items: list[Any] = request.prompts or [] if request.messages is None else request.messages
+        call = BatchCall("prompts" if request.messages is None else "messages", partial=request.partial)
+        results: list[str | None] = [None] * len(items)
+        details: list[Detail | None] = [None] * len(items)
+        texts = Texts(self._tokenizer, [] if request.messages else items, self._context)
+        most = sampling.params.max_tokens or self._context
+
+        async def complete(index: int) -> None:
+            item = items[index]
+            try:
+                if not index:
+                    assert job.slot is not None
+                    job.placed, slot = True, job.slot
+                else:
+                    try:
+                        slot = await self._llm.door.queue(job, *self._bound(item, most))
+                    finally:
+                        job.outside.release()
+                results[index], details[index] = await self._complete(
+                    job, slot, index if request.messages is None else item, texts, sampling
+                )
+            except RequestError as error:
+                call.fail(index, error)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(bool(late), len(items)):
+                    if index:
+                        await job.outside.acquire()
+                    group.create_task(complete(index))
+                    if index % RECORDS_PER_TURN == 0:
+                        await asyncio.sleep(0)
+                if late is not None:
+                    # The others have the same deadline: each is counted as late.
+                    call.fail(0, late)
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+        response = GenerateResponse(results=results, task_id=request.task_id, usage=_usage(details))
+        if request.details:
+            response.details = details
+        if call.errors is not None:
+            response.errors = call.errors
+        return response
+
+    def _bound(self, item: Any, most: int) -> tuple[int, int]:
+        """Return bounds on the tokens of a prompt and of its answer, in tokens of KV cache."""
+        # The template of a chat has text of its own.
+        prompt = min(BYTES_PER_CHAR * len(item), self._context) if isinstance(item, str) else self._context
+        whole = self._llm.blocks(min(prompt + most, self._context))
+        capacity = self._llm.door.batcher.capacity
+        reserved = min(self._llm.blocks(prompt), capacity)
+        return reserved, min(whole, capacity) - reserved
+
+    def _sampling(self, fields: SamplingFields) -> Sampling:
+        """Return sampling parameters: `fields`, then the config's, then the model's own defaults.
+
+        Raises:
+            RequestError: 400, in vLLM's words.
+        """
+        given = fields.sampling()
+        try:
+            params = SamplingParams(**(self._defaults | given), output_kind=RequestOutputKind.FINAL_ONLY)
+        except (VLLMValidationError, ValueError, TypeError) as error:
+            if is_fault(error):
+                raise
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        return Sampling(params, may_shorten="max_tokens" not in given)
+
+    async def _complete(
+        self, job: Job, slot: Slot, item: int | list[JSON], texts: "Texts", sampling: Sampling
+    ) -> tuple[str, Detail]:
+        """Tokenize and complete one prompt in its slot, once that has started.
+
+        Args:
+            job: The job.
+            slot: The slot of the prompt.
+            item: The prompt: its index among `texts`, or a chat.
+            texts: The texts of the job.
+            sampling: Sampling parameters.
+
+        Raises:
+            RequestError: The prompt is wrong or doesn't fit, the batcher refused it, or the engine failed.
+        """
+        set_current(job)
+        failure: BaseException | None = None
+        try:
+            if slot is job.slot:
+                await self._llm.door.wait(job)
+            else:
+                await slot.started()
+            # The adapter may have been removed meanwhile.
+            adapter = job.request.adapter
+            lora_request = self._adapters.lora_request(adapter) if adapter else None
+            token_ids = await (texts.tokenize(item) if isinstance(item, int) else self._render(item))
+            params = self._fit(len(token_ids), sampling)
+            output = await self._generate(job, slot, token_ids, params, lora_request)
+        except BatcherError as error:
+            raise refusal_of(error) from None
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            slot.release(failure)
+        detail = Detail(
+            finish_reason=output.finish_reason,
+            prompt_tokens=len(token_ids),
+            completion_tokens=len(output.token_ids),
+        )
+        return output.text, detail
+
+    async def _generate(
+        self, job: Job, slot: Slot, token_ids: list[int], params: SamplingParams, lora_request: Any
+    ) -> Any:
+        """Return vLLM's output for a prompt.
+
+        Raises:
+            RequestError: The engine refused it, or failed.
+        """
+        request_id = f"generate-{next(self._ids)}"
+        options = {} if lora_request is None else {"lora_request": lora_request}
+        output = None
+        try:
+            self._llm.door.correct(slot, *self._llm.prepare(job, len(token_ids), params))
+            # There is one result, the last; reading on ends the generator.
+            async for result in self._llm.run(
+                job, slot, tokens_input(token_ids), params, request_id, **options
+            ):
+                output = result.outputs[0]
+        except RequestError:
+            raise
+        except (VLLMClientError, GracefulHTTPError) as error:
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        except EngineDeadError as error:
+            raise RequestError(503, "service_unavailable", f"The engine failed: {error}") from error
+        except EngineGenerateError as error:
+            if is_fault(error):
+                raise self._failed(request_id, error) from error
+            raise RequestError(400, "invalid_request_error", str(error.__cause__)) from None
+        except Exception as error:
+            raise self._failed(request_id, error) from error
+        if output is None or output.finish_reason == "error":
+            logger.error("the engine ended prompt %s without a result", request_id)
+            raise RequestError(500, "internal_error", "The engine ended the request without a result.")
+        return output
+
+    def _failed(self, request_id: str, error: Exception) -> RequestError:
+        """Log a fault of the service with its stack; return the error of the prompt: others go on."""
+        logger.error("prompt %s failed by a fault of the service", request_id, exc_info=error)
+        return internal_error(error.__cause__ or error)
+
+    def _fit(self, length: int, sampling: Sampling) -> SamplingParams:
+        """Return the parameters of a prompt of so many tokens.
+
+        Raises:
+            RequestError: 400, the prompt is empty, or the context has no space for an answer.
+        """
+        limit = self._context
+        if length >= limit:
+            message = f"the prompt has {length} tokens; this model takes {limit - 1} at most"
+            raise RequestError(400, "invalid_request_error", message)
+        if length == 0:
+            raise RequestError(400, "invalid_request_error", "the prompt is empty")
+        params = sampling.params
+        if length + params.max_tokens <= limit:
+            return params
+        if sampling.may_shorten:
+            shorter: SamplingParams = params.clone()
+            shorter.max_tokens = limit - length
+            return shorter
+        message = (
+            f"the prompt's {length} tokens and max_tokens={params.max_tokens} exceed this model's "
+            f"context of {limit} tokens; lower max_tokens to {limit - length} or less"
+        )
+        raise RequestError(400, "invalid_request_error", message)
+
+    async def _render(self, messages: list[JSON]) -> list[int]:
+        """Return the token ids of a chat, through the model's chat template.
+
+        Raises:
+            RequestError: 400, the chat is wrong.
+        """
+        try:
+            # The same call as in vLLM's own chat route.
+            rendered = await self._renderer.render_chat(ChatCompletionRequest(messages=messages))
+        except ValidationError as error:
+            item = error.errors(include_url=False)[0]
+            raise RequestError(400, "invalid_request_error", str(item["msg"])) from None
+        except Exception as error:
+            # The chat's fault has its reason in the answer; the service's goes on, to where it is logged.
+            if is_fault(error):
+                raise
+            raise RequestError(400, "invalid_request_error", str(error)) from None
+        if isinstance(rendered, ErrorResponse):
+            raise RequestError(400, "invalid_request_error", rendered.error.message)
+        _, (prompt,) = rendered
+        if prompt["type"] != "token":
+            message = "only text can be sent here, not images or sound"
+            raise RequestError(400, "invalid_request_error", message)
+        ids: list[int] = prompt["prompt_token_ids"]
+        return ids
+
+
+def _usage(details: list[Detail | None]) -> Usage:
+    prompt = sum(detail.prompt_tokens for detail in details if detail)
+    completion = sum(detail.completion_tokens for detail in details if detail)
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

@@ -1,0 +1,252 @@
+"""Names of vLLM that this package uses, looked up in the sources of other releases: ``--help``.
+
+Nothing of vLLM is imported, so a wheel for CUDA is read on a machine that has no GPU. Looked up are each name
+that `serve_app` imports, the attributes that `workarounds.require` guards, and the methods that its classes
+override. What a function does isn't seen: tests/serve_app/engine/vllm/test_workarounds.py looks at that.
+"""
+
+import argparse
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
+WORKAROUNDS = "serve_app/engine/vllm/workarounds.py"
+
+
+class Name(NamedTuple):
+    """A module of vLLM, and a name in it, with dots for an attribute; no name: the module itself."""
+
+    module: str
+    path: str
+
+    def __str__(self) -> str:
+        return ":".join(filter(None, self))
+
+
+# Objects that workarounds get as arguments, and their classes.
+LOCALS = {
+    "renderer": Name("vllm.renderers.hf", "HfRenderer"),
+    "serving": Name("vllm.entrypoints.pooling.scoring.serving", "ServingScores"),
+    "serving.io_processor": Name("vllm.entrypoints.pooling.scoring.io_processor", "CrossEncoderIOProcessor"),
+    "engine_core": Name("vllm.v1.engine.core_client", "AsyncMPClient"),
+}
+
+
+class Sources:
+    """The Python sources of vLLM in a wheel, or in a directory; they are parsed and not imported."""
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            self._files = {file.relative_to(path).as_posix() for file in (path / "vllm").rglob("*.py")}
+            self._read = cache(lambda file: (path / file).read_text("utf-8"))
+        else:
+            wheel = zipfile.ZipFile(path)
+            self._files = {file for file in wheel.namelist() if re.match(r"vllm/.*\.py$", file)}
+            self._read = cache(lambda file: wheel.read(file).decode())
+        if not self._files:
+            raise ValueError(f"{path}: there is no package vllm in it")
+        self._module = cache(lambda module: list(_flat(ast.parse(self._read(self._file(module))).body)))
+
+    def _file(self, module: str) -> str:
+        plain = module.replace(".", "/")
+        return next((name for name in (f"{plain}.py", f"{plain}/__init__.py") if name in self._files), "")
+
+    def signature(self, name: Name) -> str | None:
+        """Return the arguments of a function or class, nothing for another value; None: it is gone."""
+        if not name.path:
+            return "" if self._file(name.module) else None
+        first, _, attribute = name.path.partition(".")
+        if (found := self._find(name.module, first)) is None or not attribute:
+            return found and self._described(*found)
+        module, node = found
+        if node is None:
+            return self.signature(Name(module, attribute))
+        return self._attribute(module, node, attribute)
+
+    def homes(self, name: str) -> list[str]:
+        """Return the modules that define a name."""
+        defined = re.compile(rf"^(class |def |async def )?{re.escape(name)}\b\s*[(:=]", re.MULTILINE)
+        files = sorted(file for file in self._files if defined.search(self._read(file)))
+        return [re.sub(r"(/__init__)?\.py$", "", file).replace("/", ".") for file in files]
+
+    def _find(self, module: str, name: str, depth: int = 8) -> tuple[str, ast.stmt | None] | None:
+        """Return where a name is defined, and how; None in place of how: it is a module."""
+        if not depth or not self._file(module):
+            return None
+        if self._file(f"{module}.{name}"):
+            return f"{module}.{name}", None
+        for node in self._module(module):
+            if name in _defined(node):
+                return module, node
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            source = self._absolute(module, node)
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    # A name of another package ends the search: it is there.
+                    inside = source.startswith("vllm")
+                    return self._find(source, alias.name, depth - 1) if inside else (source, node)
+                if alias.name == "*" and (found := self._find(source, name, depth - 1)):
+                    return found
+        # `vllm` imports its names when they are asked for, by a table with "LLM": ".entrypoints.llm:LLM".
+        lazy = re.search(rf'"{re.escape(name)}":\s*"\.([\w.]+):(\w+)"', self._read(self._file(module)))
+        return self._find(f"{module}.{lazy[1]}", lazy[2], depth - 1) if lazy else None
+
+    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        parts = module.split(".")
+        drop = node.level - self._file(module).endswith("/__init__.py")
+        return ".".join([*parts[: len(parts) - drop], *filter(None, [node.module])])
+
+    def _described(self, module: str, node: ast.stmt | None) -> str:
+        if not isinstance(node, ast.ClassDef):
+            return _arguments(node)
+        fields = [name for each in node.body if isinstance(each, ast.AnnAssign) for name in _defined(each)]
+        return self._attribute(module, node, "__init__") or ", ".join(fields)
+
+    def _attribute(self, module: str, node: ast.stmt | None, name: str, depth: int = 8) -> str | None:
+        if not isinstance(node, ast.ClassDef) or not depth:
+            return None
+        for each in _flat(node.body):
+            if name in _defined(each):
+                return _arguments(each)
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Attribute) and inner.attr == name and isinstance(inner.ctx, ast.Store):
+                return ""
+        for base in node.bases:
+            plain = base.value if isinstance(base, ast.Subscript) else base
+            found = self._find(module, plain.id) if isinstance(plain, ast.Name) else None
+            signature = found and self._attribute(*found, name, depth - 1)
+            if signature is not None:
+                return signature
+        return None
+
+
+def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield statements, those under conditions and attempts included."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            inner = [node, *getattr(node, "handlers", [])]
+            yield from _flat([each for part in inner for each in (*part.body, *getattr(part, "orelse", []))])
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines."""
+    if isinstance(node, (ast.ClassDef, *FUNCTION)):
+        return [node.name]
+    if isinstance(node, ast.Import):
+        return [alias.asname or alias.name for alias in node.names]
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return [each.id for each in targets if isinstance(each, ast.Name)]
+
+
+def _arguments(node: ast.stmt | None) -> str:
+    """Return the arguments of a function, without their types and defaults; nothing of another statement."""
+    if not isinstance(node, FUNCTION):
+        return ""
+    given = node.args
+    starred = [given.vararg, *given.kwonlyargs, given.kwarg]
+    return ", ".join(each.arg for each in (*given.posonlyargs, *given.args, *starred) if each)
+
+
+def used(root: Path = ROOT) -> dict[Name, str]:
+    """Return the names of vLLM that the package uses, with the file that uses each."""
+    found: dict[Name, str] = {}
+    for path in sorted((root / "serve_app").rglob("*.py")):
+        file, names = path.relative_to(root).as_posix(), dict[str, Name]()
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        for node in nodes:
+            if isinstance(node, ast.ImportFrom) and re.match(r"vllm\b", node.module or ""):
+                names |= {each.asname or each.name: Name(node.module or "", each.name) for each in node.names}
+            elif isinstance(node, ast.Import):
+                modules = [each.name for each in node.names if re.match(r"vllm\b", each.name)]
+                names |= {module: Name(module, "") for module in modules}
+        more = [name for node in nodes for name in _overridden(node, names)]
+        if file == WORKAROUNDS:
+            more += [name for node in nodes for name in _guarded(node, names)]
+        for name in (*names.values(), *more):
+            found.setdefault(name, file)
+    return found
+
+
+def _overridden(node: ast.AST, names: dict[str, Name]) -> Iterator[Name]:
+    """Yield the methods of a class that has a base of vLLM."""
+    if isinstance(node, ast.ClassDef):
+        methods = [
+            each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+        ]
+        for base in node.bases:
+            if isinstance(base, ast.Name) and (at := names.get(base.id)):
+                yield from (Name(at.module, f"{at.path}.{method}") for method in methods)
+
+
+def _guarded(node: ast.AST, names: dict[str, Name]) -> Iterator[Name]:
+    """Yield the attributes that a call of `require` names."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
+        holder = ast.unparse(node.args[0])
+        if at := names.get(holder, LOCALS.get(holder)):
+            values = [str(each.value) for each in node.args[1:] if isinstance(each, ast.Constant)]
+            yield from (Name(at.module, f"{at.path}.{value}") for value in values)
+
+
+def differences(names: dict[Name, str], base: Sources, other: Sources) -> Iterator[tuple[bool, str]]:
+    """Yield what has changed from one release to another; True: a name has moved, or is gone."""
+    for name, file in sorted(names.items()):
+        before, now = base.signature(name), other.signature(name)
+        if before is None:
+            # A method that is ours alone; a name that is absent in both says something.
+            if "." not in name.path and now is None:
+                yield True, f"{name}: in neither of them ({file})"
+        elif now is None:
+            homes = [home for home in other.homes(name.path.rpartition(".")[2]) if home != name.module]
+            yield True, f"{name}: {f'moved to {homes[0]}' if homes else 'gone'} ({file})"
+        elif before != now:
+            old, new = before.split(", "), now.split(", ")
+            changes = [f"+{each}" for each in new if each not in old]
+            changes += [f"-{each}" for each in old if each not in new]
+            yield False, f"{name}: {', '.join(changes) or 'another order'} ({file})"
+
+
+def fetched(requirement: str, folder: str) -> Path:
+    """Return the wheel of a requirement, which pip downloads."""
+    command = ["-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
+    subprocess.run([sys.executable, *command, folder, requirement], check=True)
+    return next(Path(folder).glob("*.whl"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the status is 1 if a name has moved or is gone."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.vllm_names", description=__doc__)
+    parser.add_argument("releases", nargs="*", help="wheels, directories with vllm/, or vllm==0.33.0")
+    parser.add_argument("--base", type=Path, help="the release to compare with (the installed one)")
+    options = parser.parse_args(arguments)
+    spec = importlib.util.find_spec("vllm")
+    place = options.base or (Path(spec.origin).parents[1] if spec and spec.origin else None)
+    if place is None:
+        parser.error("no vLLM is installed; name a release to compare with by --base")
+    base, names, lost = Sources(place), used(), 0
+    print(f"{len(names)} names and methods, of {len({name.module for name in names})} modules")
+    for release in options.releases or [str(place)]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(release) if Path(release).exists() else fetched(release, folder)
+            found = list(differences(names, base, Sources(path)))
+        lost += (gone := sum(bad for bad, _ in found))
+        print(f"\n{path.name}: {gone} gone or moved, of {len(found)} changes")
+        print("".join(f"  {'!' if bad else ' '} {text}\n" for bad, text in found), end="")
+    return int(lost > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,205 @@
+"""Answers of vLLM's application to jobs, as relay messages; the application and its engine are doubles."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from serve_app.api.errors import RequestError
+from serve_app.engine.job import Job, current, set_current
+from serve_app.engine.openai import OpenAI
+from serve_app.relay.frame import KEEP_ALIVE, unpack
+from tests.batcher.virtual import blocked, virtual
+from tests.serve_app.engine.engine_doubles import REQUEST, PlayedEngine, failing, new_job
+
+STREAM = [(b"content-type", b"text/event-stream")]
+
+
+def made(app: Any) -> OpenAI:
+    engine: Any = PlayedEngine()
+    return OpenAI(app, engine)
+
+
+async def answer(openai: OpenAI, job: Job | None = None) -> tuple[int, Any]:
+    (message,) = [message async for message in openai.answer(job or new_job()) if message != KEEP_ALIVE]
+    piece = unpack(message)
+    assert piece.head is not None
+    return piece.head.status, json.loads(piece.body)
+
+
+def kept(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    """Return the kinds of the exceptions whose stacks are in the log."""
+    return [record.exc_info[0] for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("output_tokens", [0, 1])
+@virtual
+async def test_a_failure_is_not_made_the_request_s_fault(output_tokens: int) -> None:
+    status, body = await answer(made(failing(output_tokens=output_tokens)))
+    assert (status, body["error"]["message"]) == (500, "oh")
+
+
+@pytest.mark.parametrize("status", [400, 404, 415, 500])
+@virtual
+async def test_an_error_on_a_route_of_anthropic_has_its_shape(status: int) -> None:
+    job = new_job(replace(REQUEST, path="/v1/messages"))
+    found, body = await answer(made(failing(status)), job)
+    kind = {404: "not_found_error", 500: "api_error"}.get(status, "invalid_request_error")
+    assert (found, body) == (status, {"type": "error", "error": {"type": kind, "message": "oh"}})
+
+
+@virtual
+async def test_what_a_prompt_was_refused_for_goes_before_what_the_application_makes_of_it() -> None:
+    def refuse(job: Job) -> None:
+        job.failure = RequestError(429, "rate_limit_error", "full", retry_after_s=3)
+
+    job = new_job()
+    messages = [each async for each in made(failing(seen=refuse)).answer(job)]
+    head = unpack(messages[-1]).head
+    assert head is not None
+    assert (head.status, dict(head.headers)[b"retry-after"]) == (429, b"3")
+
+
+class Field(BaseModel):
+    """A field that an application of vLLM checks too late."""
+
+    background: bool
+
+
+def breaking(*, output_tokens: int = 0) -> Any:
+    """Return an application that fails behind the head of a stream, as vLLM's does on some values."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        job = current()
+        assert job is not None
+        job.usage.output_tokens = output_tokens
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        try:
+            Field(background=None)  # type: ignore[arg-type]
+        except ValidationError as error:
+            raise RuntimeError("response already started") from error
+
+    return app
+
+
+@pytest.mark.parametrize("output_tokens", [0, 1])
+@virtual
+async def test_an_application_that_fails_behind_its_head_is_a_500_with_its_stack_in_the_log(
+    output_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = new_job()
+    status, body = await answer(made(breaking(output_tokens=output_tokens)), job)
+    assert (status, body["error"]["type"]) == (500, "internal_error")
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "fault of the service" in record.message
+    # Its frames would hold what the request holds.
+    assert job.fault is None
+
+
+@virtual
+async def test_a_stream_whose_application_breaks_off_ends_with_an_error_event(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": True})
+        await asyncio.sleep(1.0)
+        raise KeyError("inside")
+
+    first, last = [unpack(each) async for each in made(app).answer(new_job()) if each != KEEP_ALIVE]
+    assert first.body == b"data: a\n\n"
+    assert last.usage is not None
+    assert json.loads(last.body.removeprefix(b"data: "))["error"]["type"] == "internal_error"
+    assert b"inside" not in last.body
+    assert kept(caplog) == [KeyError]
+
+
+@virtual
+async def test_an_answer_that_breaks_off_in_its_middle_breaks_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"half": ', "more_body": True})
+        await asyncio.sleep(1.0)
+        raise KeyError("inside")
+
+    messages = made(app).answer(new_job())
+    assert unpack(await anext(messages)).body == b'{"half": '
+    with pytest.raises(KeyError):
+        # The client can't take what it has for the whole.
+        await anext(messages)
+    assert kept(caplog) == [KeyError]
+
+
+@virtual
+async def test_the_first_token_of_a_stream_leaves_at_once() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM})
+        await send({"type": "http.response.body", "body": b"data: a\n\n", "more_body": True})
+        await asyncio.sleep(1.0)
+        await send({"type": "http.response.body", "body": b"data: b\n\n"})
+
+    messages = made(app).answer(new_job())
+    first = asyncio.ensure_future(anext(messages))
+    await blocked()
+    piece = unpack(first.result())
+    assert piece.head is not None
+    assert (piece.head.status, piece.body) == (200, b"data: a\n\n")
+    await messages.aclose()
+
+
+@virtual
+async def test_each_application_finds_its_own_job_in_tasks_of_its_own_too() -> None:
+    both = asyncio.Barrier(2)
+    found: list[tuple[str, Job | None]] = []
+
+    async def find(name: str) -> None:
+        found.append((name, current()))
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await both.wait()
+        await asyncio.create_task(find(scope["path"]))
+        await failing(200)(scope, receive, send)
+
+    jobs = {path: new_job(replace(REQUEST, path=path)) for path in ("/a", "/b")}
+    openai = made(app)
+    await asyncio.gather(*(asyncio.create_task(answer(openai, job)) for job in jobs.values()))
+    assert sorted(found, key=lambda one: one[0]) == list(jobs.items())
+    assert current() is None
+
+
+@virtual
+async def test_work_without_a_job_is_the_engine_s_own() -> None:
+    assert current() is None
+    job = new_job()
+
+    async def own() -> Job | None:
+        set_current(job)
+        return current()
+
+    assert await asyncio.create_task(own()) is job
+    assert current() is None
+
+
+@pytest.mark.parametrize(("path", "resumes"), [("/v1/completions", True), ("/v1/responses", False)])
+@virtual
+async def test_only_streams_of_some_routes_may_go_on_elsewhere(path: str, resumes: bool) -> None:
+    job = new_job(replace(REQUEST, path=path))
+    await answer(made(failing(200)), job)
+    assert (job.stream is not None) == resumes
+
+
+@pytest.mark.parametrize(
+    ("path", "tokens", "refused"),
+    [("/detokenize", 2_000, True), ("/detokenize", 1_000, False), ("/tokenize", 2_000, False)],
+)
+def test_more_token_ids_than_can_be_parsed_are_refused(path: str, tokens: int, refused: bool) -> None:
+    body = json.dumps({"model": "demo", "tokens": [7] * tokens}).encode()
+    error = made(failing()).refusal(Job(replace(REQUEST, path=path, body=body)))
+    assert (error is not None) == refused
+    if error is not None:
+        assert (error.status, error.param) == (400, "tokens")

@@ -1,0 +1,594 @@
+"""What vLLM does by itself, and what it does with each workaround.
+
+A test named `…_still_…` shows the fault in vLLM as it is installed. Where it fails, the workaround may go.
+"""
+
+import asyncio
+import json
+import platform
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.serve.exception_handling import error_response
+from vllm.exceptions import VLLMValidationError
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
+from vllm.renderers import TokenizeParams, chat_utils
+from vllm.renderers.hf import HfRenderer
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from serve_app.engine.vllm import plugin, workarounds
+from serve_app.engine.vllm.plugin import ZEROED
+from serve_app.engine.vllm.workarounds import (
+    PIECE_CHARS,
+    SHORT_CHARS,
+    allow_amx,
+    bound_tokenizing,
+    exceeds,
+    keep_lora_rows_apart,
+    make_error_responses,
+    refuse_media,
+    run_beam_searches,
+    score_beside_the_loop,
+    short_chats_at_once,
+    zero_new_blocks,
+)
+from serve_app.settings.models import LLMSettings
+from serve_app.settings.sources import DEMO_MODEL
+from serve_app.system.parent_death import TIED
+from tests.progress import run
+from tests.serve_app.engine.pooling_application import Application
+from tests.serve_app.engine.pooling_models import make_classifier
+
+# Processes of the engine.
+
+
+@pytest.fixture
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own functions, which are put back behind the test."""
+    for holder, names in (
+        (lora_ops, ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")),
+        (punica_cpu, ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")),
+        (KVCacheConfig, ("needs_kv_cache_zeroing",)),
+        (chat_utils, ("_parse_chat_message_content_mm_part",)),
+        (GenerateBaseServing, ("_convert_generation_error_to_streaming_response",)),
+    ):
+        for name in names:
+            monkeypatch.setattr(holder, name, getattr(holder, name))
+    original = error_response.create_error_response
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and vars(module).get("create_error_response") is original:
+            monkeypatch.setattr(module, "create_error_response", original)
+
+
+def test_vllm_loads_one_plugin_which_leaves_other_uses_of_vllm_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (point,) = (p for p in entry_points(group="vllm.general_plugins") if p.name.startswith("saturate"))
+    assert point.load() is plugin.load
+    monkeypatch.delenv(TIED, raising=False)
+    monkeypatch.setenv(ZEROED, "1")
+    before = punica_cpu.bgmv_shrink, KVCacheConfig.needs_kv_cache_zeroing
+    plugin.load()
+    assert (punica_cpu.bgmv_shrink, KVCacheConfig.needs_kv_cache_zeroing) == before
+
+
+def test_the_engines_of_a_replica_are_corrected(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
+    monkeypatch.setenv(TIED, "1")
+    monkeypatch.delenv(ZEROED, raising=False)
+    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    shrink = punica_cpu.bgmv_shrink
+    plugin.load()
+    assert punica_cpu.bgmv_shrink is not shrink
+    assert not config.needs_kv_cache_zeroing
+    plugin.zero_blocks()
+    plugin.load()
+    assert config.needs_kv_cache_zeroing
+
+
+def shrunk() -> tuple[list[list[float]], list[list[float]]]:
+    """Return what the first operation of an adapter's layer makes of three rows, by both of its ways."""
+    inputs, weights = torch.ones(3, 4), torch.stack([torch.ones(2, 4), 2 * torch.ones(2, 4)])
+    tokens, prompts = torch.full((3, 2), 9.0), torch.full((3, 2), 9.0)
+    punica_cpu.bgmv_shrink(inputs, weights, tokens, torch.tensor([0, -1, 1]), 0.5)
+    starts, lengths = torch.tensor([0, 2]), torch.tensor([2, 1])
+    punica_cpu.sgmv_shrink(inputs, weights, prompts, starts, lengths, torch.tensor([-1, 1]), 2, 2, 3, 0.5)
+    return tokens.tolist(), prompts.tolist()
+
+
+def test_vllm_still_takes_an_adapter_for_rows_without_one_on_a_cpu() -> None:
+    tokens, prompts = shrunk()
+    assert (tokens[1], prompts[0]) == ([4.0, 4.0], [4.0, 4.0])
+
+
+def test_rows_without_an_adapter_stay_without_one(restored: None) -> None:
+    keep_lora_rows_apart()
+    assert shrunk() == ([[2.0, 2.0], [0.0, 0.0], [4.0, 4.0]], [[0.0, 0.0], [0.0, 0.0], [4.0, 4.0]])
+
+
+def test_numbers_of_an_adapter_do_not_reach_rows_without_one(restored: None) -> None:
+    keep_lora_rows_apart()
+    nan = float("nan")
+    inputs, weights = torch.ones(3, 2), torch.stack([torch.ones(4, 2), torch.full((4, 2), nan)])
+    indices, base = torch.tensor([0, -1, -1]), torch.full((3, 4), 9.0)
+    punica_cpu.bgmv_expand(inputs, weights, rows := base.clone(), indices, True)
+    assert rows.tolist() == [[11.0] * 4, [9.0] * 4, [9.0] * 4]
+    punica_cpu.bgmv_expand(inputs, weights, rows := base.clone(), torch.tensor([-1, -1, -1]), True)
+    assert rows.tolist() == base.tolist()
+    lengths, starts = torch.tensor([1, 2]), torch.tensor([0, 1])
+    arguments = (starts, lengths, torch.tensor([0, -1]), 2, 2, 3)
+    punica_cpu.sgmv_expand(inputs, weights, rows := base.clone(), *arguments, True)
+    assert rows.tolist() == [[11.0] * 4, [9.0] * 4, [9.0] * 4]
+    punica_cpu.sgmv_expand_slice(inputs, weights, rows := torch.full((3, 8), 9.0), *arguments, 4, 4, True)
+    assert rows.tolist() == [[9.0] * 4 + [11.0] * 4, [9.0] * 8, [9.0] * 8]
+
+
+def test_another_vllm_has_its_operations_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(punica_cpu, "bgmv_expand_slice")
+    with pytest.raises(RuntimeError, match=r"punica_cpu\.bgmv_expand_slice"):
+        keep_lora_rows_apart()
+
+
+def test_vllm_still_leaves_blocks_of_plain_attention_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, restored: None
+) -> None:
+    config = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
+    assert not config.needs_kv_cache_zeroing
+    zero_new_blocks()
+    assert config.needs_kv_cache_zeroing
+    monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", True)
+    with pytest.raises(RuntimeError, match=r"KVCacheConfig\.needs_kv_cache_zeroing"):
+        zero_new_blocks()
+
+
+# arch_prctl(ARCH_GET_XCOMP_PERM): bit 18 is the permission for the tiles.
+AMX = """
+import ctypes
+from serve_app.engine.vllm.workarounds import allow_amx
+
+def permitted():
+    mask = ctypes.c_ulong()
+    assert ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(mask)) == 0
+    return bool(mask.value & 1 << 18)
+
+import vllm.v1.attention.backends.cpu_attn
+print(permitted())
+allow_amx()
+print(permitted())
+"""
+
+
+def has_amx() -> bool:
+    cpus = Path("/proc/cpuinfo")
+    return platform.machine() == "x86_64" and cpus.exists() and "amx_tile" in cpus.read_text()
+
+
+@pytest.mark.skipif(not has_amx(), reason="the CPU has no AMX")
+def test_vllm_still_does_not_ask_for_amx() -> None:
+    out = run([sys.executable, "-c", AMX])
+    assert out.stdout.split() == ["False", "True"], out.stderr
+
+
+def test_a_cpu_without_amx_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._init_amx", lambda: asked.append(True))
+    allow_amx()
+    assert asked == []
+
+
+# Texts.
+
+MOST = 10
+COUNTS = TokenizeParams(max_total_tokens=None)
+TOKENIZER = get_tokenizer(LLMSettings(id="demo", source=DEMO_MODEL).path)
+LONGEST = TOKENIZER.max_chars_per_token
+
+
+class Renderer:
+    """Stands for vLLM's renderer, with a thread of its own.
+
+    Attributes:
+        texts: The texts that were tokenized.
+        threads: The threads that did it, and those that decoded.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.threads: list[str] = []
+
+    def get_tokenizer(self) -> Any:
+        return TOKENIZER
+
+    def _tokenize_prompt(self, prompt: Any, params: TokenizeParams) -> Any:
+        self.texts.append(prompt["prompt"])
+        self.threads.append(threading.current_thread().name)
+        return {"prompt_token_ids": TOKENIZER(prompt["prompt"], **params.get_encode_kwargs()).input_ids}
+
+    async def _tokenize_prompt_async(self, prompt: Any, params: TokenizeParams) -> Any:
+        return await asyncio.to_thread(Renderer._tokenize_prompt, self, prompt, params)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        self.threads.append(threading.current_thread().name)
+        return str(TOKENIZER.decode(token_ids))
+
+    async def _async_tokenizer_decode(self, token_ids: list[int]) -> str:
+        return await asyncio.to_thread(Renderer._decode, self, token_ids)
+
+
+def bounded(most: int = MOST) -> Any:
+    renderer: Any = Renderer()
+    bound_tokenizing(renderer, most)
+    return renderer
+
+
+@pytest.mark.parametrize(
+    ("characters", "thread"),
+    [(SHORT_CHARS, "MainThread"), (PIECE_CHARS, "asyncio_0"), (PIECE_CHARS + 1, "tokenize-long_0")],
+)
+async def test_texts_are_tokenized_by_their_lengths(characters: int, thread: str) -> None:
+    renderer = bounded(4 * PIECE_CHARS)
+    tokens = await renderer._tokenize_prompt_async({"prompt": "x" * characters}, COUNTS)
+    assert len(tokens["prompt_token_ids"]) == characters
+    assert renderer.threads == [thread]
+
+
+async def test_no_text_waits_for_a_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    going = threading.Event()
+    plain = Renderer._tokenize_prompt
+
+    def slowly(self: Renderer, prompt: Any, params: TokenizeParams) -> Any:
+        if len(prompt["prompt"]) > PIECE_CHARS:
+            going.wait()
+        return plain(self, prompt, params)
+
+    monkeypatch.setattr(Renderer, "_tokenize_prompt", slowly)
+    renderer = bounded(4 * PIECE_CHARS)
+    longs = [
+        asyncio.ensure_future(renderer._tokenize_prompt_async({"prompt": "x" * 2 * PIECE_CHARS}, COUNTS))
+        for _ in range(3)
+    ]
+    for characters in (3, PIECE_CHARS):
+        await renderer._tokenize_prompt_async({"prompt": "x" * characters}, COUNTS)
+    assert not any(each.done() for each in longs)
+    going.set()
+    await asyncio.gather(*longs)
+
+
+async def test_a_text_that_can_not_be_within_the_limit_is_not_tokenized() -> None:
+    renderer = bounded()
+    with pytest.raises(VLLMValidationError, match=f"{MOST * LONGEST + 1} characters.*max_tokenize_tokens"):
+        await renderer._tokenize_prompt_async({"prompt": "x" * (MOST * LONGEST + 1)}, COUNTS)
+    assert renderer.texts == []
+
+
+async def test_a_text_beyond_the_limit_has_no_more_tokens_than_show_it() -> None:
+    renderer = bounded()
+    assert await renderer._tokenize_prompt_async({"prompt": "x" * MOST}, COUNTS)
+    with pytest.raises(VLLMValidationError, match="more than 10 tokens"):
+        await renderer._tokenize_prompt_async({"prompt": "x" * (MOST + 1)}, COUNTS)
+
+
+async def test_a_long_text_of_tokenize_is_refused_in_pieces() -> None:
+    renderer = bounded(2 * PIECE_CHARS)
+    with pytest.raises(VLLMValidationError, match=r"more than 131072 tokens.*max_tokenize_tokens"):
+        await renderer._tokenize_prompt_async({"prompt": "x" * 3 * PIECE_CHARS}, COUNTS)
+    assert renderer.texts == []
+
+
+@pytest.mark.parametrize("on_the_loop", [True, False])
+async def test_a_text_that_is_longer_than_the_context_is_refused_in_pieces(on_the_loop: bool) -> None:
+    renderer = bounded()
+    # One token for each character.
+    params = TokenizeParams(max_total_tokens=3 * PIECE_CHARS)
+
+    async def tokenize(characters: int) -> Any:
+        prompt = {"prompt": "x" * characters}
+        if on_the_loop:
+            return await renderer._tokenize_prompt_async(prompt, params)
+        # As the routes of pooling models do.
+        return renderer._tokenize_prompt(prompt, params)
+
+    assert len((await tokenize(3 * PIECE_CHARS))["prompt_token_ids"]) == 3 * PIECE_CHARS
+    with pytest.raises(VLLMValidationError, match="context has 196608 tokens"):
+        await tokenize(4 * PIECE_CHARS)
+    assert len(renderer.texts) == 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_a_long_text_that_is_truncated_is_cut_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    monkeypatch.setattr(TOKENIZER, "truncation_side", side)
+    renderer = bounded()
+    text = "a" * 1000 + "b" * 1000
+    params = TokenizeParams(max_total_tokens=8, truncate_prompt_tokens=4)
+    await renderer._tokenize_prompt_async({"prompt": text}, params)
+    most = 8 * LONGEST
+    assert renderer.texts == [text[-most:] if side == "left" else text[:most]]
+
+
+async def test_token_ids_within_the_limit_are_decoded() -> None:
+    renderer = bounded(SHORT_CHARS + 1)
+    assert await renderer._async_tokenizer_decode(TOKENIZER("1+2=3").input_ids) == "1+2=3"
+    await renderer._async_tokenizer_decode([1] * (SHORT_CHARS + 1))
+    assert renderer.threads == ["MainThread", "asyncio_0"]
+    with pytest.raises(VLLMValidationError, match=r"2050 token ids.*max_tokenize_tokens"):
+        await renderer._async_tokenizer_decode([1] * (SHORT_CHARS + 2))
+
+
+def test_another_vllm_has_its_tokenizing_elsewhere() -> None:
+    renderer: Any = SimpleNamespace(_tokenize_prompt=None, _decode=None)
+    with pytest.raises(RuntimeError, match=r"SimpleNamespace\._tokenize_prompt_async"):
+        bound_tokenizing(renderer, MOST)
+
+
+@pytest.mark.parametrize(
+    ("characters_per_token", "most", "answer", "counted"),
+    [
+        (1, 4 * PIECE_CHARS, False, 0),
+        (4, 2 * PIECE_CHARS, False, 3),
+        (4, PIECE_CHARS, False, 4),
+        (1, PIECE_CHARS, True, 2),
+    ],
+    ids=["fewer bytes than tokens", "soon", "at the end", "too many"],
+)
+def test_a_long_text_is_counted_as_far_as_the_answer_is_open(
+    characters_per_token: int, most: int, answer: bool, counted: int
+) -> None:
+    pieces: list[str] = []
+
+    def tokenize(text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        pieces.append(text)
+        return {"input_ids": [0] * (len(text) // characters_per_token)}
+
+    assert exceeds(tokenize, "x" * (4 * PIECE_CHARS), most) is answer
+    assert len(pieces) == counted
+
+
+@pytest.fixture
+async def reranker(tmp_path: Path) -> AsyncIterator[Application]:
+    async with AsyncExitStack() as stack:
+        tasks = ("classify", "token_classify")
+        yield await Application(str(make_classifier(tmp_path, 1)), tasks).start(stack)
+
+
+def test_vllm_still_bounds_neither_tokenize_nor_detokenize() -> None:
+    tokenize = (Path(workarounds.__file__), Path(sys.modules["vllm"].__file__ or ""))[1].parent
+    source = (tokenize / "entrypoints/serve/tokenize/protocol.py").read_text()
+    assert source.count("max_total_tokens=None") >= 2
+
+
+def test_vllm_still_applies_every_chat_template_in_a_thread() -> None:
+    source = Path(sys.modules["vllm.renderers.hf"].__file__ or "").read_text()
+    assert "self._apply_chat_template_async = make_async(" in source
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "short"),
+    [
+        ([{"role": "user", "content": "1+2"}], {}, True),
+        ([{"role": "user", "content": [{"type": "text", "text": "1+2"}]}], {}, True),
+        ([{"role": "user", "content": "1+2", "tool_calls": None}], {"tools": None}, True),
+        ([{"role": "user", "content": "x" * SHORT_CHARS}], {}, False),
+        ([{"role": "user", "content": [{"type": "text", "text": "x" * SHORT_CHARS}]}], {}, False),
+        ([{"role": "user", "content": ""}] * 1_000, {}, False),
+        ([{"role": "assistant", "content": "", "tool_calls": [{}]}], {}, False),
+        ([{"role": "user", "content": "1+2"}], {"tools": [{}]}, False),
+    ],
+)
+async def test_the_chat_template_of_a_short_chat_is_applied_without_a_thread(
+    messages: Any, options: dict[str, Any], short: bool
+) -> None:
+    async def in_thread(*args: Any, **options: Any) -> str:
+        return "in a thread"
+
+    renderer: Any = object.__new__(HfRenderer)
+    renderer._apply_chat_template_async = in_thread
+    short_chats_at_once(renderer)
+    found = await renderer._apply_chat_template_async(
+        None, TOKENIZER, messages, chat_template="{{ messages[0].role }}", tokenize=False, **options
+    )
+    assert found == ("user" if short else "in a thread")
+
+
+def test_a_renderer_of_another_kind_keeps_its_threads() -> None:
+    renderer: Any = SimpleNamespace(_apply_chat_template_async=None)
+    short_chats_at_once(renderer)
+    assert renderer._apply_chat_template_async is None
+
+
+class Scoring:
+    """Stands for vLLM's part that scores pairs.
+
+    Attributes:
+        threads: The threads that prepared texts.
+    """
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.io_processor: Any = self
+        self.renderer = Renderer()
+        self.model_config = None
+        self._preprocessing: Any = None
+
+    def get_request_factory_online(self, ctx: Any) -> list[str]:
+        self.threads.append(threading.current_thread().name)
+        return list(ctx.request.data_2)
+
+    async def render_async(self, request: str) -> str:
+        return f"rendered {request}"
+
+
+def scored(most: int, *texts: Any, **options: int) -> tuple[Scoring, Any]:
+    scoring = Scoring()
+    score_beside_the_loop(SimpleNamespace(serving_scores=scoring), most)
+    limits = {"max_tokens_per_query": 0, "max_tokens_per_doc": 0, "truncate_prompt_tokens": None} | options
+    request = SimpleNamespace(data_1="q", data_2=list(texts), **limits)
+    return scoring, SimpleNamespace(request=request)
+
+
+async def test_texts_to_score_are_prepared_in_a_thread() -> None:
+    scoring, ctx = scored(MOST, "a", "b")
+    await scoring._preprocessing(scoring, ctx)
+    assert ctx.engine_inputs == ["rendered a", "rendered b"]
+    assert scoring.threads == ["score_0"]
+
+
+async def test_texts_to_score_have_a_bound() -> None:
+    scoring, ctx = scored(MOST, {"content": [{"type": "text", "text": "x" * (MOST * LONGEST + 1)}]})
+    with pytest.raises(VLLMValidationError, match="this model's context"):
+        await scoring._preprocessing(scoring, ctx)
+    long = "x" * 2 * PIECE_CHARS
+    scoring, ctx = scored(PIECE_CHARS, long)
+    with pytest.raises(VLLMValidationError, match="a text has more"):
+        await scoring._preprocessing(scoring, ctx)
+    scoring, ctx = scored(PIECE_CHARS, long, max_tokens_per_doc=3)
+    await scoring._preprocessing(scoring, ctx)
+    assert scoring.threads == ["score_0"]
+
+
+async def test_vllm_still_prepares_texts_to_score_on_the_event_loop(reranker: Application) -> None:
+    threads = []
+    serving = reranker.app.state.serving_scores
+
+    class Processor:
+        def get_request_factory_online(self, ctx: Any) -> list[Any]:
+            threads.append(threading.current_thread().name)
+            return []
+
+    with pytest.raises(ValueError, match="at least one prompt"):
+        await type(serving)._preprocessing(serving, Processor(), None)
+    assert threads == ["MainThread"]
+
+
+def test_an_application_that_scores_nothing_stays_as_it_is() -> None:
+    score_beside_the_loop(SimpleNamespace(), MOST)
+
+
+def test_another_vllm_prepares_its_scores_elsewhere() -> None:
+    state = SimpleNamespace(serving_scores=SimpleNamespace(io_processor=None))
+    with pytest.raises(RuntimeError, match=r"SimpleNamespace\._preprocessing"):
+        score_beside_the_loop(state, MOST)
+
+
+# The application.
+
+PIXEL = "data:image/png;base64,AAAA"
+
+
+def messages_of(part: Any) -> Any:
+    """Return what vLLM makes of a chat with one part, for a model that takes text alone."""
+
+    class Config(SimpleNamespace):
+        def get_multimodal_config(self) -> Any:
+            raise ValueError("The model is not multimodal.")
+
+    config: Any = Config(
+        multimodal_config=None,
+        allowed_local_media_path="",
+        allowed_media_domains=None,
+        enable_prompt_embeds=0,
+        is_multimodal_model=False,
+        served_model_name="demo",
+    )
+    return chat_utils.parse_chat_messages([{"role": "user", "content": [part]}], config, "string")
+
+
+def test_vllm_still_decodes_an_image_for_a_model_that_takes_text_alone() -> None:
+    with pytest.raises(ValueError, match="Failed to load image"):
+        messages_of({"type": "image_url", "image_url": {"url": PIXEL}})
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image_url", "image_url": {"url": PIXEL}}, "image_url"),
+        ({"image_url": PIXEL}, "image_url"),
+        ({"type": "text", "text": "a", "uuid": "x", "image_url": PIXEL}, "image_url"),
+        ({"type": "input_image", "image_url": PIXEL, "detail": "auto"}, "input_image"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "input_audio"),
+        ({"type": "audio_url", "audio_url": {"url": PIXEL}}, "audio_url"),
+        ({"type": "video_url", "video_url": {"url": "https://x.example/a.mp4"}}, "video_url"),
+        ({"type": "image_embeds", "image_embeds": "AAAA"}, "image_embeds"),
+    ],
+)
+def test_a_part_with_media_is_refused_by_its_name(restored: None, part: Any, kind: str) -> None:
+    refuse_media()
+    with pytest.raises(VLLMValidationError, match=f"^'{kind}' parts are not taken.*`multimodal`") as caught:
+        messages_of(part)
+    assert error_response.create_error_response(caught.value).error.code == 400
+
+
+@pytest.mark.parametrize("part", ["a", {"type": "text", "text": "a"}, {"type": "input_text", "text": "a"}])
+def test_text_is_taken_where_media_is_refused(restored: None, part: Any) -> None:
+    refuse_media()
+    conversation, *_ = messages_of(part)
+    assert conversation[0]["content"] == "a"
+
+
+def test_vllm_still_takes_every_value_error_for_the_client_s() -> None:
+    original = getattr(
+        error_response.create_error_response, "__wrapped__", error_response.create_error_response
+    )
+    assert original(ValueError("of ours")).error.code == 400
+
+
+def test_answers_to_exceptions_are_made_once(restored: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build_app, "the application's modules are there"
+    for name, module in list(sys.modules.items()):
+        # Other tests may have replaced it.
+        if name.startswith("vllm.") and (found := vars(module).get("create_error_response")) is not None:
+            monkeypatch.setattr(module, "create_error_response", getattr(found, "__wrapped__", found))
+
+    def make(original: Any) -> Any:
+        return lambda message: json.dumps([message, original(message).error.code])
+
+    make_error_responses(make)
+    # Again it does nothing.
+    make_error_responses(make)
+    assert error_response.create_error_response("a") == '["a", 400]'
+    monkeypatch.setattr(error_response, "create_error_response", lambda error: error)
+    with pytest.raises(RuntimeError, match=r"vllm\.[a-z._]+\.create_error_response"):
+        make_error_responses(make)
+
+
+async def test_beam_searches_of_the_application_run_through_another_function(reranker: Application) -> None:
+    from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
+
+    class Part(BeamSearchOnlineMixin):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+    part, state = Part(), reranker.app.state
+    state.part = part
+    search = part.beam_search
+    run_beam_searches(state, lambda own, *, prompt: (own, prompt))
+    assert part.beam_search(prompt="a") == (search, "a")
+
+
+def every() -> Iterator[str]:
+    """Yield the names of all workarounds."""
+    for name, function in vars(workarounds).items():
+        if getattr(function, "__module__", "") == workarounds.__name__ and not name.startswith("_"):
+            yield name
+
+
+def test_each_workaround_names_its_issue_and_the_version_that_mends_it() -> None:
+    found = set(every()) - {"require", "exceeds"}
+    assert len(found) == 9
+    for name in found:
+        text = getattr(workarounds, name).__doc__
+        assert "Issue: " in text, name
+        assert "Mended: " in text, name

@@ -1,0 +1,526 @@
+"""Answers to a client while the Engines behind the Ingress die, one after the other."""
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import pytest
+from ray import ActorID
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.handle import DeploymentResponseGenerator
+from starlette.types import Message, Send
+
+from serve_app.api.errors import RequestError, engine_failed
+from serve_app.ingress.body import BodyBudget
+from serve_app.ingress.context import RequestContext, context_of
+from serve_app.ingress.relay import (
+    BACKOFF_S,
+    LONG_S,
+    MAX_LOST,
+    TRIES,
+    EngineCall,
+    LostEngines,
+    PoisonError,
+    RelayResponse,
+)
+from serve_app.relay.events import DONE
+from serve_app.relay.frame import LOST, Head, pack, pack_error
+from serve_app.relay.keepalive import KEEPALIVE_S
+from serve_app.relay.request import RelayRequest
+from serve_app.relay.resume import ResumeMode, to_ids
+from serve_app.relay.usage import RequestUsage
+from tests.batcher.virtual import blocked, now, virtual
+
+PLAIN = [(b"content-type", b"application/json")]
+STREAM = [(b"content-type", b"text/event-stream")]
+USAGE = RequestUsage(3, 4)
+ANSWER = pack(head=Head(200, PLAIN), body=b'{"text": "abc"}', usage=USAGE)
+FULL = pack_error(RequestError(429, "rate_limit_error", "full", retry_after_s=2))
+STOPS = pack_error(engine_failed())
+DEAD = ActorDiedError()
+GONE = asyncio.CancelledError()
+"""The error of a call whose replica Serve takes away."""
+
+AWAY = ActorUnavailableError("Actor is unavailable.", ActorID.nil().binary())
+CUT = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+ENDED = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
+WRONG = grpc.aio.AioRpcError(grpc.StatusCode.UNKNOWN, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+Script = list[bytes | BaseException]
+
+
+class Answer(DeploymentResponseGenerator[bytes]):
+    """The result of a handle: the messages of a script; an exception in it is raised."""
+
+    def __init__(self, script: Script) -> None:
+        self.left = False
+        self._script = iter(script)
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await asyncio.sleep(0)
+        for message in self._script:
+            if isinstance(message, BaseException):
+                raise message
+            return message
+        raise StopAsyncIteration
+
+    def cancel(self) -> None:
+        self.left = True
+
+
+async def served() -> bool:
+    return True
+
+
+@dataclass
+class Engines:
+    """The replicas that one request meets, in this order; the last one answers all that follow."""
+
+    scripts: list[Script]
+    asked: list[RelayRequest] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    lost: LostEngines = field(default_factory=LostEngines)
+
+    def ask(self, request: RelayRequest) -> EngineCall:
+        self.answers.append(Answer(self.scripts[min(len(self.asked), len(self.scripts) - 1)]))
+        self.asked.append(request)
+        return EngineCall(self.answers[-1], served)
+
+
+@dataclass
+class Reply:
+    """The answer that the client got."""
+
+    status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    body: bytes = b""
+    ended: bool = False
+    usage: RequestUsage | None = None
+
+    async def take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = dict(message["headers"])
+            return
+        assert not self.ended
+        self.body += message["body"]
+        self.ended = not message.get("more_body", False)
+
+    @property
+    def events(self) -> list[Any]:
+        lines = [line.removeprefix(b"data: ") for line in self.body.split(b"\n\n") if line]
+        return [line.decode() if line == b"[DONE]" else json.loads(line) for line in lines]
+
+    @property
+    def text(self) -> str:
+        choices = [
+            choice for event in self.events if event != "[DONE]" for choice in event.get("choices", ())
+        ]
+        return "".join(choice["text"] for choice in choices)
+
+
+def scope_of() -> dict[str, Any]:
+    """Return the scope of a request that has its context."""
+    scope: dict[str, Any] = {"type": "http"}
+    scope["state"] = {"context": RequestContext(scope, BodyBudget(0))}
+    return scope
+
+
+async def no_body() -> Message:
+    raise AssertionError("the body was read before")
+
+
+async def reply(engines: Engines, take: Send | None = None, **body: Any) -> Reply:
+    request = RelayRequest("POST", "/v1/completions", b"", [], json.dumps({"prompt": "x"} | body).encode())
+    received = Reply()
+    scope = scope_of()
+    try:
+        losses = await engines.lost.enter(request)
+    except PoisonError as error:
+        return Reply(error.status)
+    await RelayResponse(engines.ask, request, losses)(scope, no_body, take or received.take)
+    received.usage = context_of(scope).usage
+    assert take is not None or received.ended
+    assert all(answer.left for answer in engines.answers), "no call is left running"
+    return received
+
+
+# Before anything was sent
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [DEAD, AWAY, CUT, LOST, STOPS, GONE, ENDED],
+    ids=["died", "away", "cut", "lost", "stops", "gone", "ended"],
+)
+@virtual
+async def test_another_engine_is_asked_for_the_same(failure: bytes | Exception) -> None:
+    engines = Engines([[failure], [ANSWER]])
+    received = await reply(engines)
+    assert (received.status, received.body) == (200, b'{"text": "abc"}')
+    assert received.usage == USAGE
+    assert engines.asked[0] is engines.asked[1]
+    assert len(engines.lost) == 0
+
+
+@pytest.mark.parametrize("failure", [STOPS, GONE, ENDED], ids=["stops", "gone", "ended"])
+@virtual
+async def test_engines_that_stop_are_no_loss_and_tries_are_bounded(
+    failure: bytes | Exception,
+) -> None:
+    engines = Engines([[failure]])
+    received = await reply(engines)
+    assert received.status == 503
+    assert len(engines.asked) == TRIES
+    # The pauses double, and the spread of each is half of it.
+    assert 0.5 <= now() / (BACKOFF_S * (2 ** (TRIES - 1) - 1)) <= 1.5
+    assert len(engines.lost) == 0
+
+
+@pytest.mark.parametrize("failure", [DEAD, AWAY, CUT, LOST], ids=["died", "away", "cut", "lost"])
+@virtual
+async def test_a_request_that_two_engines_are_lost_with_is_not_sent_on(failure: bytes | Exception) -> None:
+    engines = Engines([[STOPS], [failure], [failure], [ANSWER]])
+    received = await reply(engines)
+    assert received.status == 500
+    assert received.headers[b"x-should-retry"] == b"false"
+    assert "not tried again" in json.loads(received.body)["error"]["message"]
+    assert len(engines.asked) == 1 + MAX_LOST
+    (request, *_) = engines.asked
+    with pytest.raises(PoisonError, match="refused for some minutes"):
+        await engines.lost.enter(request)
+
+
+@virtual
+async def test_a_repeat_of_a_request_that_an_engine_was_lost_with_gets_one_try() -> None:
+    engines = Engines([stream(([], event("a")), resume="", then=DEAD), [DEAD], [ANSWER]])
+    assert (await reply(engines)).events[-1]["error"]["code"] == 503
+    assert (await reply(engines)).status == 500
+    assert len(engines.asked) == 2
+
+
+@virtual
+async def test_a_refusal_by_the_second_engine_clears_nothing() -> None:
+    engines = Engines([[DEAD], [FULL]])
+    assert (await reply(engines)).status == 429
+    (request, *_) = engines.asked
+    assert (await engines.lost.enter(request)).count == 1
+
+
+@virtual
+async def test_requests_that_lose_an_engine_after_each_other_s_answers_are_never_refused() -> None:
+    engines = Engines([[DEAD], [ANSWER]] * 5)
+    for _ in range(5):
+        assert (await reply(engines)).status == 200
+
+
+@virtual
+async def test_the_last_refusal_is_the_answer() -> None:
+    received = await reply(Engines([[STOPS]]))
+    assert received.status == 503
+    assert json.loads(received.body)["error"]["type"] == "service_unavailable"
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("a bug"), WRONG], ids=["raised", "over gRPC"])
+@virtual
+async def test_a_fault_is_not_tried_again(failure: Exception) -> None:
+    engines = Engines([[failure], [ANSWER]])
+    assert (await reply(engines)).status == 500
+    assert len(engines.asked) == 1
+
+
+@virtual
+async def test_a_message_that_grpc_does_not_take_is_a_413() -> None:
+    full = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata())
+    engines = Engines([[full], [ANSWER]])
+    received = await reply(engines)
+    assert received.status == 413
+    assert "GRPC_MAX_MESSAGE_LENGTH" in json.loads(received.body)["error"]["message"]
+    assert len(engines.asked) == 1
+
+
+@virtual
+async def test_a_full_queue_is_not_tried_elsewhere() -> None:
+    engines = Engines([[FULL], [ANSWER]])
+    assert (await reply(engines)).status == 429
+    assert len(engines.asked) == 1
+
+
+@virtual
+async def test_an_engine_that_dies_behind_its_whole_answer_has_answered() -> None:
+    engines = Engines([[ANSWER, DEAD], [FULL]])
+    assert (await reply(engines)).status == 200
+
+
+@virtual
+async def test_nothing_is_tried_for_a_client_that_has_left() -> None:
+    engines = Engines([[DEAD], [ANSWER]])
+    task = asyncio.create_task(reply(engines))
+    # The pause before the second try has begun.
+    await asyncio.sleep(BACKOFF_S / 4)
+    task.cancel()
+    await asyncio.wait({task})
+    await asyncio.sleep(10 * BACKOFF_S)
+    assert len(engines.asked) == 1
+
+
+@virtual
+async def test_nothing_runs_before_the_answer_begins() -> None:
+    engines = Engines([[ANSWER]])
+    RelayResponse(engines.ask, RelayRequest("POST", "/generate", b"", [], b"{}"))
+    await blocked()
+    assert engines.asked == []
+
+
+# Signs of life
+
+
+class LateAnswer(Answer):
+    """An answer that takes some keep-alives' time."""
+
+    late_s = 3.5 * KEEPALIVE_S
+
+    async def __anext__(self) -> bytes:
+        late_s, self.late_s = self.late_s, 0.0
+        await asyncio.sleep(late_s)
+        return await super().__anext__()
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "body"),
+    [
+        ([ANSWER], 200, {"text": "abc"}),
+        ([FULL], 429, None),
+        ([RuntimeError("a bug")], 500, None),
+    ],
+    ids=["answered", "refused", "a bug"],
+)
+@virtual
+async def test_spaces_come_before_an_answer_that_takes_long(script: Script, status: int, body: Any) -> None:
+    received = Reply()
+    scope = scope_of()
+    request = RelayRequest("POST", "/generate", b"", [], b"{}")
+    response = RelayResponse(lambda _: EngineCall(LateAnswer(script), served), request, keep_alive=True)
+    await response(scope, no_body, received.take)
+    assert received.ended
+    assert received.status == 200
+    assert context_of(scope).status == status
+    assert received.body.startswith(b"   {")
+    answer = json.loads(received.body)
+    if body is None:
+        assert answer["error"]["code"] == status
+    else:
+        assert answer == body
+        assert context_of(scope).usage == USAGE
+
+
+@pytest.mark.parametrize(("script", "status"), [([ANSWER], 200), ([FULL], 429)])
+@virtual
+async def test_an_answer_that_comes_soon_keeps_its_status(script: Script, status: int) -> None:
+    engines = Engines([script])
+    received = Reply()
+    scope = scope_of()
+    request = RelayRequest("POST", "/generate", b"", [], b"{}")
+    await RelayResponse(engines.ask, request, keep_alive=True)(scope, no_body, received.take)
+    assert received.status == status
+    assert received.body.startswith(b"{")
+    assert context_of(scope).status == 0
+
+
+@virtual
+async def test_a_client_that_leaves_ends_a_call_that_is_kept_alive() -> None:
+    answer = LateAnswer([ANSWER])
+    received = Reply()
+    request = RelayRequest("POST", "/generate", b"", [], b"{}")
+    response = RelayResponse(lambda _: EngineCall(answer, served), request, keep_alive=True)
+    task = asyncio.ensure_future(response(scope_of(), no_body, received.take))
+    await asyncio.sleep(1.5 * KEEPALIVE_S)
+    assert received.body == b" "
+    task.cancel()
+    await asyncio.wait([task])
+    await blocked()
+    assert answer.left
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# In the middle of a stream
+
+
+def event(text: str, finish: str | None = None, id: str = "a") -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": finish}
+    return f"data: {json.dumps({'id': id, 'created': 1, 'choices': [choice]})}\n\n".encode()
+
+
+def stream(
+    *pieces: tuple[list[int], bytes], resume: ResumeMode = "tokens", then: bytes | BaseException | None = None
+) -> Script:
+    script: Script = []
+    for ids, body in pieces:
+        head = None if script else Head(200, STREAM, resume)
+        usage = USAGE if body.endswith(DONE) else None
+        script.append(pack(head=head, body=body, token_ids=array("I", ids).tobytes(), usage=usage))
+    return script if then is None else [*script, then]
+
+
+WHOLE = stream(([1, 2], event("ab", id="b")), ([3], event("c", "length", id="b") + DONE))
+
+
+@pytest.mark.parametrize(
+    "failure", [LOST, DEAD, AWAY, CUT, GONE], ids=["lost", "died", "away", "cut", "gone"]
+)
+@virtual
+async def test_a_stream_goes_on_from_its_tokens(failure: bytes | Exception) -> None:
+    engines = Engines([stream(([1], event("a")), then=failure), WHOLE])
+    received = await reply(engines)
+    assert received.text == "abc"
+    assert [one if one == "[DONE]" else one["id"] for one in received.events] == ["a", "a", "a", "[DONE]"]
+    assert engines.asked[1].resumes
+    assert to_ids(engines.asked[1].token_ids) == [1]
+
+
+@virtual
+async def test_a_stream_goes_on_as_often_as_there_are_tries() -> None:
+    engines = Engines(
+        [stream(([1], event("a")), then=GONE), [STOPS], stream(([1, 2], event("ab")), then=LOST), WHOLE]
+    )
+    received = await reply(engines)
+    assert received.text == "abc"
+    assert [to_ids(request.token_ids) for request in engines.asked] == [[], [1], [1], [1, 2]]
+
+
+@pytest.mark.parametrize("second", [[DEAD], stream(([1, 2], event("ab")), then=LOST)])
+@virtual
+async def test_a_stream_that_two_engines_are_lost_with_ends_with_an_error(second: Script) -> None:
+    engines = Engines([stream(([1], event("a")), then=DEAD), second, WHOLE])
+    received = await reply(engines)
+    assert received.events[-1]["error"]["code"] == 500
+    assert "not tried again" in received.events[-1]["error"]["message"]
+    assert b"[DONE]" not in received.body
+    assert len(engines.asked) == MAX_LOST
+
+
+@virtual
+async def test_a_stream_that_had_run_for_long_goes_on_after_any_kill() -> None:
+    engines = Engines(
+        [
+            stream(([1], event("a")), then=DEAD),
+            stream(([1, 2], event("ab")), then=LOST),
+            stream(([1, 2, 3], event("abc")), then=DEAD),
+            stream(([1, 2, 3, 4], event("abcd", "length") + DONE)),
+        ]
+    )
+    received = Reply()
+
+    async def take(message: Message) -> None:
+        await received.take(message)
+        # The client is slow to take what each engine sends.
+        await asyncio.sleep(LONG_S)
+
+    await reply(engines, take)
+    assert received.text == "abcd"
+
+
+@virtual
+async def test_a_stream_with_a_seed_starts_again_and_the_client_sees_no_seam() -> None:
+    again = stream(([], event("abc", "length", id="b") + DONE), resume="again")
+    engines = Engines([stream(([], event("a")), resume="again", then=DEAD), again])
+    received = await reply(engines, seed=1, temperature=1)
+    assert received.text == "abc"
+    assert engines.asked[1].token_ids == b""
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        stream(([1], event("a", "length")), ([], DONE), then=AWAY),
+        stream(([], event("a", "length")), ([], DONE), resume="", then=AWAY),
+    ],
+    ids=["may go on", "may not"],
+)
+@virtual
+async def test_an_engine_that_dies_behind_the_last_event_has_answered(script: Script) -> None:
+    engines = Engines([script, WHOLE])
+    received = await reply(engines)
+    assert received.text == "a"
+    assert received.events[-1] == "[DONE]"
+    assert len(engines.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "body", "code"),
+    [
+        (stream(([], event("a")), resume="", then=DEAD), {}, 503),
+        (stream(([1], event("a")), then=DEAD), {"n": 2}, 503),
+        (stream(([1], event("a")), then=RuntimeError("a bug")), {}, 500),
+    ],
+    ids=["its parameters", "its body", "a bug"],
+)
+@virtual
+async def test_a_stream_that_can_not_go_on_ends_with_an_error_and_not_as_if_complete(
+    script: Script, body: dict[str, Any], code: int
+) -> None:
+    engines = Engines([script, WHOLE])
+    received = await reply(engines, **body)
+    *begun, last = received.events
+    assert [one["choices"][0]["text"] for one in begun] == ["a"]
+    assert last["error"]["code"] == code
+    assert b"[DONE]" not in received.body
+    assert len(engines.asked) == 1
+
+
+@pytest.mark.parametrize("other", [[DEAD], [STOPS], [FULL], stream(([1], event("x")))])
+@virtual
+async def test_a_stream_with_which_no_other_engine_goes_on_ends_with_an_error(other: Script) -> None:
+    received = await reply(Engines([stream(([1], event("a")), then=DEAD), other]))
+    assert received.text == "a"
+    assert received.events[-1]["error"]["code"] == (500 if other == [DEAD] else 503)
+    assert b"[DONE]" not in received.body
+
+
+@virtual
+async def test_a_full_queue_ends_a_stream_too_and_is_not_tried_elsewhere() -> None:
+    engines = Engines([stream(([1], event("a")), then=DEAD), [FULL], WHOLE])
+    assert (await reply(engines)).events[-1]["error"]["code"] == 503
+    assert len(engines.asked) == 2
+
+
+@virtual
+async def test_a_stream_leaves_its_usage_in_the_scope() -> None:
+    assert (await reply(Engines([WHOLE]))).usage == USAGE
+
+
+@virtual
+async def test_a_stream_that_breaks_leaves_none() -> None:
+    assert (await reply(Engines([stream(([], event("a")), resume="", then=DEAD)]))).usage is None
+
+
+@virtual
+async def test_a_stream_that_ends_without_its_usage_broke_off() -> None:
+    received = await reply(Engines([stream(([1], event("a")))]))
+    assert received.events[-1]["error"]["code"] == 503
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("too large"), DEAD], ids=["other", "dead"])
+@virtual
+async def test_an_answer_that_can_not_be_sent_is_no_failure_of_its_engine(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = Engines([WHOLE])
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            raise failure
+
+    request = RelayRequest("POST", "/v1/completions", b"", [], b'{"prompt": "x"}')
+    with pytest.raises(type(failure)):
+        await RelayResponse(engines.ask, request)(scope_of(), no_body, send)
+    assert len(engines.asked) == 1
+    assert engines.answers[0].left
+    assert not caplog.records
