@@ -4,6 +4,7 @@ A wrong argument raises ValueError or TypeError; the message names it, and says 
 """
 
 from batcher.continuous import ContinuousBatcher as ContinuousBatcher
+from batcher.continuous import Lanes as Lanes
 from batcher.continuous import Slot as Slot
 from batcher.continuous import SlotOptions as SlotOptions
 from batcher.costs import CostEstimator as CostEstimator
@@ -25,7 +26,6 @@ from batcher.errors import Oversize as Oversize
 from batcher.errors import QueueFull as QueueFull
 from batcher.forming import Former as Former
 from batcher.goals import Goals as Goals
-from batcher.lanes import Lanes as Lanes
 from batcher.processing import InferenceFn as InferenceFn
 from batcher.processing import ProcessFn as ProcessFn
 from batcher.profiles import PROFILES as PROFILES

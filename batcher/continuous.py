@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import EllipsisType
-from typing import Any, Literal, Self, TypedDict, Unpack
+from typing import Any, Literal, Protocol, Self, TypedDict, Unpack
 
 from batcher import checks
 from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
@@ -14,7 +14,6 @@ from batcher.costs import OutputEstimator, RecordT, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Aborted, Expired, Oversize
 from batcher.goals import BACKGROUND, Background, Goals
-from batcher.lanes import Lanes
 from batcher.service_rate import Correction, ServiceRate
 from batcher.stats import RECENT, ContinuousStats, Load, Observation, Outcome
 
@@ -22,6 +21,32 @@ STEPS = 2  # from the end of a record to the first of one let in then: one tells
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
 HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
+
+
+class Lanes(Protocol):
+    """Owner of what records need beside cost, such as the places of adapters on a device.
+
+    A `ContinuousBatcher` calls it when it decides, never from another thread; no call may wait. A need is a
+    name, as given to `ContinuousBatcher.slot`. A record starts only with all its needs. If one is refused,
+    the record is passed by: it keeps its place in the queue, and others behind it may start. A refused need
+    is not asked for again until `give` or `unwanted` returns True, or `ContinuousBatcher.reopen` is called.
+    """
+
+    def take(self, need: str) -> bool:
+        """Take the need for one record now; False: not now. A refused call is a wish for the need.
+
+        A wish ends with the next `take` of the need that returns True, or with `unwanted`. A need is given
+        back at once if another need of the same record is refused; the result of that `give` doesn't count.
+        """
+        ...
+
+    def give(self, need: str) -> bool:
+        """Give the need of one record back; return whether needs that were refused may succeed now."""
+        ...
+
+    def unwanted(self, need: str) -> bool:
+        """End a wish: no record waits for the need any more. The result is as for `give`."""
+        ...
 
 
 class Slot(Entry[None]):
@@ -356,9 +381,7 @@ class ContinuousBatcher(Batcher[Slot]):
         Raises:
             QueueFull: There is no space; says when to try again.
         """
-        slot = self.slot(cost, **options)
-        self._enter_slot(slot, False)
-        return slot
+        return self.slot(cost, **options).enter_nowait()
 
     async def submit(
         self,

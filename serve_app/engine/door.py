@@ -31,7 +31,7 @@ GRAMMAR, LONG, ADAPTER = "grammar", "long", "adapter "
 
 
 class EngineLanes:
-    """What jobs need beside cost: places of adapters, the process that checks grammars, room for long bodies.
+    """The needs of jobs beside cost: places of adapters, the process that checks grammars, long bodies.
 
     Args:
         adapters: The places of adapters on the device.
@@ -160,13 +160,13 @@ class Door:
 
         Args:
             job: The job.
-            prompt_tokens: Bound on the tokens of the prompt.
+            prompt_tokens: Bound on the tokens of the prompt; more than the context counts as that.
             max_tokens: Most tokens of its answer.
 
         Raises:
             RequestError: The prompt can't run, or its time is over.
         """
-        slot = self._further(job, prompt_tokens, max_tokens, deadline=job.deadline)
+        slot = self._further(job, *self._bound(prompt_tokens, max_tokens), deadline=job.deadline)
         try:
             await slot.enter()
         except BatcherError as error:
@@ -251,15 +251,21 @@ class Door:
                 deadline=job.deadline,
                 needs=needs,
             )
-        context = self._context
-        prompt = context if facts.prompt is None else min(facts.prompt, context)
+        context, n = self._context, facts.answers
+        prompt = context if facts.prompt is None else facts.prompt
         output = context if facts.output is None else max(0, facts.output)
-        capacity = self.batcher.capacity
-        n = facts.answers
-        reserved = min(n * self._blocks(prompt), capacity)
-        whole = min(n * self._blocks(min(prompt + output, context)), capacity)
         needs += self._adapter_need(job)
-        return self._batcher_slot(job, reserved, whole - reserved, n, job.deadline, needs)
+        return self._batcher_slot(job, *self._bound(prompt, output, n), n, job.deadline, needs)
+
+    def _bound(self, prompt: int, output: int, n: int = 1) -> tuple[int, int]:
+        """Return bounds on the tokens of KV cache for a prompt of each of `n` answers, and for the answers.
+
+        A bound beyond the engine says nothing of the exact cost, so it counts as the whole engine.
+        """
+        prompt, capacity = min(prompt, self._context), self.batcher.capacity
+        reserved = min(n * self._blocks(prompt), capacity)
+        whole = min(n * self._blocks(min(prompt + output, self._context)), capacity)
+        return reserved, whole - reserved
 
     def _further(
         self, job: Job, prompt_tokens: int, max_tokens: int, n: int = 1, deadline: float | None = None

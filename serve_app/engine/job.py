@@ -62,7 +62,7 @@ class Job:
 
     @property
     def facts(self) -> Facts:
-        """What the body states."""
+        """The facts that the body states."""
         return self.request.facts
 
     @property

@@ -1,4 +1,4 @@
-"""What is served: models and their adapters by name and route, their contexts, and their cards."""
+"""The models that are served and their adapters, by name and route, their contexts, and their cards."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What lies below both batchers: the cost of waiting for space, event loops and stops."""
+"""The base of both batchers: the cost of waiting for space, event loops and stops."""
 
 import asyncio
 import gc

@@ -472,7 +472,7 @@ class LanesMachine(RuleBasedStateMachine):
         others = [slot for slot in waiting if not self.lanes.refused & {*slot.needs}]
         free = self.CAPACITY - stats.running_cost
         assert not others or (running and any(slot.cost > free for slot in others))
-        # Nobody wishes for what no record waits for.
+        # A need is wished for only while a record waits for it.
         assert self.lanes.wishes <= {need for slot in waiting for need in slot.needs}
 
     @invariant()
@@ -481,7 +481,7 @@ class LanesMachine(RuleBasedStateMachine):
         for key in keys:
             alike = [slot for slot in self.slots if (slot.tenant, slot.priority, slot.needs) == key]
             started = [slot for slot in alike if slot.started_at < float("inf")]
-            # Whoever waits came after all that have started.
+            # The records that wait came after all that have started.
             waits = [alike.index(slot) for slot in alike if slot.waiting]
             assert not waits or all(alike.index(slot) < min(waits) for slot in started)
 

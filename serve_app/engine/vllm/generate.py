@@ -6,8 +6,9 @@ The imports are those of vLLM 0.32.
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -170,12 +171,17 @@ class Generate:
                     job.placed, slot = True, job.slot
                 else:
                     try:
-                        slot = await self._llm.door.queue(job, *self._bound(item, most))
+                        # The template of a chat has text of its own.
+                        size = len(item) if request.messages is None else self._context
+                        slot = await self._llm.door.queue(job, BYTES_PER_CHAR * size, most)
                     finally:
                         job.outside.release()
-                results[index], details[index] = await self._complete(
-                    job, slot, index if request.messages is None else item, texts, sampling
+                tokens = (
+                    partial(texts.tokenize, index)
+                    if request.messages is None
+                    else partial(self._render, item)
                 )
+                results[index], details[index] = await self._complete(job, slot, tokens, sampling)
             except RequestError as error:
                 call.fail(index, error)
 
@@ -199,15 +205,6 @@ class Generate:
             response.errors = call.errors
         return response
 
-    def _bound(self, item: Any, most: int) -> tuple[int, int]:
-        """Return bounds on the tokens of a prompt and of its answer, in tokens of KV cache."""
-        # The template of a chat has text of its own.
-        prompt = min(BYTES_PER_CHAR * len(item), self._context) if isinstance(item, str) else self._context
-        whole = self._llm.blocks(min(prompt + most, self._context))
-        capacity = self._llm.door.batcher.capacity
-        reserved = min(self._llm.blocks(prompt), capacity)
-        return reserved, min(whole, capacity) - reserved
-
     def _sampling(self, fields: SamplingFields) -> Sampling:
         """Return sampling parameters: `fields`, then the config's, then the model's own defaults.
 
@@ -224,15 +221,14 @@ class Generate:
         return Sampling(params, may_shorten="max_tokens" not in given)
 
     async def _complete(
-        self, job: Job, slot: Slot, item: int | list[JSON], texts: "Texts", sampling: Sampling
+        self, job: Job, slot: Slot, tokens: Callable[[], Awaitable[list[int]]], sampling: Sampling
     ) -> tuple[str, Detail]:
         """Tokenize and complete one prompt in its slot, once that has started.
 
         Args:
             job: The job.
             slot: The slot of the prompt.
-            item: The prompt: its index among `texts`, or a chat.
-            texts: The texts of the job.
+            tokens: Returns the token ids of the prompt.
             sampling: Sampling parameters.
 
         Raises:
@@ -248,7 +244,7 @@ class Generate:
             # The adapter may have been removed meanwhile.
             adapter = job.request.adapter
             lora_request = self._adapters.lora_request(adapter) if adapter else None
-            token_ids = await (texts.tokenize(item) if isinstance(item, int) else self._render(item))
+            token_ids = await tokens()
             params = self._fit(len(token_ids), sampling)
             output = await self._generate(job, slot, token_ids, params, lora_request)
         except BatcherError as error:

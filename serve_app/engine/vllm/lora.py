@@ -176,7 +176,7 @@ class Adapters:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lock = asyncio.Lock()
 
-    # What is served
+    # Adapters that are served
 
     def lora_request(self, id: str) -> LoRARequest:
         """Return vLLM's name of an adapter.

@@ -365,7 +365,7 @@ async def test_an_adapter_that_was_removed_while_a_job_waited_is_a_404() -> None
         del site.adapters.requests[SUMS]
         assert (await refused(waits)).status == 404
         await first
-        # One that is not served never waits.
+        # A job for an adapter that is not served never waits.
         assert (await refused(site.door.admit(new_job(adapter=SUMS)))).status == 404
         assert site.batcher.stats.total_submitted == 2
         site.check_free()

@@ -62,7 +62,7 @@ async def test_a_prompt_holds_the_blocks_of_itself_and_its_longest_answers_when_
 ) -> None:
     async with opened() as site:
         script = Script(output(1), output(finish="stop"))
-        # Whatever bound it was admitted on.
+        # The bound with which the job was admitted makes no difference.
         job = new_job(facts={"prompt": None, "answers": params.get("n", 1)})
         await run(gated(script, site), params=SamplingParams(**params), job=job)
         assert script.costs == [cost]
@@ -227,7 +227,7 @@ async def test_another_backend_refuses_grammars_by_itself() -> None:
         assert site.grammars.checked == []
 
 
-# What vLLM gets.
+# Requests as vLLM gets them.
 
 
 @pytest.mark.parametrize("by_priority", [False, True])

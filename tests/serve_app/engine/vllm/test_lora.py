@@ -535,6 +535,6 @@ async def test_a_load_that_is_cancelled_inside_vllm_is_removed_there(
         with pytest.raises(asyncio.CancelledError):
             await loading
     assert (llm.names, llm.tried) == ([], [])
-    # Nobody waits for the place any more.
+    # No request waits for the place any more.
     assert llm.slots.take("other")
     await adapters.close()

@@ -1,4 +1,4 @@
-"""What vLLM does by itself, and what it does with each workaround.
+"""The behaviour of vLLM by itself, and with each workaround.
 
 A test named `…_still_…` shows the fault in vLLM as it is installed. Where it fails, the workaround may go.
 """
