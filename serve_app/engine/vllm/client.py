@@ -26,7 +26,7 @@ from serve_app.engine.job import Job, current
 from serve_app.engine.stream_interval import StreamIntervals
 from serve_app.engine.vllm.resume import go_on, resume_mode
 from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
-from serve_app.engine.vllm.scheduler import may_be_held
+from serve_app.engine.vllm.held_tokens import may_be_held
 from serve_app.engine.vllm.stats import CountedLLM, CountedPrompt
 from serve_app.relay.resume import to_ids
 

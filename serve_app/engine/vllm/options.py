@@ -18,7 +18,7 @@ from serve_app.settings.models import BatcherSettings, EngineSettings, LLMSettin
 from serve_app.settings.schema import SettingsError
 from serve_app.simulation.options import engine_options
 
-SCHEDULER = "serve_app.engine.vllm.scheduler.held_scheduler"
+SCHEDULER = "serve_app.engine.vllm.scheduler.build_scheduler"
 
 STEPS_WITHOUT_CACHE = 2
 """Steps of an engine without KV cache whose tokens may be in flight."""
