@@ -25,7 +25,6 @@ from batcher.errors import Expired as Expired
 from batcher.errors import Oversize as Oversize
 from batcher.errors import QueueFull as QueueFull
 from batcher.forming import Former as Former
-from batcher.goals import Goals as Goals
 from batcher.processing import InferenceFn as InferenceFn
 from batcher.processing import ProcessFn as ProcessFn
 from batcher.profiles import PROFILES as PROFILES

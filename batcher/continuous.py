@@ -13,7 +13,6 @@ from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
 from batcher.costs import OutputEstimator, RecordT, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Aborted, Expired, Oversize
-from batcher.goals import BACKGROUND, Background, Goals
 from batcher.service_rate import Correction, ServiceRate
 from batcher.stats import RECENT, ContinuousStats, Load, Observation, Outcome
 
@@ -21,6 +20,25 @@ STEPS = 2  # from the end of a record to the first of one let in then: one tells
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
 HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
+
+
+class Part:
+    """The slots of one kind that run: the foreground, or the background that gives way to it."""
+
+    def __init__(self) -> None:
+        self.records: int = 0
+        self.cost: int = 0
+        self.starting: int = 0  # slots that are not corrected yet
+        self.usual: tuple[int, int] = (
+            0,
+            0,
+        )  # records and cost that ran when a pause began
+        self.rate: ServiceRate = ServiceRate()
+
+    @property
+    def inside(self) -> tuple[int, int]:
+        """Records and cost that run, or that will again: what runs ends in a pause."""
+        return max(self.records, self.usual[0]), max(self.cost, self.usual[1])
 
 
 class Lanes(Protocol):
@@ -55,10 +73,10 @@ class Slot(Entry[None]):
     # As given to `ContinuousBatcher.slot`; `cost` is what it holds of the capacity now.
     prompt_tokens: int | None = None
     max_tokens: int | None = None
-    arrived_at: float | None = None
     needs: tuple[str, ...] = ()
     held: tuple[str, ...] = ()  # the needs that it has taken, and not given back
     running: bool = False  # whether it is in the window
+    promoted: bool = False  # a background slot that waited too long and was started as foreground
     started_at: float = math.inf  # time of its start; infinite before
     waited_s: float = 0.0  # seconds from submission to start
     first_at: float = 0.0  # time of its first token, 0 before
@@ -67,6 +85,7 @@ class Slot(Entry[None]):
     corrected: bool = False
     owner: asyncio.Task[Any] | None = None  # the task that holds it
     _batcher: "ContinuousBatcher"
+    _part: Part  # the part of the window in which it runs, or has run
 
     async def enter(self) -> Self:
         """Return once the slot runs or is in the queue; it waits outside while the queue is full.
@@ -179,7 +198,7 @@ class Slot(Entry[None]):
         begins = not self.corrected
         if begins:
             self.corrected = True
-            batcher._starting -= 1
+            self._part.starting -= 1
             batcher._correction.learn(before, cost)
         if self.charged:
             queue.settle(self, self.charged, cost or 1)
@@ -189,14 +208,11 @@ class Slot(Entry[None]):
             batcher._decide()
 
     def first_token(self) -> None:
-        """Tell that the first token is there: for the statistics, and for goals to be held against."""
+        """Tell that the first token is there, for the statistics."""
         batcher = self._batcher
         if self.running and not self.first_at:
             self.first_at = batcher._clock()
             batcher._recorder.ttfts_s.append(self.first_at - self.submitted_at)
-            if self.priority < batcher._background.priority:
-                arrived_at = self.submitted_at if self.arrived_at is None else self.arrived_at
-                batcher._background.first_token(self.first_at - arrived_at)
 
     def report(self, output_tokens: int) -> None:
         """Tell how many tokens the slot's records have produced in all, not since the last report.
@@ -222,7 +238,6 @@ class SlotOptions(TypedDict, total=False):
     prompt_tokens: int | None
     max_tokens: int | None
     records: int
-    arrived_at: float | None
     needs: tuple[str, ...]
 
 
@@ -246,9 +261,8 @@ class ContinuousBatcher(Batcher[Slot]):
             "max_utilization", what finished ones lead to expect, corrected by `Slot.report`.
         oversize: A record that costs more than the capacity: "reject" refuses it, "alone" runs it by itself.
         priority_aging_s, tenant_weights: See `RequestQueue`.
-        goals: Goals of the tiers before `background`: the others run as far as these allow, and leave space
-            for them. They take calls of `step` and `Slot.first_token`. None: all tiers share the window.
-        background: The priority from which on records are background, where there are goals.
+        background: The priority from which on records are background: the engine makes them give way, so
+            the others, the foreground, start as if none ran. See the README. None: no record gives way.
         lanes: Owner of what records need beside cost, see `Lanes`; None: no record has needs.
         max_starting: Slots that run and are not corrected yet, at most: what is done before the exact cost is
             known goes in the order of the queue too. None: no such limit; slots need no correction.
@@ -269,34 +283,32 @@ class ContinuousBatcher(Batcher[Slot]):
         oversize: Literal["reject", "alone"] = "reject",
         priority_aging_s: float | None = 10.0,
         tenant_weights: Mapping[str, float] | None = None,
-        goals: Goals | None = None,
-        background: int = BACKGROUND,
+        background: int | None = None,
         lanes: Lanes | None = None,
         max_starting: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         checks.whole("places", places, 1, optional=True)
         checks.whole("max_starting", max_starting, 1, optional=True)
-        checks.whole("background", background, -checks.PRIORITIES, checks.PRIORITIES)
         checks.one_of("policy", policy, ("guaranteed_no_evict", "max_utilization"))
         checks.one_of("oversize", oversize, ("reject", "alone"))
-        apart = None if goals is None else background
-        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, apart)
+        super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, background)
         self._places = sys.maxsize if places is None else places
         self._alone = oversize == "alone"
-        self._background = Background(goals, background, clock)
+        self._from = sys.maxsize if background is None else background  # the first priority of the background
+        self._foreground, self._background = Part(), Part()
+        self._promoted = 0  # slots that were promoted so far
+        # A background record has started last, or begun to wait while no other did.
+        self._background_at = -math.inf
+        self._patience_s = math.inf if priority_aging_s is None else priority_aging_s
         self._outputs = OutputEstimator() if policy == "max_utilization" else None
-        self._rate = ServiceRate()
-        self._background_rate = ServiceRate()
         self._correction = Correction()
         self._lanes = lanes
         self._max_starting = sys.maxsize if max_starting is None else max_starting
-        self._starting = 0  # slots that run and are not corrected yet
         # Records that have ended, and what they produced; the latest weigh most.
         self._ended_records, self._ended_tokens = 1.0, FIRST_OUTPUT
         self._tasks: dict[asyncio.Task[Any], Slot] = {}  # those of `submit`
-        # When a pause will end, by estimate, and the records and the cost that ran when it began.
-        self._pause: tuple[float, int, int] | None = None
+        self._pause: float | None = None  # when it will end, by estimate
         self.set_capacity(capacity, max_running)
 
     @property
@@ -305,15 +317,25 @@ class ContinuousBatcher(Batcher[Slot]):
         now = self._clock()
         return ContinuousStats(
             **self._common_stats(now),
-            running=self._background.total,
-            running_cost=self._background.total_cost,
+            running=self._running,
+            running_cost=self._running_cost,
             capacity=self._capacity,
             max_running=None if self._regular == sys.maxsize else self._regular,
             outside_cost=self._queue.outside_cost,
             correction=self._correction.ratio,
+            background_running=self._background.records,
+            background_cost=self._background.cost,
+            total_promoted=self._promoted,
             **self._recorder.window(now),  # type: ignore[arg-type]
-            **self._background.stats(),  # type: ignore[arg-type]
         )
+
+    @property
+    def _running(self) -> int:
+        return self._foreground.records + self._background.records
+
+    @property
+    def _running_cost(self) -> int:
+        return self._foreground.cost + self._background.cost
 
     def slot(
         self,
@@ -326,7 +348,6 @@ class ContinuousBatcher(Batcher[Slot]):
         max_tokens: int | None = None,
         timeout: float | None = None,
         records: int = 1,
-        arrived_at: float | None = None,
         needs: tuple[str, ...] = (),
     ) -> Slot:
         """Return the place of one record; `async with` waits for space in the queue, and for its start.
@@ -340,7 +361,6 @@ class ContinuousBatcher(Batcher[Slot]):
             deadline, timeout: Time on `clock` by which it must have started; the same in seconds from now.
             prompt_tokens, max_tokens: Tokens of the prompt, and the most that may be produced.
             records: Records that start together in this slot; places, cost and tokens are of all of them.
-            arrived_at: Time on `clock` from which its TTFT counts for goals; None: its submission.
             needs: What the slot needs of `lanes`, once whatever its records.
 
         Raises:
@@ -360,9 +380,6 @@ class ContinuousBatcher(Batcher[Slot]):
         slot = Slot(None, cost, priority, tenant, deadline, records, withdraw=self._withdraw)
         if timeout is not None:
             slot.deadline = self._deadline(deadline, timeout, self._clock(), records)
-        if arrived_at is not None:
-            checks.instant("arrived_at", arrived_at)
-            slot.arrived_at = arrived_at
         slot._batcher = self
         if prompt_tokens is not None:
             slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
@@ -440,24 +457,12 @@ class ContinuousBatcher(Batcher[Slot]):
         self._queue.set_max_size(max_queue_size)
         self._decide()
 
-    def set_goals(self, goals: Goals) -> None:
-        """Change the goals, also while records run; ValueError if the batcher was made without any."""
-        if self._background.goals is None:
-            raise ValueError("the batcher was made without goals")
-        self._background.goals = goals
-
     @property
     def load(self) -> Load:
         """What runs and waits at this moment."""
         queue = self._queue
         tier = queue.first_priority() or 0
-        return Load(self._background.total, queue.total, queue.total_cost, tier, queue.next_deadline())
-
-    def step(self, seconds: float) -> None:
-        """Take in how many seconds a step of the engine took, for goals."""
-        checks.seconds("seconds", seconds)
-        if self._background.step(seconds) and self._queue.total:
-            self._decide()
+        return Load(self._running, queue.total, queue.total_cost, tier, queue.next_deadline())
 
     @property
     def capacity(self) -> int:
@@ -490,34 +495,33 @@ class ContinuousBatcher(Batcher[Slot]):
         what waits then, as with `drain=False`; one that is under way does so at once.
         """
         checks.seconds("seconds", seconds)
-        _, records, cost = self._pause or (0.0, self._background.total, self._background.total_cost)
-        self._pause = (self._clock() + seconds, records, cost)
+        if self._pause is None:
+            for part in (self._foreground, self._background):
+                part.usual = part.records, part.cost
+        self._pause = self._clock() + seconds
         self._decide()
 
     def resume(self) -> None:
         """Start records again."""
         self._pause = None
+        self._foreground.usual = self._background.usual = (0, 0)
         self._decide()
 
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
         before, ahead = self._queue.ahead(priority, tenant)
-        background, rate, now = self._background, self._rate, self._clock()
-        until, usual, usual_cost = self._pause or (now, 0, 0)
-        # Running records end in a pause; afterwards as much runs as before it.
-        running, running_cost = max(background.total, usual), max(background.total_cost, usual_cost)
-        places, free = self._most - background.total, self._capacity - background.total_cost
-        if priority >= background.priority:
-            most, most_cost = background.places(self._capacity, self._regular)
-            running, running_cost, rate = background.running, background.cost, self._background_rate
-            places, free = min(places, most - running), min(free, most_cost - running_cost)
+        # What runs in the foreground is not in the way of a background record as long as it stays as much:
+        # the background passes its places on. With none of it inside, the foreground must leave first.
+        behind = priority >= self._from
+        part = self._background if behind and any(self._background.inside) else self._foreground
+        used, used_cost = self._beside(behind)
         # The records before them in the queue are served first, but for those that free space takes.
-        before -= max(places, 0) - records
-        cost_before = ahead * self._correction.ratio + cost - max(free, 0)
-        wait = rate.time_to_serve(before, cost_before, running, running_cost)
+        before -= max(self._most - used, 0) - records
+        cost_before = ahead * self._correction.ratio + cost - max(self._capacity - used_cost, 0)
+        wait = part.rate.time_to_serve(before, cost_before, *part.inside)
         # A pause that lasts longer than was told may end at any time.
-        rest = max(0.0, until - now) or (UNKNOWN_WAIT_S if self._pause else 0.0)
+        rest = 0.0 if self._pause is None else max(0.0, self._pause - self._clock()) or UNKNOWN_WAIT_S
         return rest + (UNKNOWN_WAIT_S if wait is None else wait)
 
     def _bound(self) -> None:
@@ -535,15 +539,37 @@ class ContinuousBatcher(Batcher[Slot]):
             return Oversize(slot.records, self._regular, what)
         return None
 
-    def _fits(self, slot: Slot) -> bool:
-        cost, records = self._background.total_cost + slot.cost, self._background.total + slot.records
-        beside = cost <= self._capacity and records <= self._most
-        return self._pause is None and (beside or not self._runs) and self._starting < self._max_starting
+    def _beside(self, background: bool) -> tuple[int, int]:
+        """Return the records, and their cost, beside which a record must fit; the rest gives way to it."""
+        foreground = self._foreground
+        return (self._running, self._running_cost) if background else (foreground.records, foreground.cost)
 
-    def _held_back(self, slot: Slot) -> bool:
-        """Return whether a slot is of the background and must leave space for the foreground."""
-        background, most = self._background, (self._capacity, self._regular)
-        return slot.priority >= background.priority and not background.admits(slot.cost, slot.records, *most)
+    def _fits(self, slot: Slot, background: bool) -> bool:
+        """Return whether a slot may start now, as one of the background or of the foreground."""
+        part = self._background if background else self._foreground
+        records, cost = self._beside(background)
+        within = cost + slot.cost <= self._capacity and records + slot.records <= self._most
+        return self._pause is None and (within or not records) and part.starting < self._max_starting
+
+    def _overdue(self) -> bool:
+        """Return whether the foreground has kept the background from starting for too long."""
+        first = self._queue.first_priority()
+        if first is None or not self._background_waits():
+            return False
+        # Background records that only wait for each other take turns by themselves.
+        kept = self._foreground.records > 0 or first < self._from
+        return kept and self._clock() >= self._background_at + self._patience_s
+
+    def _background_waits(self) -> bool:
+        last = self._queue.last_priority()
+        return last is not None and last >= self._from
+
+    def _next_alarm(self) -> float | None:
+        deadline, due = super()._next_alarm(), self._background_at + self._patience_s
+        # What is overdue already starts as soon as something ends.
+        if not self._background_waits() or not self._clock() < due < math.inf:
+            return deadline
+        return due if deadline is None else min(deadline, due)
 
     def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
         """Return the tokens to reserve for the output of some records together."""
@@ -553,7 +579,7 @@ class ContinuousBatcher(Batcher[Slot]):
 
     def _resize(self, slot: Slot, cost: int) -> None:
         """Take in that a running slot holds another cost."""
-        self._background.grow(slot.priority, cost - slot.cost)
+        slot._part.cost += cost - slot.cost
         slot.cost = cost
         self._count_time(self._clock())
 
@@ -587,38 +613,49 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-        if not self._queue.total and not slot.needs and self._fits(slot) and not self._held_back(slot):
+        background = slot.priority >= self._from
+        if not self._queue.total and not slot.needs and self._fits(slot, background):
             self._queue.pass_by(slot)
-            self._begin(slot)
+            self._begin(slot, background)
             return
-        if slot.deadline is not None and self._rate.known:
+        known = (self._background if background else self._foreground).rate.known
+        if slot.deadline is not None and known:
             wait_s = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
             if wait_s > HOPELESS * (slot.deadline - now):
                 self._recorder.total_rejected += slot.records
                 raise Expired(f"the record could not start for about {wait_s:.1f} s, after its deadline")
         asyncio.Future.__init__(slot, loop=self._loop)
+        first = background and not self._background_waits()
+        if first:
+            self._background_at = max(self._background_at, now)
         # One that doesn't fit changes nothing: if it is the first now, what follows waits behind it.
-        if not self._queue.put(slot, slot.needs) or self._fits(slot):
+        if not self._queue.put(slot, slot.needs) or self._fits(slot, background):
             self._enter(slot, wait)
-        elif slot.deadline is not None:
+        elif slot.deadline is not None or first:
             self._set_alarm()
 
     def _start_ready(self) -> None:
-        """Start the slots whose turn it is, as long as they fit; the background may be passed."""
+        """Start the slots whose turn it is, as long as they fit; the foreground may pass the background."""
         queue = self._queue
         if self._pause is not None and self._state == STOPPING:
             self._refuse_all()  # a stop doesn't wait for the end of a pause
         while queue.total:
-            slot = queue.head()
-            if slot is not None and self._held_back(slot):
-                slot = queue.head(before=self._background.priority)
-            if slot is None or not self._fits(slot):
+            slot = queue.head(since=self._from) if self._overdue() else None
+            overdue = slot is not None
+            slot = slot or queue.head()
+            background = slot is not None and slot.priority >= self._from
+            if slot is not None and background and not self._fits(slot, True):
+                background = False
+                if not overdue:
+                    slot = queue.head(before=self._from)
+            # An overdue one is waited for as long as it doesn't fit beside the foreground either.
+            if slot is None or not self._fits(slot, background):
                 return
             if slot.needs and not self._take(slot):
                 continue
             queue.pick(slot)
             slot.charged = slot.cost or 1
-            self._begin(slot)
+            self._begin(slot, background)
             slot.set_result(None)
 
     def _end_wishes(self) -> None:
@@ -626,19 +663,24 @@ class ContinuousBatcher(Batcher[Slot]):
             if self._lanes is not None and self._lanes.unwanted(need):
                 self._queue.reopen()
 
-    def _begin(self, slot: Slot) -> None:
+    def _begin(self, slot: Slot, background: bool) -> None:
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
-        self._starting += 1
+        if slot.priority >= self._from:
+            self._background_at = now
+            slot.promoted = not background
+            self._promoted += slot.promoted
+        part = slot._part = self._background if background else self._foreground
+        part.records += slot.records
+        part.cost += slot.cost
+        part.starting += 1
         self._runs.add(slot)
-        prompt = slot.cost if slot.prompt_tokens is None else slot.prompt_tokens
-        self._background.begin(slot.priority, slot.cost, slot.records, prompt)
         self._count_time(now)
 
     def _count_time(self, now: float) -> None:
         """Take in that the share of the capacity in use has changed."""
-        self._recorder.switch(bool(self._runs), now, self._background.total_cost / self._capacity)
+        self._recorder.switch(bool(self._runs), now, self._running_cost / self._capacity)
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out, wherever it is, count how it ended, and learn from it."""
@@ -647,13 +689,14 @@ class ContinuousBatcher(Batcher[Slot]):
                 self._withdraw(slot)
             return
         now = self._clock()
-        background, recorder = self._background, self._recorder
+        part, recorder = slot._part, self._recorder
         records, tokens = slot.records, slot.output_tokens
         slot.running = False
         slot.owner = None
         self._runs.remove(slot)
-        self._starting -= not slot.corrected
-        background.grow(slot.priority, -slot.cost, -records)
+        part.starting -= not slot.corrected
+        part.records -= records
+        part.cost -= slot.cost
         if slot.held:
             held, slot.held = slot.held, ()
             self._give(held)
@@ -662,11 +705,7 @@ class ContinuousBatcher(Batcher[Slot]):
         waits = [slot.waited_s] if records == 1 else [slot.waited_s] * min(records, RECENT)
         recorder.ran(records, waits, run_s)
         recorder.output_tokens += tokens
-        self._rate.learn(slot.cost, run_s, records)
-        if slot.priority >= background.priority:
-            self._background_rate.learn(slot.cost, run_s, records)
-        elif slot.first_at and tokens > records:
-            background.answered((now - slot.first_at) / (tokens / records - 1))
+        part.rate.learn(slot.cost, run_s, records)
         used = slot.cost
         if slot.prompt_tokens is not None:
             used = slot.prompt_tokens + tokens
@@ -691,8 +730,8 @@ class ContinuousBatcher(Batcher[Slot]):
             recorder.total_failed += records
         if recorder.observations is not None:
             for number in range(records):
-                part = (used + number) // records  # whole parts, of which the sum is `used`
-                seen = Observation(slot.tenant, slot.priority, part, slot.waited_s, run_s, outcome)
+                each = (used + number) // records  # whole parts, of which the sum is `used`
+                seen = Observation(slot.tenant, slot.priority, each, slot.waited_s, run_s, outcome)
                 recorder.observations.records.append(seen)
         if self._queue.total or self._ended is not None:
             self._decide()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from batcher import Aborted, Closed, ContinuousBatcher, Expired, Goals, Oversize, QueueFull
+from batcher import Aborted, Closed, ContinuousBatcher, Expired, Oversize, QueueFull
 from tests.batcher.helpers import Holders, check_empty, continuous_batcher
 from tests.batcher.virtual import blocked, now, until, virtual
 
@@ -361,14 +361,6 @@ async def test_the_queue_can_become_longer_and_shorter_while_it_runs() -> None:
         await holders.leave(*"ab")
 
 
-async def test_goals_can_change_only_where_there_are_some() -> None:
-    batcher = ContinuousBatcher(capacity=10, goals=Goals(ttft_p99_s=1.0))
-    batcher.set_goals(Goals(ttft_p99_s=0.5))
-    assert batcher.stats.goal_ttft_s == 0.5
-    with pytest.raises(ValueError, match="was made without goals"):
-        ContinuousBatcher(capacity=10).set_goals(Goals(ttft_p99_s=0.5))
-
-
 @virtual
 async def test_capacity_can_shrink_while_it_runs() -> None:
     async with continuous_batcher(30) as batcher:
@@ -647,19 +639,12 @@ def test_a_slot_that_waits_may_be_released_after_its_loop_was_closed() -> None:
 
 
 @virtual
-@pytest.mark.parametrize(
-    ("settings", "cost", "priority"),
-    [({"oversize": "alone"}, 200, 0), ({"goals": Goals(ttft_p99_s=1.0)}, 98, 1)],
-    ids=["larger than the capacity", "larger than the space of the background"],
-)
-async def test_a_slot_that_may_start_at_once_is_not_refused_for_its_deadline(
-    settings: dict[str, object], cost: int, priority: int
-) -> None:
-    async with continuous_batcher(100, **settings) as batcher:
+async def test_a_slot_that_may_start_at_once_is_not_refused_for_its_deadline() -> None:
+    async with continuous_batcher(100, oversize="alone") as batcher:
         for _ in range(40):
-            async with batcher.slot(10, priority=priority):
+            async with batcher.slot(10):
                 await asyncio.sleep(0.001)
-        async with batcher.slot(cost, priority=priority, timeout=0.3) as slot:
+        async with batcher.slot(200, timeout=0.3) as slot:
             assert slot.waited_s == 0
 
 

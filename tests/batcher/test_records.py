@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batcher import Closed, Entry, Expired, Goals, Oversize, QueueFull
+from batcher import Closed, Entry, Expired, Oversize, QueueFull
 from tests.batcher.helpers import Holders, continuous_batcher, queue_of
 from tests.batcher.virtual import blocked, virtual
 
@@ -219,24 +219,6 @@ async def test_the_estimate_of_a_wait_counts_records() -> None:
         assert batcher.estimate_wait(1, records=2) == pytest.approx(1 / 3)
         await holders.enter("waits", 1, records=3)
         assert batcher.estimate_wait(1) == pytest.approx(1.0)
-        await holders.leave_all()
-
-
-@virtual
-async def test_the_records_of_the_background_count_against_its_window() -> None:
-    async with continuous_batcher(1_000, max_running=100, goals=Goals(1.0)) as batcher:
-        holders = Holders(batcher)
-        await holders.enter("first", 1, records=5, priority=1)
-        await holders.enter("second", 1, records=5, priority=1)
-        # The window starts with 8.
-        assert holders.started == ["first"]
-        assert batcher.stats.background_running == 5
-        await holders.leave("first")
-        assert batcher.stats.background_running == 5
-        await holders.enter("wide", 1, records=20, priority=1)
-        await holders.leave("second")
-        # More than the window: it runs by itself.
-        assert holders.started == ["first", "second", "wide"]
         await holders.leave_all()
 
 
