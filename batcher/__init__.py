@@ -9,7 +9,6 @@ from batcher.continuous import Slot as Slot
 from batcher.continuous import SlotOptions as SlotOptions
 from batcher.costs import CostEstimator as CostEstimator
 from batcher.costs import CostEstimatorFn as CostEstimatorFn
-from batcher.costs import OutputEstimator as OutputEstimator
 from batcher.costs import Prompt as Prompt
 from batcher.costs import TokenEstimator as TokenEstimator
 from batcher.costs import TokenEstimatorFn as TokenEstimatorFn

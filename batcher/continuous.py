@@ -10,35 +10,19 @@ from typing import Any, Literal, Protocol, Self, TypedDict, Unpack
 
 from batcher import checks
 from batcher.admission import RUNNING, STOPPING, UNKNOWN_WAIT_S, Batcher
-from batcher.costs import OutputEstimator, RecordT, whole_cost
+from batcher.costs import RecordT, whole_cost
 from batcher.entries import Entry, ResultT
 from batcher.errors import Aborted, Expired, Oversize
-from batcher.service_rate import Correction, ServiceRate
+from batcher.outputs import Answer, Outputs
+from batcher.service_rate import Correction
 from batcher.stats import RECENT, ContinuousStats, Load, Observation, Outcome
+from batcher.window import NOTHING, Claim, Part, Window
 
 STEPS = 2  # from the end of a record to the first of one let in then: one tells the end, the next is planned
 FIRST_OUTPUT = 64.0  # tokens that a record is expected to produce before one has ended
 OUTPUT_MEMORY = 1 - 1 / 64  # weight that a record keeps in the mean output when the next one ends
+ASK_S = 0.25  # seconds until slots that run are asked again for their tokens
 HOPELESS = 2.0  # a wait that is estimated as so many times what a deadline leaves is not begun
-
-
-class Part:
-    """The slots of one kind that run: the foreground, or the background that gives way to it."""
-
-    def __init__(self) -> None:
-        self.records: int = 0
-        self.cost: int = 0
-        self.starting: int = 0  # slots that are not corrected yet
-        self.usual: tuple[int, int] = (
-            0,
-            0,
-        )  # records and cost that ran when a pause began
-        self.rate: ServiceRate = ServiceRate()
-
-    @property
-    def inside(self) -> tuple[int, int]:
-        """Records and cost that run, or that will again: what runs ends in a pause."""
-        return max(self.records, self.usual[0]), max(self.cost, self.usual[1])
 
 
 class Lanes(Protocol):
@@ -86,6 +70,10 @@ class Slot(Entry[None]):
     owner: asyncio.Task[Any] | None = None  # the task that holds it
     _batcher: "ContinuousBatcher"
     _part: Part  # the part of the window in which it runs, or has run
+    _claim: Claim  # what it claims there; `cost` is its mean
+    _answer: Answer | None = None  # if its output is estimated
+    _outgrown: float = math.inf  # output tokens from which on it claims something else
+    _produced: Callable[[], int] | None = None  # see `follow`
 
     async def enter(self) -> Self:
         """Return once the slot runs or is in the queue; it waits outside while the queue is full.
@@ -193,17 +181,15 @@ class Slot(Entry[None]):
             return
         batcher, queue, before = self._batcher, self._batcher._queue, self.cost
         self.prompt_tokens, self.max_tokens = prompt_tokens, max_tokens
-        reserved = batcher._reserved(max_tokens, self.records, self.output_tokens)
-        cost = prompt_tokens + max(self.output_tokens, reserved)
-        begins = not self.corrected
+        batcher._resize(self)
+        cost, begins = self.cost, not self.corrected
         if begins:
             self.corrected = True
             self._part.starting -= 1
-            batcher._correction.learn(before, cost)
+            batcher._correction.learn(self.charged or before, cost)
         if self.charged:
             queue.settle(self, self.charged, cost or 1)
             self.charged = cost or 1
-        batcher._resize(self, cost)
         if (cost < before or begins) and queue.total:
             batcher._decide()
 
@@ -217,15 +203,20 @@ class Slot(Entry[None]):
     def report(self, output_tokens: int) -> None:
         """Tell how many tokens the slot's records have produced in all, not since the last report.
 
-        With `max_utilization` one that outgrows what was reserved for it reserves more, even beyond the
-        capacity: nothing new starts until the window has space again.
+        With `max_utilization`, what a background slot reserves follows. A slot that outgrows the most that it
+        may produce reserves more, even beyond the capacity: nothing new starts until there is space again.
         """
         checks.whole("output_tokens", output_tokens, 0)
         self.output_tokens = output_tokens
-        batcher, prompt, most = self._batcher, self.prompt_tokens, self.max_tokens
-        if self.running and prompt is not None and most is not None and prompt + output_tokens > self.cost:
-            reserved = batcher._reserved(most, self.records, output_tokens)
-            batcher._resize(self, prompt + max(output_tokens, reserved))
+        if output_tokens >= self._outgrown and self.running:
+            self._batcher._resize(self)
+
+    def follow(self, produced: Callable[[], int]) -> None:
+        """Have the batcher ask how many tokens the records have produced, where nobody reports them.
+
+        With `max_utilization` it asks a few times per second, while records wait.
+        """
+        self._produced = produced
 
 
 class SlotOptions(TypedDict, total=False):
@@ -257,8 +248,9 @@ class ContinuousBatcher(Batcher[Slot]):
         places: Records in one step of the engine, which queues what is beyond. So many run, and as many wait
             there as end until others could come: so no place stays empty. None: there is no such limit.
         max_queue_size, max_queue_cost: Records, and cost, that may wait, see the README; None: no bound.
-        policy: A record that names its tokens reserves, by "guaranteed_no_evict", the most it may use; by
-            "max_utilization", what finished ones lead to expect, corrected by `Slot.report`.
+        policy: A record that names its tokens reserves, by "guaranteed_no_evict", the most it may use. By
+            "max_utilization" background records together reserve what answers of their tenants lead to
+            expect, see the README; all records do so if there is no background.
         oversize: A record that costs more than the capacity: "reject" refuses it, "alone" runs it by itself.
         priority_aging_s, tenant_weights: See `RequestQueue`.
         background: The priority from which on records are background: the engine makes them give way, so
@@ -296,12 +288,13 @@ class ContinuousBatcher(Batcher[Slot]):
         self._places = sys.maxsize if places is None else places
         self._alone = oversize == "alone"
         self._from = sys.maxsize if background is None else background  # the first priority of the background
-        self._foreground, self._background = Part(), Part()
+        self._window = Window()
         self._promoted = 0  # slots that were promoted so far
-        # A background record has started last, or begun to wait while no other did.
-        self._background_at = -math.inf
+        # When a background record has started last, or begun to wait while no other did.
+        self._background_at = math.inf if background is None else -math.inf
         self._patience_s = math.inf if priority_aging_s is None else priority_aging_s
-        self._outputs = OutputEstimator() if policy == "max_utilization" else None
+        self._outputs = Outputs() if policy == "max_utilization" else None
+        self._ask_at = -math.inf  # when slots that run are asked again for their tokens
         self._correction = Correction()
         self._lanes = lanes
         self._max_starting = sys.maxsize if max_starting is None else max_starting
@@ -317,25 +310,18 @@ class ContinuousBatcher(Batcher[Slot]):
         now = self._clock()
         return ContinuousStats(
             **self._common_stats(now),
-            running=self._running,
-            running_cost=self._running_cost,
-            capacity=self._capacity,
+            running=self._window.records,
+            running_cost=self._window.cost,
+            capacity=self._window.capacity,
             max_running=None if self._regular == sys.maxsize else self._regular,
             outside_cost=self._queue.outside_cost,
             correction=self._correction.ratio,
-            background_running=self._background.records,
-            background_cost=self._background.cost,
+            background_running=self._window.background.records,
+            background_cost=self._window.background.cost,
             total_promoted=self._promoted,
+            caution=self._window.caution(now),
             **self._recorder.window(now),  # type: ignore[arg-type]
         )
-
-    @property
-    def _running(self) -> int:
-        return self._foreground.records + self._background.records
-
-    @property
-    def _running_cost(self) -> int:
-        return self._foreground.cost + self._background.cost
 
     def slot(
         self,
@@ -373,7 +359,7 @@ class ContinuousBatcher(Batcher[Slot]):
             prompt_tokens = whole_cost("prompt_tokens", prompt_tokens)
             max_tokens = whole_cost("max_tokens", max_tokens)
             checks.whole("records", records, 1)
-            cost = prompt_tokens + self._reserved(max_tokens, records)
+            cost = prompt_tokens + max_tokens
         elif cost is None or prompt_tokens is not None or max_tokens is not None:
             raise ValueError("give either cost, or both prompt_tokens and max_tokens")
         # It is a future only once it has to wait.
@@ -383,6 +369,8 @@ class ContinuousBatcher(Batcher[Slot]):
         slot._batcher = self
         if prompt_tokens is not None:
             slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
+            if self._outputs is not None:
+                slot.cost = self._claim(slot, priority >= self._from).cost
         if needs:
             if self._lanes is None:
                 raise ValueError("needs are for a batcher that was made with lanes")
@@ -462,12 +450,21 @@ class ContinuousBatcher(Batcher[Slot]):
         """What runs and waits at this moment."""
         queue = self._queue
         tier = queue.first_priority() or 0
-        return Load(self._running, queue.total, queue.total_cost, tier, queue.next_deadline())
+        return Load(self._window.records, queue.total, queue.total_cost, tier, queue.next_deadline())
+
+    def overcommitted(self, records: int = 1) -> None:
+        """Take in that the engine has preempted records because its memory was full.
+
+        With `max_utilization`, less starts for some minutes: after a preemption of a quarter of what runs, no
+        more than with `guaranteed_no_evict`. Call it once for all records of a step of the engine.
+        """
+        checks.whole("records", records, 1)
+        self._window.overcommitted(records, self._clock())
 
     @property
     def capacity(self) -> int:
         """Cost that may run at once."""
-        return self._capacity
+        return self._window.capacity
 
     def set_capacity(self, capacity: int, max_running: int | EllipsisType | None = ...) -> None:
         """Change what may run at once, also while records run; without `max_running` that bound stays.
@@ -479,7 +476,7 @@ class ContinuousBatcher(Batcher[Slot]):
             checks.whole("max_running", max_running, 1, optional=True)
             self._max_running = sys.maxsize if max_running is None else max_running
         self._abandon_closed_loop()
-        self._capacity = capacity
+        self._window.capacity = capacity
         self._bound()
         self._count_time(self._clock())
         for slot in list(self._queue):
@@ -496,7 +493,7 @@ class ContinuousBatcher(Batcher[Slot]):
         """
         checks.seconds("seconds", seconds)
         if self._pause is None:
-            for part in (self._foreground, self._background):
+            for part in (self._window.foreground, self._window.background):
                 part.usual = part.records, part.cost
         self._pause = self._clock() + seconds
         self._decide()
@@ -504,24 +501,25 @@ class ContinuousBatcher(Batcher[Slot]):
     def resume(self) -> None:
         """Start records again."""
         self._pause = None
-        self._foreground.usual = self._background.usual = (0, 0)
+        self._window.foreground.usual = self._window.background.usual = (0, 0)
         self._decide()
 
     def estimate_wait(
         self, cost: int, priority: int = 0, tenant: str | None = None, *, records: int = 1
     ) -> float:
+        window, now = self._window, self._clock()
         before, ahead = self._queue.ahead(priority, tenant)
         # What runs in the foreground is not in the way of a background record as long as it stays as much:
         # the background passes its places on. With none of it inside, the foreground must leave first.
         behind = priority >= self._from
-        part = self._background if behind and any(self._background.inside) else self._foreground
-        used, used_cost = self._beside(behind)
+        part = window.part(behind and any(window.background.inside))
+        places, free = window.left(behind, now)
         # The records before them in the queue are served first, but for those that free space takes.
-        before -= max(self._most - used, 0) - records
-        cost_before = ahead * self._correction.ratio + cost - max(self._capacity - used_cost, 0)
+        before -= max(places, 0) - records
+        cost_before = ahead * self._correction.ratio + cost - max(free, 0)
         wait = part.rate.time_to_serve(before, cost_before, *part.inside)
         # A pause that lasts longer than was told may end at any time.
-        rest = 0.0 if self._pause is None else max(0.0, self._pause - self._clock()) or UNKNOWN_WAIT_S
+        rest = 0.0 if self._pause is None else max(0.0, self._pause - now) or UNKNOWN_WAIT_S
         return rest + (UNKNOWN_WAIT_S if wait is None else wait)
 
     def _bound(self) -> None:
@@ -529,36 +527,53 @@ class ContinuousBatcher(Batcher[Slot]):
         # A record stays a step per token, so by Little's law `places / mean output` of them end in a step.
         ending = STEPS * self._places * self._ended_records / self._ended_tokens
         self._regular = min(self._max_running, self._places)
-        self._most = min(self._max_running, self._places + min(self._places, math.ceil(ending)))
+        standby = min(self._places, math.ceil(ending))
+        self._window.most_records = min(self._max_running, self._places + standby)
 
     def _oversize(self, slot: Slot) -> Oversize | None:
-        if slot.cost > self._capacity and not self._alone:
-            return Oversize(slot.cost, self._capacity)
+        if slot.cost > self._window.capacity and not self._alone:
+            return Oversize(slot.cost, self._window.capacity)
         if slot.records > self._regular:
             what = "max_running" if self._regular == self._max_running else "places"
             return Oversize(slot.records, self._regular, what)
         return None
 
-    def _beside(self, background: bool) -> tuple[int, int]:
-        """Return the records, and their cost, beside which a record must fit; the rest gives way to it."""
-        foreground = self._foreground
-        return (self._running, self._running_cost) if background else (foreground.records, foreground.cost)
+    def _claim(self, slot: Slot, background: bool) -> Claim:
+        """Return what a slot claims, as one of the background or of the foreground."""
+        prompt, most, n = slot.prompt_tokens, slot.max_tokens, slot.records
+        if prompt is None or most is None:
+            return Claim(slot.cost, slot.cost)
+        slot._outgrown = max(most, slot.output_tokens) + 1
+        bound = prompt + max(most, slot.output_tokens)
+        if self._outputs is None or not self._is_estimated(slot, background):
+            return Claim(bound, bound)
+        each, so_far = -(-most // n), slot.output_tokens // n
+        if slot._answer is None:
+            forecast = self._outputs.foresee(slot.tenant, each)
+        else:
+            slot._outgrown = min(slot._outgrown, n * slot._answer.reach(so_far))
+            forecast = slot._answer.foresee(each)
+        return Claim.of(forecast, prompt, n, so_far, each)
 
-    def _fits(self, slot: Slot, background: bool) -> bool:
-        """Return whether a slot may start now, as one of the background or of the foreground."""
-        part = self._background if background else self._foreground
-        records, cost = self._beside(background)
-        within = cost + slot.cost <= self._capacity and records + slot.records <= self._most
-        return self._pause is None and (within or not records) and part.starting < self._max_starting
+    def _is_estimated(self, slot: Slot, background: bool) -> bool:
+        """Return whether a slot claims what is to be expected of it, instead of the most."""
+        return slot.prompt_tokens is not None and (background or self._from == sys.maxsize)
+
+    def _fits(self, slot: Slot, background: bool) -> Claim | None:
+        """Return what a slot claims that may start now, as one of the background or of the foreground."""
+        window = self._window
+        if self._pause is not None or window.part(background).starting >= self._max_starting:
+            return None
+        claim = self._claim(slot, background)
+        return claim if window.fits(slot.records, claim, background, self._clock()) else None
 
     def _overdue(self) -> bool:
         """Return whether the foreground has kept the background from starting for too long."""
-        first = self._queue.first_priority()
-        if first is None or not self._background_waits():
+        if self._clock() < self._background_at + self._patience_s or not self._background_waits():
             return False
         # Background records that only wait for each other take turns by themselves.
-        kept = self._foreground.records > 0 or first < self._from
-        return kept and self._clock() >= self._background_at + self._patience_s
+        first = self._queue.first_priority()
+        return self._window.foreground.records > 0 or (first is not None and first < self._from)
 
     def _background_waits(self) -> bool:
         last = self._queue.last_priority()
@@ -567,20 +582,15 @@ class ContinuousBatcher(Batcher[Slot]):
     def _next_alarm(self) -> float | None:
         deadline, due = super()._next_alarm(), self._background_at + self._patience_s
         # What is overdue already starts as soon as something ends.
-        if not self._background_waits() or not self._clock() < due < math.inf:
+        if not self._clock() < due < math.inf or not self._background_waits():
             return deadline
         return due if deadline is None else min(deadline, due)
 
-    def _reserved(self, max_tokens: int, records: int, so_far: int = 0) -> int:
-        """Return the tokens to reserve for the output of some records together."""
-        if self._outputs is None:
-            return max_tokens
-        return min(max_tokens, records * self._outputs.expect(-(-max_tokens // records), so_far // records))
-
-    def _resize(self, slot: Slot, cost: int) -> None:
-        """Take in that a running slot holds another cost."""
-        slot._part.cost += cost - slot.cost
-        slot.cost = cost
+    def _resize(self, slot: Slot) -> None:
+        """Take in that a running slot may claim something else."""
+        claim = self._claim(slot, slot._part is self._window.background)
+        slot._part.claim(claim, slot._claim)
+        slot._claim, slot.cost = claim, claim.cost
         self._count_time(self._clock())
 
     def _take(self, slot: Slot) -> bool:
@@ -614,11 +624,11 @@ class ContinuousBatcher(Batcher[Slot]):
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
         background = slot.priority >= self._from
-        if not self._queue.total and not slot.needs and self._fits(slot, background):
+        if not self._queue.total and not slot.needs and (claim := self._fits(slot, background)):
             self._queue.pass_by(slot)
-            self._begin(slot, background)
+            self._begin(slot, background, claim)
             return
-        known = (self._background if background else self._foreground).rate.known
+        known = self._window.part(background).rate.known
         if slot.deadline is not None and known:
             wait_s = self.estimate_wait(slot.cost, slot.priority, slot.tenant, records=slot.records)
             if wait_s > HOPELESS * (slot.deadline - now):
@@ -639,31 +649,42 @@ class ContinuousBatcher(Batcher[Slot]):
         queue = self._queue
         if self._pause is not None and self._state == STOPPING:
             self._refuse_all()  # a stop doesn't wait for the end of a pause
+        if self._outputs is not None and queue.total and self._clock() >= self._ask_at:
+            self._ask()
         while queue.total:
             slot = queue.head(since=self._from) if self._overdue() else None
             overdue = slot is not None
             slot = slot or queue.head()
             background = slot is not None and slot.priority >= self._from
-            if slot is not None and background and not self._fits(slot, True):
+            claim = slot and self._fits(slot, background)
+            if background and not claim:
                 background = False
                 if not overdue:
                     slot = queue.head(before=self._from)
+                claim = slot and self._fits(slot, False)
             # An overdue one is waited for as long as it doesn't fit beside the foreground either.
-            if slot is None or not self._fits(slot, background):
+            if not slot or not claim:
                 return
             if slot.needs and not self._take(slot):
                 continue
             queue.pick(slot)
             slot.charged = slot.cost or 1
-            self._begin(slot, background)
+            self._begin(slot, background, claim)
             slot.set_result(None)
+
+    def _ask(self) -> None:
+        """Ask slots that run how many tokens they have."""
+        self._ask_at = self._clock() + ASK_S
+        for slot in self._runs:
+            if slot._answer is not None and slot._produced is not None:
+                slot.report(max(slot.output_tokens, slot._produced()))
 
     def _end_wishes(self) -> None:
         for need in self._queue.end_wishes():
             if self._lanes is not None and self._lanes.unwanted(need):
                 self._queue.reopen()
 
-    def _begin(self, slot: Slot, background: bool) -> None:
+    def _begin(self, slot: Slot, background: bool, claim: Claim) -> None:
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
@@ -671,16 +692,21 @@ class ContinuousBatcher(Batcher[Slot]):
             self._background_at = now
             slot.promoted = not background
             self._promoted += slot.promoted
-        part = slot._part = self._background if background else self._foreground
+        part = slot._part = self._window.part(background)
+        if self._outputs is not None and self._is_estimated(slot, background):
+            slot._answer = self._outputs.begin(slot.tenant)
+            claim = self._claim(slot, background)
+        slot._claim = claim
+        slot.cost = claim.cost
+        part.claim(claim, NOTHING)
         part.records += slot.records
-        part.cost += slot.cost
         part.starting += 1
         self._runs.add(slot)
         self._count_time(now)
 
     def _count_time(self, now: float) -> None:
         """Take in that the share of the capacity in use has changed."""
-        self._recorder.switch(bool(self._runs), now, self._running_cost / self._capacity)
+        self._recorder.switch(bool(self._runs), now, self._window.cost / self._window.capacity)
 
     def _leave(self, slot: Slot, error: BaseException | None) -> None:
         """Take a slot out, wherever it is, count how it ended, and learn from it."""
@@ -696,7 +722,7 @@ class ContinuousBatcher(Batcher[Slot]):
         self._runs.remove(slot)
         part.starting -= not slot.corrected
         part.records -= records
-        part.cost -= slot.cost
+        part.claim(NOTHING, slot._claim)
         if slot.held:
             held, slot.held = slot.held, ()
             self._give(held)
@@ -706,6 +732,10 @@ class ContinuousBatcher(Batcher[Slot]):
         recorder.ran(records, waits, run_s)
         recorder.output_tokens += tokens
         part.rate.learn(slot.cost, run_s, records)
+        if (answer := slot._answer) is not None and slot.max_tokens is not None:
+            # An answer that was cut short, or had to end, says only that it came so far.
+            ended = error is None and 0 < tokens < slot.max_tokens
+            (answer.end if ended else answer.reach)(tokens // records)
         used = slot.cost
         if slot.prompt_tokens is not None:
             used = slot.prompt_tokens + tokens
@@ -721,8 +751,6 @@ class ContinuousBatcher(Batcher[Slot]):
                 self._ended_records = self._ended_records * OUTPUT_MEMORY + records
                 self._ended_tokens = self._ended_tokens * OUTPUT_MEMORY + max(records, tokens)
                 self._bound()
-            if self._outputs is not None and tokens and slot.prompt_tokens is not None:
-                self._outputs.learn(tokens // records)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             outcome = "cancelled"
             recorder.total_cancelled += records

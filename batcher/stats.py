@@ -84,6 +84,7 @@ class ContinuousStats(Stats):
     background_running: int = 0
     background_cost: int = 0
     total_promoted: int = 0
+    caution: float = 0.0
 
 
 def percentiles(samples: Iterable[float], points: Sequence[float]) -> list[float]:

@@ -155,8 +155,10 @@ class BatcherSettings(Strict):
 
     Attributes:
         policy: `guaranteed_no_evict` reserves prompt + max_tokens of KV cache for each request, so
-            a running request is never preempted. `max_utilization` reserves the prompt and an
-            output estimated from finished requests: more run at once, some may be preempted.
+            memory is always enough for what runs of a tier. `max_utilization` reserves for `flex`
+            requests what the answers of their tenant have been, by their sum: several times as many run
+            at once where answers are shorter than max_tokens, and a few may be preempted. Other tiers
+            reserve as before. After a preemption less is overcommitted for some minutes.
         capacity_tokens: Tokens that may be in flight; by default the KV capacity that vLLM reports.
         max_running: Most requests in flight. The default, and the upper bound, is vLLM's `max_num_seqs`
             plus as many as end within two steps: these wait in vLLM, so that no step runs with a free

@@ -195,6 +195,8 @@ class CountedPrompt:
 
     def __init__(self, usage: RequestUsage, slot: Slot, length: int) -> None:
         self._own = usage.begin(slot, length)
+        # The engine has the tokens of an answer that comes as a whole long before its end.
+        slot.follow(self._own.produced)
         self.last: Any = None
 
     def __enter__(self) -> Self:
