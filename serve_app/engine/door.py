@@ -282,7 +282,6 @@ class Door:
             tenant=self._weigh(job, self.batcher),
             deadline=deadline,
             records=n,
-            arrived_at=job.arrived_at,
             needs=needs,
         )
 

@@ -142,6 +142,11 @@ class Usage:
             request._add(self)
         request._end_if_idle()
 
+    def produced(self) -> int:
+        """Return the tokens of its answers that the engine has counted so far."""
+        with _lock:
+            return self._total().output
+
     def _total(self) -> Tokens:
         total = self.counted
         for each in self._running:

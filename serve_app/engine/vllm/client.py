@@ -29,6 +29,7 @@ from serve_app.engine.vllm.sampler_bounds import bound_seed, oversize
 from serve_app.engine.vllm.held_tokens import may_be_held
 from serve_app.engine.vllm.stats import CountedLLM, CountedPrompt
 from serve_app.relay.resume import to_ids
+from serve_app.settings.models import GoalSettings
 
 if TYPE_CHECKING:
     from serve_app.engine.vllm.lora import Adapters
@@ -48,6 +49,7 @@ class GatedLLM(CountedLLM):
         door: Gives the slots. A task without a job passes it: the engine's own warm-up.
         intervals: Decides the tokens in a piece of a stream that the scheduler doesn't hold.
         by_priority: vLLM schedules by priority too.
+        goals: Latency goals of live traffic; None: there are none.
         max_prompt_logprobs: Most logprobs of prompt tokens that a prompt may ask for.
         compiles_grammars: The engine compiles grammars with xgrammar; another backend refuses them itself.
     """
@@ -56,6 +58,7 @@ class GatedLLM(CountedLLM):
     door: Door
     intervals: StreamIntervals
     by_priority: bool
+    goals: GoalSettings | None = None
     max_prompt_logprobs: int
     compiles_grammars: bool = False
 
@@ -236,7 +239,7 @@ class GatedLLM(CountedLLM):
                 with CountedPrompt(job.usage, slot, length) as counted:
                     async with aclosing(results):
                         async for result in results:
-                            # Goals look at the first token; here that is the result.
+                            # The result is the first token, for the statistics.
                             slot.first_token()
                             counted.last = result
                             yield result

@@ -7,7 +7,6 @@ The imports are those of vLLM 0.32.
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,7 +19,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.ray_wrappers import RayGaugeWrapper, RayPrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, PrefixCacheStats, PromptTokenStats, SchedulerStats
 
-from batcher import ContinuousBatcher, Slot
+from batcher import Slot
 from serve_app.ledger.calls import CallBook, Origin
 from serve_app.relay.usage import Outcome, RequestUsage, Tokens, Usage
 from serve_app.telemetry.catalogue import Metric
@@ -196,6 +195,8 @@ class CountedPrompt:
 
     def __init__(self, usage: RequestUsage, slot: Slot, length: int) -> None:
         self._own = usage.begin(slot, length)
+        # The engine has the tokens of an answer that comes as a whole long before its end.
+        slot.follow(self._own.produced)
         self.last: Any = None
 
     def __enter__(self) -> Self:
@@ -228,11 +229,9 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
     Args:
         vllm_config: vLLM's configuration.
         engine_indexes: vLLM's numbers of the engines.
-        clock: Monotonic clock, in seconds.
 
     Attributes:
         reported: Whether vLLM's metrics go to Ray's endpoint.
-        batcher: Gets the times of the steps, for its goals; None: it has none.
         steps: Messages of the engine so far: there is one every few steps at least, see `HeldTokens`.
         prompt: Prompt tokens that vLLM has counted since the start.
         output: Tokens that were sampled since the start.
@@ -245,16 +244,10 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         self,
         vllm_config: VllmConfig,
         engine_indexes: list[int] | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.batcher: ContinuousBatcher | None = None
         self.steps = 0
         self.prompt = 0
         self.output = 0
-        self._clock = clock
-        self._last = 0.0
-        self._busy = False
         self._failed: set[str] = set()
         if not self.reported:
             return
@@ -277,8 +270,6 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         self.steps += 1
         if iteration_stats is not None:
             self._guard("counts", self._count, iteration_stats)
-        if scheduler_stats is not None and self.batcher is not None:
-            self._guard("times of steps", self._time, scheduler_stats, self.batcher)
         if self.reported:
             self._guard("metrics", self._add, engine_idx, scheduler_stats, iteration_stats)
 
@@ -299,14 +290,6 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
     def _count(self, step: IterationStats) -> None:
         self.prompt += step.num_prompt_tokens
         self.output += step.num_generation_tokens
-
-    def _time(self, step: SchedulerStats, batcher: ContinuousBatcher) -> None:
-        now = self._clock()
-        if self._busy:
-            # Statistics may be of several short steps, see `HeldTokens`.
-            batcher.step((now - self._last) / (step.step_counter or 1))
-        self._last = now
-        self._busy = step.num_running_reqs > 0
 
     def _add(self, index: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         if iteration is not None:

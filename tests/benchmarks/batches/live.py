@@ -110,7 +110,7 @@ class API:
             raise RuntimeError(f"the goal is refused: {refusal}")
         deadline = time.monotonic() + LIMIT_S
         # A replica that takes a change over is not there for a moment.
-        while [each["goal_ttft_s"] for each in self._batchers()] != [ttft_p99_s]:
+        while [each["goals"] for each in self._replicas()] != [{"ttft_p99_s": ttft_p99_s}]:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the engine has not got its goal within {LIMIT_S} s")
             time.sleep(POLL_S)
@@ -120,8 +120,11 @@ class API:
         return sum(int(each["output_tokens"]) for each in self._batchers())
 
     def _batchers(self) -> list[JSON]:
-        models = self._http.get("/stats").json()["models"]
-        return [each["batcher"] for each in models["demo"]["replicas"]]
+        return [each["batcher"] for each in self._replicas()]
+
+    def _replicas(self) -> list[JSON]:
+        replicas: list[JSON] = self._http.get("/stats").json()["models"]["demo"]["replicas"]
+        return replicas
 
     def rate(self, seconds: float) -> float:
         """Return the output tokens per second of the engine over the next seconds."""

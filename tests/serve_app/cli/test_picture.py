@@ -106,7 +106,9 @@ def test_the_more_important_column_stays() -> None:
 
 
 def test_a_goal_stands_beside_what_is_reached() -> None:
-    text = drawn(look(one(ttft_p99_s=0.4, goal_ttft_s=0.5)))
+    models = one(ttft_p99_s=0.4)
+    models["demo"]["replicas"][0]["goals"] = {"ttft_p99_s": 0.5}
+    text = drawn(look(models))
     assert "400 ms of 500 ms" in text
 
 

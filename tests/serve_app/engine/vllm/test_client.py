@@ -271,7 +271,7 @@ async def test_the_pieces_of_many_streams_have_several_tokens_unless_an_interval
 
 
 @virtual
-async def test_the_first_token_of_a_stream_counts_for_goals() -> None:
+async def test_the_first_token_of_a_stream_is_timed() -> None:
     async with opened() as site:
         params = SamplingParams(max_tokens=4, output_kind=DELTA)
         await run(gated(Script(output(1), output(2, finish="stop")), site), params=params)
@@ -484,7 +484,7 @@ async def test_an_embedding_holds_its_prompt() -> None:
         await admitted(llm)
         await embed(llm, 17)
         assert script.costs == [2 * BLOCK]
-        # Its result counts as the first token, for goals.
+        # Its result counts as the first token.
         assert site.batcher.stats.output_tokens == 0
         assert site.batcher.stats.ttft_p50_s is not None
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,54 +358,9 @@ async def test_a_client_does_not_state_how_much_of_its_prompt_was_in_the_cache(b
         assert [(row.prompt_tokens, row.cached_tokens) for row in rows(book)] == [(10, 4)]
 
 
-class Batcher:
-    """Stands for a batcher."""
-
-    def __init__(self) -> None:
-        self.steps: list[float] = []
-
-    def step(self, seconds: float) -> None:
-        self.steps.append(seconds)
-
-
-def timed(*times: float) -> tuple[EngineStats, list[float]]:
-    """Return statistics whose clock shows these times, and the steps that its batcher gets."""
-    shown = iter(times)
-    batcher: Any = Batcher()
-    stats = UnreportedStats(None, clock=lambda: next(shown))
-    stats.batcher = batcher
-    return stats, batcher.steps
-
-
-def running(requests: int, steps: int = 0) -> Any:
-    return SimpleNamespace(num_running_reqs=requests, step_counter=steps)
-
-
-def test_a_step_takes_from_the_one_before_it() -> None:
-    stats, steps = timed(10.0, 10.5, 12.5)
-    for _ in range(3):
-        stats.record(running(1), None)
-    assert steps == [0.5, 2.0]
-
-
-def test_statistics_of_several_steps_are_one_step_of_their_mean_time() -> None:
-    stats, steps = timed(10.0, 11.0, 13.0)
-    for count in (1, 4, 1):
-        stats.record(running(1, count), None)
-    assert steps == [0.25, 2.0]
-
-
-def test_the_time_without_requests_is_no_step() -> None:
-    stats, steps = timed(1.0, 2.0, 3.0)
-    for requests in (1, 0, 1):
-        stats.record(running(requests), None)
-    stats.record(None, None)
-    assert len(steps) == 1
-
-
 def test_each_message_of_the_engine_is_progress_also_without_statistics() -> None:
     stats = UnreportedStats(None)
-    stats.record(running(1), None)
+    stats.record(SchedulerStats(num_running_reqs=1), None)
     stats.record(None, None)
     assert (stats.steps, stats.prompt, stats.output) == (2, 0, 0)
 
