@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tests.benchmarks.beside.runs import (
     runs,
 )
 from tests.benchmarks.beside.tables import figures, show
+from tests.benchmarks.beside.trace import STATIONS, TOTAL, header, rows, stations, times
+from tests.benchmarks.beside.trace import show as show_stations
 from tests.benchmarks.beside.traffic import TOKENS, TTFT_P99, Rows, Seen, Traffic, send
 from tests.benchmarks.measuring import Row, Table
 from tests.benchmarks.serve.client import Answer
@@ -344,3 +347,54 @@ def test_a_sweep_is_a_line_of_each_server(tmp_path: Path) -> None:
     assert {label for *_, label in lines[OURS]} >= {"", "130 ms", "100 ms"}
     assert "560 ms" in {label for *_, label in lines["old"]}
     assert "old" in show(found)
+
+
+# The trace of a live request
+
+
+START = datetime(2026, 11, 28, tzinfo=UTC)
+
+
+def spans(number: int, late_ms: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Yield the spans of a request whose times are a millisecond apart; its step begins late."""
+
+    def at(name: str) -> str:
+        place = [station for station, _ in STATIONS].index(name)
+        late = late_ms if place >= 7 else 0.0
+        return (START + timedelta(milliseconds=place + 1 + late)).isoformat().replace("+00:00", "Z")
+
+    begins = {
+        "POST /v1/chat/completions": ("ingress", ["first piece"]),
+        "handle": ("relayed", []),
+        "engine": ("engine", []),
+        "queue": ("submitted", []),
+        "generate": ("started", ["tokenized", "queued", "scheduled", "first token", "received"]),
+    }
+    for name, (begin, events) in begins.items():
+        yield {
+            "name": name,
+            "context": {"trace_id": f"0x{header(number).split('-')[1]}"},
+            "start_time": at(begin),
+            "events": [{"name": event, "timestamp": at(event)} for event in events],
+        }
+
+
+def test_the_stations_of_a_request_add_up_to_its_ttft() -> None:
+    clock_s = START.timestamp() - 100.0
+    live = [Answer(64, 1, 100.0, first_at=100.012 + late / 1e3) for late in range(40)]
+    written = [span for number in range(40) for span in spans(number, float(number))]
+    # The process of one ended before it wrote its spans.
+    found = stations([*live, Answer(64, 1, 100.0, first_at=101.0)], written, clock_s)
+    assert len(times(written)) == len(found) == 40
+    for late, parts in enumerate(found):
+        assert parts[TOTAL] == pytest.approx(12 + late)
+        assert sum(parts.values()) == pytest.approx(2 * parts[TOTAL], abs=0.1)
+        assert parts["the wait for a step with room"] == pytest.approx(1 + late, abs=0.01)
+    figures_of = {row.what: row.median for row in rows(found)}
+    assert figures_of["requests"] == 40
+    assert figures_of["the wait for a step with room: p50"] == pytest.approx(20.5, abs=1)
+    assert figures_of[f"{TOTAL}: mean"] == pytest.approx(31.5)
+    assert figures_of[f"{TOTAL}: mean of the slowest"] == pytest.approx(50.5)
+    text = show_stations(Table("a run", rows(found)))
+    assert text.startswith("a run; 40 requests")
+    assert line(text, TOTAL).split()[1:] == ["32.0", "51.0", "31.5", "50.5"]

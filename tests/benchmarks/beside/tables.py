@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.benchmarks.beside.runs import ARRIVAL, CASES, DEVICE_OF, LIVE_ALONE, OURS, ROWS_ALONE, Case
 from tests.benchmarks.beside.traffic import LIVE, LIVE_IN, LIVE_OUT, TOKENS, TPOT_P99, TTFT_P99
+from tests.benchmarks.serve.groups import CLIENT
 
 Found = Mapping[str, Mapping[str, Any]]
 """Tables of `report.keep` by the name of the run."""
@@ -53,10 +54,11 @@ def show(found: Found) -> str:
     lines = []
     for name, case in CASES.items():
         device, rows = DEVICE_OF[case.device], case.rows
-        measured = [f"{case.device}/{LIVE_ALONE}"] if f"{case.device}/{LIVE_ALONE}" in found else []
-        measured += [f"{name}/{system}" for system in systems(found, name)]
+        measured = [f"{name}/{system}" for system in systems(found, name)]
         if not measured:
             continue
+        if f"{case.device}/{LIVE_ALONE}" in found:
+            measured.insert(0, f"{case.device}/{LIVE_ALONE}")
         lines += [
             f"{name}: {device.profile}, {device.rate:g} live streams/s, {LIVE_IN} tokens in and {LIVE_OUT} "
             f"out; {rows.in_flight} rows in flight, {rows.prompt} in and {rows.answer} out; times in ms",
@@ -93,7 +95,8 @@ def _medians(found: Found, name: str) -> dict[str, float]:
 
 def _line(found: Found, name: str) -> list[str]:
     seen = figures(found, name)
-    seen["cores"] = sum(value for what, value in seen.items() if what.startswith("cpu: "))
+    cpu = {what: value for what, value in seen.items() if what.startswith("cpu: ")}
+    seen["cores"] = sum(cpu.values()) - cpu.get(f"cpu: {CLIENT}", 0.0)
     cells = [name.partition("/")[2]]
     for _, key in COLUMNS:
         value = seen.get(key)

@@ -85,7 +85,7 @@ class Seen:
 
     Attributes:
         seconds: Seconds of the measurement.
-        live: Answers to live requests that were sent in it.
+        live: Answers to live requests that were sent in it, in the order of sending.
         tokens: Output tokens of rows that ended in it.
     """
 
@@ -154,10 +154,10 @@ async def send(port: int, traffic: Traffic, seed: int, headers: Sequence[str] = 
         request = chat(Prompt(text(next(numbers), LIVE_IN - TEMPLATE), LIVE_OUT))
         line = next(lines, "") if counts else ""
         answer = Answer(LIVE_OUT, 1, 0.0)
-        await connections.post(request.path, json.dumps(request.body).encode(), answer, line)
-        answer.check()
         if counts:
             seen.live.append(answer)
+        await connections.post(request.path, json.dumps(request.body).encode(), answer, line)
+        answer.check()
 
     async def live() -> None:
         try:
