@@ -20,6 +20,7 @@ from tests.benchmarks.beside import plot
 from tests.benchmarks.beside.__main__ import main
 from tests.benchmarks.beside.runs import (
     ARRIVAL,
+    BATCH,
     CASES,
     DEVICE_OF,
     OURS,
@@ -183,11 +184,13 @@ def test_figures_of_a_run() -> None:
 
 
 def test_every_case_runs_on_every_system_and_servers_are_started_once(tmp_path: Path) -> None:
-    planned = runs({"old": tmp_path}, sweep=True)
+    planned = runs({"old": tmp_path}, sweep=True, batch=True)
     names = [run.name for run in planned]
     assert len(set(names)) == len(names)
     for case in CASES:
-        assert {f"{case}/{kind}" for kind in ("rows-alone", OURS, ARRIVAL, PRIORITIES, "old")} <= set(names)
+        assert {f"{case}/{kind}" for kind in ("rows-alone", OURS, BATCH, ARRIVAL, PRIORITIES, "old")} <= set(
+            names
+        )
     for device in DEVICE_OF:
         assert f"{device}/live-alone" in names
     started = [(group[0].device, group[0].system) for group in by_server(planned)]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
 from tests.benchmarks.beside.traffic import LIVE_IN, LIVE_OUT, Seen, Traffic, send
 from tests.benchmarks.measuring import Row, Table, go_first, interleave, progress, ratios
-from tests.benchmarks.serve.loads import Prompt, fixed
+from tests.benchmarks.serve.loads import INPUT, Prompt, text
 from tests.benchmarks.serve.models import MODELS, about
 from tests.benchmarks.serve.running import Server
 from tests.benchmarks.serve.servers import saturate
@@ -38,6 +39,9 @@ ALONE_S = 30.0
 LIMIT_S = 900.0
 MANY = 50_000
 """Rows of a batch that doesn't end while it is measured."""
+
+FIRST_ROW = 10_000_000
+"""Number of the first row of a batch; no live request has it."""
 
 RATE = 2.0
 """Live requests per second."""
@@ -110,7 +114,7 @@ class API:
 
 
 def write_rows(
-    folder: Path, first: int, count: int, tokens: int, *, mixed: bool = False
+    folder: Path, first: int, count: int, tokens: int, *, length: int = INPUT, mixed: bool = False
 ) -> tuple[Path, Path]:
     """Write the same rows for the driver and for the batch API; return both files.
 
@@ -119,6 +123,7 @@ def write_rows(
         first: Number of the first prompt.
         count: Number of rows.
         tokens: Tokens of each answer.
+        length: Tokens of each prompt.
         mixed: From half of the tokens to one and a half. Equal answers end in waves, of which a window of
             time has one more or less.
     """
@@ -126,7 +131,7 @@ def write_rows(
     with prompts.open("w") as one, requests.open("w") as other:
         for number in range(first, first + count):
             share = random.Random(number).uniform(0.5, 1.5) if mixed else 1
-            prompt = Prompt(fixed(number).text, round(share * tokens))
+            prompt = Prompt(text(number, length), round(share * tokens))
             request = completion(prompt)
             one.write(json.dumps({"id": str(number), "prompt": prompt.text}) + "\n")
             line: JSON = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS}
@@ -176,7 +181,7 @@ def rate(options: argparse.Namespace, folder: Path) -> Table:
 def beside(options: argparse.Namespace, folder: Path) -> Table:
     """Measure live traffic and a batch, each alone and both together."""
     # Rows that came before would be in the prefix cache.
-    numbers = itertools.count(10_000_000, MANY)
+    numbers = itertools.count(FIRST_ROW, MANY)
     traffic = Traffic(options.rate, None, options.seconds)
     settled = dataclasses.replace(traffic, warm_up_s=options.settle)
     alone, both, own, free = [], [], [], []
@@ -187,10 +192,9 @@ def beside(options: argparse.Namespace, folder: Path) -> Table:
             alone.append(ttft_p99_ms(asyncio.run(send(server.port, traffic, seed=10 * number))))
             progress(f"beside: round {number} of {options.rounds}, both")
             id = api.create(write_rows(folder, next(numbers), MANY, options.answer, mixed=True)[1])
-            seen, made = asyncio.run(_both(server, settled, api, 10 * number + 1))
+            seen = asyncio.run(beside_batch(server, settled, api, 10 * number + 1))
             both.append(ttft_p99_ms(seen))
-            # The tokens of the live answers are not the batch's.
-            own.append(made - len(seen.live) * LIVE_OUT / traffic.seconds)
+            own.append(seen.tokens / seen.seconds)
             progress(f"beside: round {number} of {options.rounds}, the batch alone")
             free.append(api.rate(ALONE_S))
             api.cancel(id)
@@ -213,12 +217,17 @@ def ttft_p99_ms(seen: Seen) -> float:
     return percentiles([answer.ttft_s * 1e3 for answer in seen.live], (0.99,))[0]
 
 
-async def _both(server: Server, traffic: Traffic, api: API, seed: int) -> tuple[Seen, float]:
-    """Send live traffic beside a batch; return what was seen, and the output tokens per second of both."""
-    live = asyncio.create_task(send(server.port, traffic, seed))
+async def beside_batch(
+    server: Server, traffic: Traffic, api: API, seed: int, headers: Sequence[str] = ()
+) -> Seen:
+    """Send live traffic beside a batch that runs, see `send`; return the answers, and tokens of the batch."""
+    live = asyncio.create_task(send(server.port, traffic, seed, headers))
     await asyncio.sleep(traffic.warm_up_s)
     made = await asyncio.to_thread(api.rate, traffic.seconds)
-    return await live, made
+    seen = await live
+    # The engine counts the tokens of the live answers too.
+    seen.tokens = round(made * traffic.seconds) - len(seen.live) * LIVE_OUT
+    return seen
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         help="an earlier tree of this project, with a .venv of its own; may be repeated",
     )
     parser.add_argument("--sweep", action="store_true", help="vary the goals too")
+    parser.add_argument("--batch", action="store_true", help="send the rows in a batch of the batch API too")
     parser.add_argument(
         "--seconds", type=float, help="seconds of each run, and most of its warm-up (for 300 live requests)"
     )
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None, start: Start = System.start, ta
         take: Makes a run.
     """
     options = parser().parse_args(arguments)
-    planned = runs(dict(options.tree), sweep=options.sweep, seconds=options.seconds)
+    planned = runs(dict(options.tree), sweep=options.sweep, batch=options.batch, seconds=options.seconds)
     found = json.loads(options.results.read_text()) if options.results.exists() else {}
     try:
         planned = chosen(planned, found, options.only)

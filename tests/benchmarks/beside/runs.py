@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.beside.traffic import WARM_UP_S, Rows, Traffic, send
+import httpx
+import openai
+
+from tests.benchmarks.batches.live import API, FIRST_ROW, beside_batch, write_rows
+from tests.benchmarks.beside.traffic import WARM_UP_S, Rows, Seen, Traffic, send
 from tests.benchmarks.measuring import Row, Table, progress
 from tests.benchmarks.serve.groups import CLIENT
 from tests.benchmarks.serve.models import DEVICES, Model, about, simulated
@@ -19,12 +23,18 @@ from tests.benchmarks.serve.running import Server, UnavailableError, with_log
 from tests.benchmarks.serve.servers import saturate, vllm_serve
 from tests.e2e.service import ROOT
 
-OURS, ARRIVAL, PRIORITIES = "saturate", "vllm", "vllm-priorities"
+OURS, BATCH, ARRIVAL, PRIORITIES = "saturate", "saturate-batch", "vllm", "vllm-priorities"
 LIVE_ALONE, ROWS_ALONE = "live-alone", "rows-alone"
 
 FLEX = {"service_tier": "flex"}
 LOW = {"priority": 10}
 """Fields of a row for this project, and for vLLM."""
+
+BATCH_ROWS = 12_000
+"""Rows of a batch that doesn't end within a run."""
+
+EARLIER_WARM_UP_S = 60.0
+"""Seconds for the controller of an earlier tree to find its window."""
 
 START_S, END_S = 40.0, 10.0
 """Expected seconds to start a server, and to end a run."""
@@ -121,7 +131,8 @@ class System:
     """A server with its settings.
 
     Attributes:
-        kind: This project, vLLM with a scheduling policy, or the name of an earlier tree.
+        kind: This project, this project with the rows in a batch of the batch API, vLLM with a scheduling
+            policy, or the name of an earlier tree.
         goals: Goals for the live requests.
         tree: Checkout of this project.
     """
@@ -135,14 +146,17 @@ class System:
         """Fields of the body of a row."""
         return {ARRIVAL: {}, PRIORITIES: LOW}.get(self.kind, FLEX)
 
-    def start(self, model: Model, folder: Path) -> AbstractContextManager[Server]:
-        """Start it with a model and a folder for its files."""
+    def start(
+        self, model: Model, folder: Path, telemetry: Mapping[str, Any] | None = None
+    ) -> AbstractContextManager[Server]:
+        """Start it with a model, a folder for its files, and settings of this project's telemetry."""
         if self.kind in (ARRIVAL, PRIORITIES):
             policy = "fcfs" if self.kind == ARRIVAL else "priority"
             engine = {**model.engine, "scheduling_policy": policy}
             return vllm_serve(dataclasses.replace(model, engine=engine), folder)
         batcher = {"goals": dict(self.goals)} if self.goals else {}
-        return saturate(model, folder, batcher, tree=self.tree)
+        batches = Path(tempfile.mkdtemp(dir=folder)) if self.kind == BATCH else None
+        return saturate(model, folder, batcher, telemetry, batches, tree=self.tree)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,18 +187,22 @@ class Run:
         if self.traffic.rate:
             said.append(f"{self.traffic.rate:g} live streams/s")
         if rows:
-            said.append(f"{rows.in_flight} rows in flight of {rows.prompt} tokens in and {rows.answer} out")
+            count = "a batch with rows" if self.system.kind == BATCH else f"{rows.in_flight} rows in flight"
+            said.append(f"{count} of {rows.prompt} tokens in and {rows.answer} out")
         goals = ", ".join(f"{name} {value:g}" for name, value in self.system.goals) or "no goals"
         device = about(DEVICE_OF[self.device].profile)
         return f"{device}: {', '.join(said)}; {self.system.kind}, {goals}"
 
 
-def runs(trees: Mapping[str, Path], *, sweep: bool, seconds: float | None = None) -> list[Run]:
+def runs(
+    trees: Mapping[str, Path], *, sweep: bool, batch: bool = False, seconds: float | None = None
+) -> list[Run]:
     """Return all runs; those of one server follow each other.
 
     Args:
         trees: Earlier trees by name.
         sweep: Whether goals are varied too, in the cases that say how.
+        batch: Whether the rows come in a batch of the batch API too.
         seconds: Seconds of each measurement, and most of the warm-up; None: the usual ones.
     """
     found = []
@@ -196,13 +214,16 @@ def runs(trees: Mapping[str, Path], *, sweep: bool, seconds: float | None = None
         goals, earlier = tuple(case.goals.items()), tuple(case.earlier.items())
         with_rows = Traffic(facts.rate, case.rows, facts.seconds, case.warm_up_s)
         alone = dataclasses.replace(with_rows, rate=0.0, seconds=facts.seconds / 2)
+        slow = dataclasses.replace(with_rows, warm_up_s=max(case.warm_up_s, EARLIER_WARM_UP_S))
         systems = [
             (ROWS_ALONE, System(), alone),
             (OURS, System(OURS, goals), with_rows),
             (ARRIVAL, System(ARRIVAL), with_rows),
             (PRIORITIES, System(PRIORITIES), with_rows),
         ]
-        systems += [(tree, System(tree, earlier, path), with_rows) for tree, path in trees.items()]
+        if batch:
+            systems.append((BATCH, System(BATCH, goals), with_rows))
+        systems += [(tree, System(tree, earlier, path), slow) for tree, path in trees.items()]
         if sweep and case.bounds:
             systems.append((f"{OURS}-without-goals", System(), with_rows))
             for bound in case.bounds:
@@ -210,7 +231,7 @@ def runs(trees: Mapping[str, Path], *, sweep: bool, seconds: float | None = None
                 systems.append((f"{OURS}-{bound * 1e3:g}ms", bounded, with_rows))
             for (tree, path), bound in itertools.product(trees.items(), case.earlier_bounds):
                 bounded = System(tree, tuple({**case.earlier, "ttft_p99_s": bound}.items()), path)
-                systems.append((f"{tree}-{bound * 1e3:g}ms", bounded, with_rows))
+                systems.append((f"{tree}-{bound * 1e3:g}ms", bounded, slow))
         for kind, system, traffic in systems:
             rows = dataclasses.replace(case.rows, extra=system.extra)
             load = dataclasses.replace(traffic, rows=rows)
@@ -249,13 +270,35 @@ Take = Callable[[Run, Server, int], Table]
 def take(run: Run, server: Server, seed: int) -> Table:
     """Return the figures of a run."""
     before, began, own = server.usage(), time.monotonic(), time.process_time()
-    seen = asyncio.run(send(server.port, run.traffic, seed))
+    seen = send_load(run, server, seed)
     own, took = time.process_time() - own, time.monotonic() - began
     used = server.usage().since(before) | {CLIENT: own}
     # The server ends the rows that are left.
     time.sleep(REST_S)
     cores = [Row(f"cpu: {group}", "cores", [spent / took]) for group, spent in sorted(used.items())]
     return Table(run.setting, [*seen.figures(), *(row for row in cores if row.median >= 0.005)])
+
+
+def send_load(run: Run, server: Server, seed: int, headers: Sequence[str] = ()) -> Seen:
+    """Send the load of a run to a server; see `send`. The server decides how many rows of a batch it runs."""
+    rows, traffic = run.traffic.rows, dataclasses.replace(run.traffic, rows=None)
+    if run.system.kind != BATCH or rows is None:
+        return asyncio.run(send(server.port, run.traffic, seed, headers))
+    try:
+        api = API(server)
+        with tempfile.TemporaryDirectory(prefix="saturate-bench-") as folder:
+            first = FIRST_ROW + seed * BATCH_ROWS
+            _, requests = write_rows(
+                Path(folder), first, BATCH_ROWS, rows.answer, length=rows.prompt, mixed=True
+            )
+            id = api.create(requests)
+        seen = asyncio.run(beside_batch(server, traffic, api, seed, headers))
+        if api.completed(id) == BATCH_ROWS:
+            raise RuntimeError(f"the batch of {BATCH_ROWS} rows has ended within the run")
+        api.cancel(id)
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        raise RuntimeError(f"the batch API: {error}") from error
+    return seen
 
 
 def measure(

@@ -5,7 +5,6 @@ all clocks are those of one machine. The traces of the rows are not sampled.
 """
 
 import argparse
-import asyncio
 import itertools
 import json
 import os
@@ -22,13 +21,11 @@ from typing import Any
 from batcher.stats import percentiles
 from serve_app.system.processes import adopt_orphans
 from tests.benchmarks import report
-from tests.benchmarks.beside.runs import DEVICE_OF, OURS, runs
-from tests.benchmarks.beside.traffic import send
+from tests.benchmarks.beside.runs import BATCH, DEVICE_OF, OURS, runs, send_load
 from tests.benchmarks.measuring import Row, Table, go_first, progress
 from tests.benchmarks.serve.client import Answer
 from tests.benchmarks.serve.models import DEVICES, simulated
 from tests.benchmarks.serve.running import with_log
-from tests.benchmarks.serve.servers import saturate
 
 RESULTS = report.RESULTS / "beside-trace.json"
 
@@ -142,7 +139,8 @@ def show(table: Table) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    planned = {run.name: run for run in runs({}, sweep=True) if run.system.kind == OURS and run.traffic.rate}
+    every = runs({}, sweep=True, batch=True)
+    names = [run.name for run in every if run.system.kind in (OURS, BATCH) and run.traffic.rate]
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.beside.trace",
         description="Trace live requests beside batch rows through all processes of the service.",
@@ -152,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "run",
         nargs="?",
-        choices=planned,
+        choices=names,
         metavar="RUN",
         default="h100-64-256/saturate",
         help="a run of this project, as bench-beside lists them (h100-64-256/saturate)",
@@ -160,17 +158,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, help="seconds of the run, and most of its warm-up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the JSON file")
     options = parser.parse_args(arguments)
-    (run,) = (each for each in runs({}, sweep=True, seconds=options.seconds) if each.name == options.run)
+    every = runs({}, sweep=True, batch=True, seconds=options.seconds)
+    (run,) = (each for each in every if each.name == options.run)
     with tempfile.TemporaryDirectory(prefix="saturate-bench-") as name:
         folder = Path(name)
         traces = {"endpoint": f"file://{folder}/spans", "sample_ratio": 0.0}
         model = simulated(DEVICES[DEVICE_OF[run.device].profile])
-        batcher = {"goals": dict(run.system.goals)} if run.system.goals else {}
-        with saturate(model, folder, batcher, telemetry={"traces": traces}) as server:
+        with run.system.start(model, folder, {"traces": traces}) as server:
             progress(f"{run.name}: {run.expected_s:.0f} s")
             with with_log(server, run.name):
                 headers = [header(number) for number in range(len(run.traffic.arrivals()))]
-                seen = asyncio.run(send(server.port, run.traffic, 1, headers))
+                seen = send_load(run, server, 1, headers)
             time.sleep(EXPORT_S)
         clock_s = time.time() - time.monotonic()
         lines = [line for file in (folder / "spans").iterdir() for line in file.read_text().splitlines()]
