@@ -24,7 +24,15 @@ from tests.benchmarks.serve.models import about
 
 COLORS = {OURS: "#1f77b4", BATCH: "#64b5cd", ARRIVAL: "#c44e52", PRIORITIES: "#dd8452"}
 OTHERS = ("#55a868", "#8172b3", "#937860")
-LABELS = {BATCH: "saturate, rows in a batch", ARRIVAL: "vLLM, arrival order", PRIORITIES: "vLLM, priorities"}
+LABELS = {
+    OURS: "saturate (TPOT goal)",
+    BATCH: "saturate, rows in a batch",
+    ARRIVAL: "vLLM, arrival order",
+    PRIORITIES: "vLLM, priorities",
+}
+
+TICKS = [digit * size for size in (0.01, 0.1, 1.0, 10.0, 100.0) for digit in (1, 2, 5)]
+"""Seconds at an axis."""
 
 
 def draw(results: Path) -> str:
@@ -67,7 +75,7 @@ def _panel(axis: Any, found: Found, name: str, case: Case) -> None:
             [ttft for _, ttft, _ in points],
             "o-" if kind == OURS else "D--",
             color=color,
-            label=LABELS.get(kind, kind),
+            label=LABELS.get(kind, f"{kind} (TTFT goal)"),
         )
         for tokens, ttft, bound in points:
             axis.annotate(
@@ -80,11 +88,13 @@ def _panel(axis: Any, found: Found, name: str, case: Case) -> None:
     if rows_alone is not None:
         axis.axvline(rows_alone, color="gray", linestyle=":", linewidth=1, label="rows alone")
     rows, device = case.rows, DEVICE_OF[case.device]
+    axis.margins(y=0.12)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("")
+    low, high = axis.get_ylim()
+    axis.set_yticks([tick for tick in TICKS if low < tick < high])
     axis.set_xlim(left=0)
-    axis.margins(y=0.12)
     axis.set_xlabel("batch rows: output tokens per second")
     axis.set_title(
         f"{about(device.profile)}, {device.rate:g} live streams/s\nrows of {rows.prompt} tokens in and "
