@@ -353,7 +353,7 @@ class Engine:
                 # The slot of a prompt is given back at the prompt's end, which may come later.
                 job.slot.release(job.failure)
             job.call.close("lost" if self._engine.died else "ok")
-            self._telemetry.answered(job.request.headers, job.began, job.usage)
+            self._telemetry.answered(job.request, job.began, job.usage)
 
     async def check_health(self) -> None:
         """Raise if the engine or its watchdog has died, so that Serve replaces this replica."""
