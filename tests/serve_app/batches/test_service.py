@@ -1,10 +1,13 @@
 """The parts together, opened and closed as the deployment does it."""
 
 import asyncio
+import re
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic_core import from_json, to_json
@@ -13,7 +16,7 @@ from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches import service as service_module
 from serve_app.batches.errors import DatabaseError, HeldError, StoreError
-from serve_app.batches.rate import Rate
+from serve_app.batches.forecast import DAY_S, Hour
 from serve_app.batches.service import BatchService
 from serve_app.relay.frame import unpack
 from serve_app.relay.request import RelayRequest
@@ -39,11 +42,12 @@ async def get(service: BatchService, path: str) -> bytes:
     return b"".join([unpack(message).body async for message in messages])
 
 
-def fill(folder: Path, *rows: JSON | bytes) -> None:
+def fill(folder: Path, *rows: JSON | bytes, hours: int = 10**7) -> None:
     """Leave a folder as a process does that was killed before its batch began."""
     store, content = opened(folder)
     put(store, content, "file-in", text_of(*rows), "default")
-    store.add_batch(batch_of("batch_1", "file-in", "default", expires_at=10**11), 1)
+    ends = int(time.time()) + hours * 3600
+    store.add_batch(batch_of("batch_1", "file-in", "default", expires_at=ends), 1)
     store.close()
 
 
@@ -192,11 +196,24 @@ async def test_statistics_follow_the_rows(tmp_path: Path) -> None:
             assert (stats["oldest_s"], stats["rows_per_s"]) == (0, 0)
 
 
+def slow(folder: Path) -> None:
+    """Leave a folder as a process does whose engines took their time with some batches, in each hour."""
+    store, content = opened(folder)
+    now = int(time.time())
+    store.keep_capacity("demo", [Hour(hour, 6.0, 600.0, now, 0.001) for hour in range(24)])
+    put(store, content, "file-past", text_of(row("x")), "default")
+    ended = {"state": "completed", "model": "demo", "total": 20, "completed": 20, "created_at": now - DAY_S}
+    work = {"work": 20 * 500.0, "output_tokens": 20 * 499}
+    for number in range(9):
+        store.add_batch(batch_of(f"past_{number}", "file-past", "default", **ended, **work), 100)
+    store.close()
+
+
 async def test_a_batch_that_will_be_late_says_so_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Rate, "per_s", 1e-12)
-    fill(tmp_path, row("a"), row("b"))
+    slow(tmp_path)
+    fill(tmp_path, row("a"), row("b"), hours=1)
     engine = Engine()
     engine.go.clear()
     async with running(tmp_path, engine) as service, asyncio.timeout(LIMIT_S):
@@ -205,12 +222,56 @@ async def test_a_batch_that_will_be_late_says_so_at_once(
         while "warnings" not in batch:
             batch = from_json(await get(service, "/v1/batches/batch_1"))
         assert "about 2 of its 2 rows would not be run" in batch["warnings"][0]
+        assert "the shortest completion_window that holds from now on is" in batch["warnings"][0]
         assert (batch["status"], batch["errors"]) == ("in_progress", None)
         listed = from_json(await get(service, "/v1/batches"))["data"]
         assert listed[0]["warnings"] == batch["warnings"]
-        assert (await service.stats())["late"] == 1
+        stats = await service.stats()
+        assert (stats["late"], stats["unsure"]) == (1, 0)
         engine.go.set()
-    assert "batch_1: At the measured rate" in caplog.text
+    assert caplog.text.count("batch_1: At the rate that live traffic has left to batches of late") == 1
+
+
+@pytest.mark.parametrize("deadlines", ["warn", "refuse"])
+async def test_a_new_batch_that_will_be_late_is_warned_of_or_refused(
+    tmp_path: Path, deadlines: Literal["warn", "refuse"]
+) -> None:
+    slow(tmp_path)
+    store, content = opened(tmp_path)
+    put(store, content, "file-in", text_of(row("a"), row("b")), "default")
+    store.close()
+    engine = Engine()
+    engine.go.clear()
+
+    async def create(window: str) -> tuple[int, JSON]:
+        fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": window}
+        request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields))
+        pieces = [unpack(message) async for message in service.relay(request)]
+        assert pieces[0].head is not None
+        return pieces[0].head.status, from_json(b"".join(piece.body for piece in pieces))
+
+    settings = BatchesSettings(folder=str(tmp_path), deadlines=deadlines)
+    service = await BatchService.open(settings, engine, {"demo"})
+    async with asyncio.timeout(LIMIT_S):
+        status, answer = await create("1h")
+        if deadlines == "refuse":
+            assert status == 400
+            error = answer["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", "completion_window")
+            message = error["message"]
+            assert len(from_json(await get(service, "/v1/batches"))["data"]) == 9
+        else:
+            assert status == 200
+            (message,) = answer["warnings"]
+        assert "after the end of its completion_window" in message
+        (hours,) = re.findall(r'the shortest completion_window that holds from now on is "(\d+)h"', message)
+        status, answer = await create(f"{int(hours) + (24 if deadlines == 'warn' else 0)}h")
+        assert (status, answer.get("warnings")) == (200, None)
+        await service.close(0.0)
+    store, _ = opened(tmp_path)
+    promised = [batch.promised for batch in store.open_batches()]
+    assert promised == ([True] if deadlines == "refuse" else [False, True])
+    store.close()
 
 
 async def test_a_missing_variable_with_the_database_is_told(tmp_path: Path) -> None:
