@@ -61,7 +61,7 @@ SPREAD = 0.5
 END_S = 60.0
 """Seconds that the last rows of a batch take, and its end."""
 
-HOLDS, KEPT, LATE = 2.5, 1.5, 2.5
+HOLDS, KEPT, LATE = 2.0, 1.0, 2.5
 """Standard deviations: from HOLDS on a window is promised, and later batches of the tenant may bring it to
 KEPT; from LATE on it surely doesn't hold. They are what `tests/serve_app/batches/test_days.py` asks for."""
 

@@ -79,8 +79,8 @@ def test_without_any_measurement_nothing_is_promised_and_it_says_so() -> None:
 def test_a_batch_without_any_like_it_is_not_known_well() -> None:
     # Its bound says the most that its answers take; none has said how much of it.
     assert verdict(7200, latest=[]) == "unsure"
-    assert verdict(1700, latest=[]) == "unsure"
-    assert verdict(1700) == "holds"
+    assert verdict(2200, latest=[]) == "unsure"
+    assert verdict(2200) == "holds"
 
 
 def test_what_answers_take_of_their_bound_is_learned() -> None:
@@ -255,7 +255,7 @@ def test_a_new_batch_is_told_the_shortest_window_that_holds() -> None:
 
 
 def test_a_new_batch_does_not_break_a_promise_to_its_tenant() -> None:
-    promised = running("promised", 7300, hours=3, promised=True)
+    promised = running("promised", 7900, hours=3, promised=True)
     outlook = new(running("b", 2300), promised)
     assert outlook.verdict == "breaks"
     assert outlook.message.startswith("With this completion_window, the batch goes before promised")

@@ -232,46 +232,84 @@ async def test_a_batch_that_will_be_late_says_so_at_once(
     assert caplog.text.count("batch_1: At the rate that live traffic has left to batches of late") == 1
 
 
-@pytest.mark.parametrize("deadlines", ["warn", "refuse"])
-async def test_a_new_batch_that_will_be_late_is_warned_of_or_refused(
-    tmp_path: Path, deadlines: Literal["warn", "refuse"]
-) -> None:
-    slow(tmp_path)
-    store, content = opened(tmp_path)
+async def create(service: BatchService, window: str) -> tuple[int, JSON]:
+    """Return the status and the body of the answer to a new batch of `file-in`."""
+    fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": window}
+    request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields))
+    pieces = [unpack(message) async for message in service.relay(request)]
+    assert pieces[0].head is not None
+    return pieces[0].head.status, from_json(b"".join(piece.body for piece in pieces))
+
+
+@asynccontextmanager
+async def slowly_running(
+    folder: Path, deadlines: Literal["warn", "refuse"]
+) -> AsyncIterator[tuple[BatchService, Engine]]:
+    """Open a folder with `file-in` and a known rate; no row is answered."""
+    slow(folder)
+    store, content = opened(folder)
     put(store, content, "file-in", text_of(row("a"), row("b")), "default")
     store.close()
     engine = Engine()
     engine.go.clear()
-
-    async def create(window: str) -> tuple[int, JSON]:
-        fields = {"input_file_id": "file-in", "endpoint": CHAT, "completion_window": window}
-        request = RelayRequest("POST", "/v1/batches", b"", [], to_json(fields))
-        pieces = [unpack(message) async for message in service.relay(request)]
-        assert pieces[0].head is not None
-        return pieces[0].head.status, from_json(b"".join(piece.body for piece in pieces))
-
-    settings = BatchesSettings(folder=str(tmp_path), deadlines=deadlines)
-    service = await BatchService.open(settings, engine, {"demo"})
+    settings = BatchesSettings(folder=str(folder), deadlines=deadlines)
     async with asyncio.timeout(LIMIT_S):
-        status, answer = await create("1h")
-        if deadlines == "refuse":
-            assert status == 400
-            error = answer["error"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", "completion_window")
-            message = error["message"]
-            assert len(from_json(await get(service, "/v1/batches"))["data"]) == 9
-        else:
-            assert status == 200
-            (message,) = answer["warnings"]
-        assert "after the end of its completion_window" in message
-        (hours,) = re.findall(r'the shortest completion_window that holds from now on is "(\d+)h"', message)
-        status, answer = await create(f"{int(hours) + (24 if deadlines == 'warn' else 0)}h")
-        assert (status, answer.get("warnings")) == (200, None)
-        await service.close(0.0)
-    store, _ = opened(tmp_path)
-    promised = [batch.promised for batch in store.open_batches()]
-    assert promised == ([True] if deadlines == "refuse" else [False, True])
+        service = await BatchService.open(settings, engine, {"demo"})
+        try:
+            yield service, engine
+        finally:
+            await service.close(0.0)
+
+
+def promises(folder: Path) -> list[bool]:
+    """Return of each open batch whether it was promised."""
+    store, _ = opened(folder)
+    found = [batch.promised for batch in store.open_batches()]
     store.close()
+    return found
+
+
+def shortest(message: str) -> int:
+    """Return the hours of the shortest window that a message names."""
+    (hours,) = re.findall(r'the shortest completion_window that holds from now on is "(\d+)h"', message)
+    return int(hours)
+
+
+async def test_a_new_batch_that_will_be_late_is_refused_with_the_window_that_holds(tmp_path: Path) -> None:
+    async with slowly_running(tmp_path, "refuse") as (service, engine):
+        status, answer = await create(service, "1h")
+        error = answer["error"]
+        assert (status, error["type"], error["param"]) == (
+            400,
+            "invalid_request_error",
+            "completion_window",
+        )
+        assert "after the end of its completion_window" in error["message"]
+        status, answer = await create(service, f"{shortest(error['message'])}h")
+        assert (status, answer.get("warnings")) == (200, None)
+        await engine.until(lambda: engine.running == 2)
+    assert promises(tmp_path) == [True]
+
+
+async def test_a_new_batch_that_will_be_late_is_warned_of(tmp_path: Path) -> None:
+    async with slowly_running(tmp_path, "warn") as (service, _):
+        status, answer = await create(service, "1h")
+        assert status == 200
+        (message,) = answer["warnings"]
+        assert "after the end of its completion_window" in message
+        # The next one waits for what the first one has done until its window ends.
+        status, answer = await create(service, f"{shortest(message) + 24}h")
+        assert (status, answer.get("warnings")) == (200, None)
+    assert promises(tmp_path) == [False, True]
+
+
+async def test_what_fits_is_promised_to_one_of_two_that_come_at_once(tmp_path: Path) -> None:
+    async with slowly_running(tmp_path, "refuse") as (service, _):
+        window = f"{shortest((await create(service, '1h'))[1]['error']['message'])}h"
+        async with asyncio.TaskGroup() as group:
+            made = [group.create_task(create(service, window)) for _ in range(2)]
+        assert min(task.result()[0] for task in made) == 200
+    assert promises(tmp_path).count(True) == 1
 
 
 async def test_a_missing_variable_with_the_database_is_told(tmp_path: Path) -> None:
