@@ -43,7 +43,7 @@ OFFSET = re.compile(r"[0-9]{1,15}")
 
 
 Foresee = Callable[[Batch, int], tuple[Batch, Outlook]]
-"""Returns a new batch with what is known of it, and its outlook; its input has so many bytes."""
+"""Returns a new batch with what is known of it, and its outlook, by the bytes of its input."""
 
 
 class ExpiresAfter(BaseModel):

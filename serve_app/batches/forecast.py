@@ -9,7 +9,7 @@ Work is counted in tokens: `tokens.work_of`. Three estimates meet:
 - the queue: the batches of a tenant by deadline, the tenants side by side by their weights.
 
 The difference between what fits until a deadline and what is ahead of it, in standard deviations, is the
-answer. So one rule serves a service with exact knowledge, and one that has begun this morning.
+answer. So one rule serves a service with exact knowledge and a service that has begun this morning.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import sqrt
+from math import inf, sqrt
 from typing import Literal, NamedTuple
 
 from serve_app.batches.stored import Batch
@@ -206,11 +206,12 @@ class Ahead:
         return self._work[step] + rate * span, sqrt(TOGETHER * total**2 + (1 - TOGETHER) * apart)
 
     def when(self, work: float) -> float:
-        """Return when so much work is done, at the horizon at the latest; in seconds since the epoch."""
-        step = min(max(0, bisect_left(self._work, work) - 1), len(self._rates) - 1)
+        """Return when an amount of work is done, in seconds since the epoch; infinity: beyond the horizon."""
+        if work > self._work[-1]:
+            return inf
+        step = max(0, bisect_left(self._work, work) - 1)
         rate = self._rates[step][0]
-        more = (work - self._work[step]) / rate if rate else float("inf")
-        return self._now + min(self._ends[step] + more, self._ends[-1])
+        return self._now + self._ends[step] + ((work - self._work[step]) / rate if rate else 0.0)
 
 
 class Habit(NamedTuple):
@@ -250,7 +251,7 @@ class Demand:
         }
 
     def of(self, tenant: str) -> Habit:
-        """Return the habit of a tenant; that of all together if it has none."""
+        """Return the habit of a tenant; without batches of its own, the habit of all tenants together."""
         return self.habits.get(tenant) or self._any._replace(flow=0.0, burst=0.0)
 
 
@@ -445,4 +446,6 @@ def _kept(seconds: float) -> float:
 
 
 def _time(seconds: float) -> str:
+    if seconds == inf:
+        return "more than a day"
     return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{max(1, round(seconds / 60))} min"

@@ -293,7 +293,7 @@ class Runner:
         return Queue(batches, profile.ahead(now) if profile else None, demand, now)
 
     def _profile_of(self, batch: Batch) -> str:
-        """Return the name of the profile that a batch goes by: its model's, or that of several models."""
+        """Return the name of the profile of a batch: its model; empty: it has several."""
         return (self._client.base_of(batch.model) if batch.model else None) or ""
 
     def _step(self) -> None:
