@@ -95,6 +95,8 @@ class BatchService:
             rights=rules.rights,
             scheduling=_scheduling,
             warnings=lambda: self._runner.warnings,
+            foresee=self._runner.foresee,
+            refuse=settings.deadlines == "refuse",
         )
         self._app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
         self._running = asyncio.create_task(self._runner.run())
@@ -166,7 +168,8 @@ class BatchService:
             "rows_per_s": round(rate, 3) if summary.rows else 0.0,
             "eta_s": round(summary.rows / rate, 1) if summary.rows and rate else None,
             "oldest_s": 0 if summary.oldest is None else max(0, int(time.time()) - summary.oldest),
-            "late": len(runner.warnings),
+            "late": runner.verdicts["late"],
+            "unsure": runner.verdicts["unsure"],
             "files": summary.files,
             "bytes": summary.bytes,
         }

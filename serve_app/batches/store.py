@@ -12,11 +12,15 @@ from serve_app.api.protocol import JSON
 from serve_app.batches.content import FOLDER
 from serve_app.batches.database import Database, Row, SQLite, Transaction
 from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.batches.forecast import Hour
 from serve_app.batches.schema import prepare
 from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
 from serve_app.batches.stored import Batch, Counts, File, Page, Summary
 
 T = TypeVar("T")
+
+LATEST = 1000
+"""Most batches that say what tenants ask for."""
 
 OPEN_STATES = ", ".join(f"'{state}'" for state in STATES if state not in ENDED)
 
@@ -215,6 +219,34 @@ class Store:
         query = f"SELECT * FROM batches WHERE state IN ({OPEN_STATES}) ORDER BY number"
         return [_batch(row) for row in self._rows(query)]
 
+    def latest_batches(self, since: int) -> list[Batch]:
+        """Return the latest batches of all tenants, those that have ended too.
+
+        Args:
+            since: The earliest creation, in seconds since the epoch.
+        """
+        query = "SELECT * FROM batches WHERE created_at >= ? ORDER BY number DESC LIMIT ?"
+        return [_batch(row) for row in self._rows(query, since, LATEST)]
+
+    def capacity(self) -> dict[str, list[Hour]]:
+        """Return what is known of the work that the engines do, by model."""
+        found: dict[str, list[Hour]] = {}
+        for row in self._rows("SELECT * FROM capacity"):
+            values = {field.name: row[field.name] for field in fields(Hour)}
+            found.setdefault(row["model"], []).append(Hour(**values))
+        return found
+
+    def keep_capacity(self, model: str, hours: Sequence[Hour]) -> None:
+        """Store what is known of a model, in place of what is stored of these hours."""
+        values = [(model, one.hour, one.work, one.seconds, one.at, one.error) for one in hours]
+        with self._transaction() as db:
+            db.change_many(
+                "INSERT INTO capacity (model, hour, work, seconds, at, error) VALUES (?, ?, ?, ?, ?, ?) "
+                "ON CONFLICT (model, hour) DO UPDATE SET work = excluded.work, seconds = excluded.seconds, "
+                "at = excluded.at, error = excluded.error",
+                values,
+            )
+
     def summary(self) -> Summary:
         """Return what is open, and what is stored, of all tenants."""
         states = self._rows(
@@ -252,6 +284,7 @@ class Store:
         *,
         total: int | None = None,
         model: str | None = None,
+        work: float = 0.0,
         errors: Sequence[JSON] = (),
     ) -> Batch:
         """Bring a batch into another state, which isn't one of the last ones; return it.
@@ -260,8 +293,9 @@ class Store:
             id: The batch.
             to: The state.
             now: Time of the change, in seconds since the epoch.
-            total: Number of rows, if they are known now.
-            model: Model of all rows.
+            total: Number of rows, if they were validated now.
+            model: The model of all rows then; None: they have several.
+            work: Bound of their work then.
             errors: Errors of the batch as a whole, if there are any now.
 
         Raises:
@@ -269,16 +303,13 @@ class Store:
         """
         with self._transaction() as db:
             _check(db, id, to)
-            db.change(
-                f"UPDATE batches SET state = ?, {to}_at = ?, total = COALESCE(?, total), "
-                "model = COALESCE(?, model), errors = COALESCE(?, errors) WHERE id = ?",
-                to,
-                now,
-                total,
-                model,
-                to_json(list(errors)).decode() if errors else None,
-                id,
-            )
+            changes: dict[str, object] = {"state": to, f"{to}_at": now}
+            if total is not None:
+                changes |= {"total": total, "model": model, "work": work}
+            if errors:
+                changes["errors"] = to_json(list(errors)).decode()
+            marks = ", ".join(f"{name} = ?" for name in changes)
+            db.change(f"UPDATE batches SET {marks} WHERE id = ?", *changes.values(), id)
         return self.batch(id)
 
     def end(self, id: str, to: State, now: int, errors: Sequence[JSON] = ()) -> None:
@@ -441,4 +472,5 @@ def _batch(row: Row) -> Batch:
     values["metadata"] = from_json(values["metadata"])
     values["errors"] = tuple(from_json(values["errors"]))
     values["rights"] = from_json(values["rights"])
+    values["promised"] = bool(values["promised"])
     return Batch(**values)
