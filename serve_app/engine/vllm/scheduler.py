@@ -7,17 +7,19 @@ import copy
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from serve_app.engine.steps import StepTimes, Work
 from serve_app.engine.vllm.held_tokens import HeldTokens
 
 GOALS = "saturate_goals"
-"""Key of a live request's goals in the `extra_args` of its sampling parameters, which vLLM has for plugins: seconds
-that are left until the first token, and seconds per token after it; 0: no goal."""
+"""Key of a live request's goals in the `extra_args` of its sampling parameters, which vLLM has for plugins.
+
+They are the seconds that are left until the first token, and the seconds per token after it; 0: no goal."""
 
 STEPS_TO_FIRST = 3
-"""Steps until the first token of a live request, at most: the running one, one that is decided, and its own."""
+"""Steps until the first token of a live request, at most: the running one, a decided one, and its own."""
 
 LIVE_S = 10.0
 """Seconds for which steps stay bounded after the last live request."""
@@ -99,8 +101,8 @@ class LiveFirst:
     - Rows are left out of the step, with their blocks held, where decodes alone exceed the bound.
     - The step is decided just before the running one ends, so that a request which comes meanwhile is in it.
 
-    Rows alone run as vLLM has it, with one exception. Where the KV cache is too small for the rows that run, the
-    youngest of them wait for blocks, and only then is one preempted.
+    Rows alone run as vLLM has it, with one exception. Where the KV cache is too small for the rows that run,
+    the youngest of them wait for blocks, and only then is one preempted.
 
     Attributes:
         times: The learned times of steps.
@@ -122,7 +124,7 @@ class LiveFirst:
     requires_kv_delivery: bool
 
     clock = staticmethod(time.monotonic)
-    sleep = staticmethod(time.sleep)
+    sleep: Callable[[float], None] = staticmethod(time.sleep)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -138,7 +140,8 @@ class LiveFirst:
         self._live_until = -math.inf
         self._first_s = self._token_s = 0.0  # the goals
         self._usual = 0.0  # mean prompt tokens of rows in a step
-        self._decides_s = self._submits_s = 0.0  # means: to decide a step, and for the first part of its submission
+        # Means: to decide a step, and for the first part of its submission.
+        self._decides_s = self._submits_s = 0.0
         self._held = False  # the last decision was held back
         self._looks = 0  # steps that are still to be decided at once
         self._short = 0  # steps for which no row is added
@@ -149,6 +152,9 @@ class LiveFirst:
             params = request.sampling_params
             goals = (params.extra_args or {}).get(GOALS) if params is not None else None
             self._first_s, self._token_s = goals or (0.0, 0.0)
+            if self._first_s:
+                own_s = self.times.per_prompt_token * request.num_prompt_tokens
+                self._first_s = max(self._first_s - own_s, LEAST_HOLD_S)
         elif not self.requests:
             self._row_at = self.clock()
         super().add_request(request)  # type: ignore[misc]
@@ -350,8 +356,8 @@ class LiveFirst:
     def _bound_s(self, decodes: Work) -> float:
         """Return the seconds that the next step may take.
 
-        Without goals, prompts of rows are spread over the steps: a step has little more of them than the mean of
-        late, or as many as double its time. A batch that has more to do raises the mean.
+        Without goals, prompts of rows are spread over the steps: a step has little more of them than the mean
+        of late, or as many as double its time. A batch that has more to do raises the mean.
         """
         decodes_s = self.times.predict(decodes)
         bounds = [decodes_s + max(decodes_s, SPREAD * self._usual * self.times.per_prompt_token)]
@@ -364,7 +370,7 @@ class LiveFirst:
     def _leave_out(self, rows: list[Any]) -> list[Any]:
         """Take rows out of `running`; return them.
 
-        vLLM counts the adapters of the requests in a step, and adds requests with others as far as there are slots.
+        vLLM counts the adapters of a step, and adds requests with further ones as far as there are slots.
         So rows with adapters stay where the slots are too few for all adapters that were asked for.
         """
         if self.lora_config:

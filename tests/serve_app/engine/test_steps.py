@@ -17,7 +17,11 @@ def seconds(work: Work, line: tuple[float, float, float, float] = L4) -> float:
 def works(seed: int, number: int) -> list[Work]:
     draw = random.Random(seed)
     return [
-        Work(draw.choice([0, 0, draw.randrange(2048)]), count := draw.randrange(1, 256), count * draw.randrange(900))
+        Work(
+            draw.choice([0, 0, draw.randrange(2048)]),
+            count := draw.randrange(1, 256),
+            count * draw.randrange(900),
+        )
         for _ in range(number)
     ]
 

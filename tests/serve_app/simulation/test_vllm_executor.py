@@ -190,7 +190,9 @@ def test_a_grammar_decides_among_the_tokens_that_it_allows(start: Callable[..., 
     assert output.sampled_token_ids == [[35]]
 
 
-def test_probabilities_are_those_of_letters_that_are_equally_likely(start: Callable[..., VirtualEngine]) -> None:
+def test_probabilities_are_those_of_letters_that_are_equally_likely(
+    start: Callable[..., VirtualEngine],
+) -> None:
     engine = start()
     executor = engine.core.model_executor
     engine.add("a", PROMPT, 5, logprobs=2)
