@@ -58,6 +58,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, help="seconds of each run, and most of its warm-up (for 300 live requests)"
     )
+    parser.add_argument(
+        "--virtual",
+        action="store_true",
+        help="virtual time, on vLLM's scheduler without a service; the results are beside those of services",
+    )
     parser.add_argument("--dry-run", action="store_true", help="list the runs and their minutes, and end")
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help=f"the JSON file ({os.path.relpath(RESULTS)})"
@@ -74,6 +79,12 @@ def main(arguments: Sequence[str] | None = None, start: Start = System.start, ta
         take: Makes a run.
     """
     options = parser().parse_args(arguments)
+    if options.virtual:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        from tests.benchmarks.beside import virtual
+
+        start, take = virtual.start, virtual.take
+        options.results = options.results.with_stem(options.results.stem + "-virtual")
     planned = runs(dict(options.tree), sweep=options.sweep, batch=options.batch, seconds=options.seconds)
     found = json.loads(options.results.read_text()) if options.results.exists() else {}
     try:
