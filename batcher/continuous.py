@@ -367,10 +367,11 @@ class ContinuousBatcher(Batcher[Slot]):
         if timeout is not None:
             slot.deadline = self._deadline(deadline, timeout, self._clock(), records)
         slot._batcher = self
-        if prompt_tokens is not None:
+        if prompt_tokens is not None and max_tokens is not None:
             slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
-            if self._outputs is not None:
-                slot.cost = self._claim(slot, priority >= self._from).cost
+            if self._outputs is not None and self._is_estimated(slot, priority >= self._from):
+                length = self._outputs.foresee(tenant, -(-max_tokens // records)).mean
+                slot.cost = prompt_tokens + min(max_tokens, math.ceil(records * length))
         if needs:
             if self._lanes is None:
                 raise ValueError("needs are for a batcher that was made with lanes")
