@@ -252,12 +252,14 @@ class ContinuousBatcher(Batcher[Slot]):
             "max_utilization" background records together reserve what answers of their tenants lead to
             expect, see the README; all records do so if there is no background.
         oversize: A record that costs more than the capacity: "reject" refuses it, "alone" runs it by itself.
-        priority_aging_s, tenant_weights: See `RequestQueue`.
+        priority_aging_s, tenant_weights: See `RequestQueue`; the former is also how long the foreground may
+            keep the background from starting.
         background: The priority from which on records are background: the engine makes them give way, so
-            the others, the foreground, start as if none ran. See the README. None: no record gives way.
+            all other records, the foreground, start as if none ran. See the README. None: none gives way.
         lanes: Owner of what records need beside cost, see `Lanes`; None: no record has needs.
-        max_starting: Slots that run and are not corrected yet, at most: what is done before the exact cost is
-            known goes in the order of the queue too. None: no such limit; slots need no correction.
+        max_starting: Slots that run and are not corrected yet, at most, of foreground and background each:
+            what is done before the exact cost is known goes in the order of the queue too. None: no limit;
+            slots need no correction.
         clock: Returns the time in seconds, which never goes back; deadlines are on it.
     """
 
@@ -287,7 +289,9 @@ class ContinuousBatcher(Batcher[Slot]):
         super().__init__(max_queue_size, max_queue_cost, priority_aging_s, tenant_weights, clock, background)
         self._places = sys.maxsize if places is None else places
         self._alone = oversize == "alone"
-        self._from = sys.maxsize if background is None else background  # the first priority of the background
+        self._background = (
+            sys.maxsize if background is None else background
+        )  # the first priority of the background
         self._window = Window()
         self._promoted = 0  # slots that were promoted so far
         # When a background record has started last, or begun to wait while no other did.
@@ -367,10 +371,11 @@ class ContinuousBatcher(Batcher[Slot]):
         if timeout is not None:
             slot.deadline = self._deadline(deadline, timeout, self._clock(), records)
         slot._batcher = self
-        if prompt_tokens is not None:
+        if prompt_tokens is not None and max_tokens is not None:
             slot.prompt_tokens, slot.max_tokens = prompt_tokens, max_tokens
-            if self._outputs is not None:
-                slot.cost = self._claim(slot, priority >= self._from).cost
+            if self._outputs is not None and self._is_estimated(slot, priority >= self._background):
+                length = self._outputs.foresee(tenant, -(-max_tokens // records)).mean
+                slot.cost = prompt_tokens + min(max_tokens, math.ceil(records * length))
         if needs:
             if self._lanes is None:
                 raise ValueError("needs are for a batcher that was made with lanes")
@@ -511,7 +516,7 @@ class ContinuousBatcher(Batcher[Slot]):
         before, ahead = self._queue.ahead(priority, tenant)
         # What runs in the foreground is not in the way of a background record as long as it stays as much:
         # the background passes its places on. With none of it inside, the foreground must leave first.
-        behind = priority >= self._from
+        behind = priority >= self._background
         part = window.part(behind and any(window.background.inside))
         places, free = window.left(behind, now)
         # The records before them in the queue are served first, but for those that free space takes.
@@ -557,7 +562,7 @@ class ContinuousBatcher(Batcher[Slot]):
 
     def _is_estimated(self, slot: Slot, background: bool) -> bool:
         """Return whether a slot claims what is to be expected of it, instead of the most."""
-        return slot.prompt_tokens is not None and (background or self._from == sys.maxsize)
+        return slot.prompt_tokens is not None and (background or self._background == sys.maxsize)
 
     def _fits(self, slot: Slot, background: bool) -> Claim | None:
         """Return what a slot claims that may start now, as one of the background or of the foreground."""
@@ -573,11 +578,11 @@ class ContinuousBatcher(Batcher[Slot]):
             return False
         # Background records that only wait for each other take turns by themselves.
         first = self._queue.first_priority()
-        return self._window.foreground.records > 0 or (first is not None and first < self._from)
+        return self._window.foreground.records > 0 or (first is not None and first < self._background)
 
     def _background_waits(self) -> bool:
         last = self._queue.last_priority()
-        return last is not None and last >= self._from
+        return last is not None and last >= self._background
 
     def _next_alarm(self) -> float | None:
         deadline, due = super()._next_alarm(), self._background_at + self._patience_s
@@ -623,7 +628,7 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.submitted_at = self._clock()
         if slot.deadline is not None:
             self._deadline(slot.deadline, None, now, slot.records)
-        background = slot.priority >= self._from
+        background = slot.priority >= self._background
         if not self._queue.total and not slot.needs and (claim := self._fits(slot, background)):
             self._queue.pass_by(slot)
             self._begin(slot, background, claim)
@@ -652,15 +657,15 @@ class ContinuousBatcher(Batcher[Slot]):
         if self._outputs is not None and queue.total and self._clock() >= self._ask_at:
             self._ask()
         while queue.total:
-            slot = queue.head(since=self._from) if self._overdue() else None
+            slot = queue.head(since=self._background) if self._overdue() else None
             overdue = slot is not None
             slot = slot or queue.head()
-            background = slot is not None and slot.priority >= self._from
+            background = slot is not None and slot.priority >= self._background
             claim = slot and self._fits(slot, background)
             if background and not claim:
                 background = False
                 if not overdue:
-                    slot = queue.head(before=self._from)
+                    slot = queue.head(before=self._background)
                 claim = slot and self._fits(slot, False)
             # An overdue one is waited for as long as it doesn't fit beside the foreground either.
             if not slot or not claim:
@@ -688,7 +693,7 @@ class ContinuousBatcher(Batcher[Slot]):
         now = slot.started_at = self._clock()
         slot.waited_s = now - slot.submitted_at
         slot.running = True
-        if slot.priority >= self._from:
+        if slot.priority >= self._background:
             self._background_at = now
             slot.promoted = not background
             self._promoted += slot.promoted

@@ -51,7 +51,7 @@ class Lengths:
 
     Of the answers that reached a bucket, a share ended in it; answers that still run have reached it too. So
     the first to end, which are the shortest, don't make all look short, and answers that outgrow all that was
-    seen make the others look longer at once. One answer more counts, which never ends: with few seen, the
+    seen make all look longer at once. One answer more counts, which never ends: with few seen, the
     curve is on the safe side. The latest answers weigh most.
     """
 

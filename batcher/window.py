@@ -17,7 +17,7 @@ TIMES = len(AHEAD)
 class Claim(NamedTuple):
     """What a slot may take of the capacity until it ends."""
 
-    cost: int  # what it takes at its end; the mean, where that is uncertain
+    cost: int  # what it takes at its end; where that is uncertain, the largest of `uses`
     most: int
     # The mean of what it holds at each of the times of `AHEAD`, and the variance; none: `cost`, to its end.
     uses: tuple[float, ...] = ()
@@ -34,16 +34,16 @@ class Claim(NamedTuple):
             tokens, most: Tokens of each answer so far, and at most.
         """
         end = prompt + records * max(tokens, forecast.mean)
-        cost, bound = math.ceil(end), prompt + records * max(tokens, most)
+        bound = prompt + records * max(tokens, most)
         if forecast.alive:
             # Until the next of the times an answer may have as many tokens as then.
             holds = [prompt + records * min(tokens + ahead, most) for ahead in (*AHEAD[1:], most)]
             uses = tuple(map(mul, forecast.alive, holds))
             variances = tuple((hold - use) * use for hold, use in zip(holds, uses, strict=True))
-            return cls(cost, bound, uses, variances)
+            return cls(math.ceil(max(uses)), bound, uses, variances)
         if forecast.variance:
-            return cls(cost, bound, (end,) * TIMES, (records**2 * forecast.variance,) * TIMES)
-        return cls(cost, bound)
+            return cls(math.ceil(end), bound, (end,) * TIMES, (records**2 * forecast.variance,) * TIMES)
+        return cls(math.ceil(end), bound)
 
 
 NOTHING = Claim(0, 0)
@@ -108,7 +108,7 @@ class Window:
 
     @property
     def cost(self) -> int:
-        """Cost of what runs, the mean where it is uncertain."""
+        """Cost of what runs."""
         return self.foreground.cost + self.background.cost
 
     def part(self, background: bool) -> Part:

@@ -439,7 +439,7 @@ async def test_max_utilization_follows_a_record_that_outgrows_its_estimate() -> 
             slot.report(1)
             assert slot.cost == pytest.approx(130, abs=15)
             slot.report(120)
-            assert slot.cost == pytest.approx(310, abs=40)
+            assert 310 <= slot.cost <= 400
             slot.report(350)
             assert slot.cost == batcher.stats.running_cost == 1010
             slot.report(1005)

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 
 from batcher import ContinuousBatcher, Slot
-from tests.batcher.virtual import VirtualLoop, now
+from tests.batcher.virtual import VirtualLoop, blocked, now
 
 PROMPT, MOST = 64, 1_024
 CAPACITY = 64 * (PROMPT + MOST)
@@ -18,6 +18,9 @@ CAPACITY = 64 * (PROMPT + MOST)
 
 STEP_S, SEQUENCE_S, TOKEN_S = 0.006, 0.000_03, 0.000_02
 """Seconds of a step, and what a sequence and a token of a prompt add to it: an H100, near enough."""
+
+LIVE = 64
+"""Tokens of a live answer."""
 
 Policy = Literal["guaranteed_no_evict", "max_utilization"]
 
@@ -40,7 +43,8 @@ class Row:
 class Engine:
     """Decodes a token per row and step; when the memory is full, it preempts the row that came last.
 
-    A preempted row keeps its tokens, and computes them again, with its prompt, when it goes on.
+    Live requests begin first, and are preempted last. A preempted row keeps its tokens, and computes them
+    again, with its prompt, when it goes on.
 
     Attributes:
         streams: Whether each token is reported, or the answer as a whole.
@@ -81,6 +85,7 @@ class Engine:
     def _begin(self) -> int:
         """Let rows run that wait, as far as the memory goes; return the tokens to compute for them."""
         computed = 0
+        self.waiting.sort(key=lambda row: row.slot.priority)
         while self.waiting and self.used + self.waiting[0].held + len(self.running) < CAPACITY:
             row = self.waiting.pop(0)
             self.running.append(row)
@@ -92,7 +97,8 @@ class Engine:
     def _preempt(self) -> None:
         preempted = 0
         while self.used + len(self.running) > CAPACITY:
-            row = self.running.pop()
+            row = max(reversed(self.running), key=lambda row: row.slot.priority)
+            self.running.remove(row)
             self.waiting.insert(0, row)
             self.used -= row.held
             preempted += 1
@@ -114,8 +120,8 @@ class Engine:
             row.done.set_result(None)
 
 
-def serve(policy: Policy, lengths: list[int], streams: bool = True) -> Engine:
-    """Run rows with these outputs, all of which wait from the start."""
+def serve(policy: Policy, lengths: list[int], streams: bool = True, live_per_s: float = 0.0) -> Engine:
+    """Run rows with these outputs, all of which wait from the start, and live requests at a rate."""
 
     async def work() -> Engine:
         async with ContinuousBatcher(
@@ -124,18 +130,29 @@ def serve(policy: Policy, lengths: list[int], streams: bool = True) -> Engine:
             engine = Engine(batcher, streams)
             running = asyncio.create_task(engine.run())
 
-            async def one(output: int) -> None:
-                slot = batcher.slot(prompt_tokens=PROMPT, max_tokens=MOST, priority=1)
+            async def one(output: int, priority: int = 1) -> None:
+                slot = batcher.slot(prompt_tokens=PROMPT, max_tokens=MOST, priority=priority)
                 async with slot:
+                    # A live request waits for nothing, whatever rows run.
+                    assert priority == 1 or slot.waited_s == 0.0
                     row = Row(slot, output, asyncio.get_running_loop().create_future())
                     engine.waiting.append(row)
                     await row.done
 
-            await asyncio.gather(*map(one, lengths))
+            async def live() -> None:
+                draw = random.Random(2)
+                async with asyncio.TaskGroup() as group:
+                    while live_per_s and batcher.load.waiting:
+                        await asyncio.sleep(draw.expovariate(live_per_s))
+                        group.create_task(one(LIVE, 0))
+
+            rows = [asyncio.create_task(one(length)) for length in lengths]
+            await blocked()
+            await asyncio.gather(live(), *rows)
             running.cancel()
             stats = batcher.stats
-            assert (stats.running, stats.running_cost, stats.total_completed) == (0, 0, len(lengths))
-        assert engine.tokens == sum(lengths)
+            assert (stats.running, stats.running_cost) == (0, 0)
+            assert engine.tokens == sum(lengths) + LIVE * (stats.total_completed - len(lengths))
         return engine
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
@@ -170,6 +187,15 @@ def test_short_answers_let_more_rows_run_and_the_memory_is_enough(spread: float,
     assert likely.tokens / likely.seconds >= 1.5 * sure.tokens / sure.seconds
     assert likely.late_s <= 0.005 * likely.seconds
     assert likely.again <= 0.005 * likely.tokens
+
+
+def test_live_requests_beside_overcommitted_rows_take_little_from_them() -> None:
+    rows = lognormal(1.0, 3_000)
+    alone, beside = serve("max_utilization", rows), serve("max_utilization", rows, live_per_s=10.0)
+    assert beside.tokens > alone.tokens + 100 * LIVE
+    assert beside.again <= 0.005 * beside.tokens
+    # The live ones reserve the most that they may produce.
+    assert beside.row_s / beside.seconds >= 0.8 * alone.row_s / alone.seconds
 
 
 SHORT, LONG = 32, MOST

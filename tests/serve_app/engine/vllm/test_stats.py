@@ -158,6 +158,30 @@ async def test_tokens_that_no_client_has_got_are_counted(book: CallBook) -> None
 
 
 @virtual
+async def test_the_batcher_sees_how_far_an_answer_is_that_comes_as_a_whole(book: CallBook) -> None:
+    async with opened(capacity=1_000, policy="max_utilization") as site:
+        for _ in range(400):
+            async with site.batcher.slot(prompt_tokens=16, max_tokens=50) as slot:
+                slot.report(5)
+        llm, engine = stepped(site)
+        task = begin(llm, book.open(Origin(), RequestUsage()), output_kind=FINAL)
+        await blocked()
+        waits = site.batcher.slot_nowait(1_000, priority=1)
+        before = site.batcher.stats.running_cost
+        for _ in range(30):
+            engine.step()
+            await asyncio.sleep(0.05)
+        # No result has come; whatever happens in the batcher has it ask for the tokens.
+        async with site.batcher.slot(0):
+            pass
+        assert site.batcher.stats.running_cost > before + 20
+        engine.step(finish=True)
+        await task
+        assert waits.running
+        waits.release()
+
+
+@virtual
 async def test_a_prompt_that_is_aborted_before_its_first_token_is_not_counted(book: CallBook) -> None:
     async with opened(capacity=10_000) as site:
         llm, engine = stepped(site)
