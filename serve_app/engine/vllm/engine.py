@@ -109,6 +109,7 @@ class VLLMEngine:
         slots = self.adapters.slots
         self.batcher = batcher_of(settings.batcher, self._limits, EngineLanes(slots))
         slots.on_change = self.batcher.reopen
+        self.stats.preempted = self.batcher.overcommitted
         self._texts = text_batcher_of(settings.batcher, EngineLanes(slots))
         self.max_model_len: int = self.llm.model_config.max_model_len
         self.door = self.llm.door = Door(

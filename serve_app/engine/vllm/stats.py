@@ -55,6 +55,9 @@ HISTOGRAMS = (
 )
 """The histograms of vLLM that are kept, by their attributes: those that the dashboard shows."""
 
+FULL = 0.9
+"""Share of the KV cache in use from which on a request is preempted for want of blocks."""
+
 MAX_PENDING = 10_000
 """Finished requests that are kept between two reports at most."""
 
@@ -252,6 +255,7 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         steps: Messages of the engine so far: there is one every few steps at least, see `HeldTokens`.
         prompt: Prompt tokens that vLLM has counted since the start.
         output: Tokens that were sampled since the start.
+        preempted: Called with the requests that were preempted while the KV cache was full.
     """
 
     _histogram_cls = _Histogram
@@ -265,6 +269,7 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         self.steps = 0
         self.prompt = 0
         self.output = 0
+        self.preempted: Callable[[int], None] = lambda requests: None
         self._failed: set[str] = set()
         if not self.reported:
             return
@@ -286,7 +291,7 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
         """Add a message of an engine: the statistics of a step, or of several."""
         self.steps += 1
         if iteration_stats is not None:
-            self._guard("counts", self._count, iteration_stats)
+            self._guard("counts", self._count, scheduler_stats, iteration_stats)
         if self.reported:
             self._guard("metrics", self._add, engine_idx, scheduler_stats, iteration_stats)
 
@@ -304,9 +309,12 @@ class EngineStats(RayPrometheusStatLogger):  # type: ignore[misc]
             self._failed.add(part)
             logger.exception("vLLM's statistics fail: their %s are left out from now on", part)
 
-    def _count(self, step: IterationStats) -> None:
+    def _count(self, scheduler: SchedulerStats | None, step: IterationStats) -> None:
         self.prompt += step.num_prompt_tokens
         self.output += step.num_generation_tokens
+        if step.num_preempted_reqs and scheduler is not None and scheduler.kv_cache_usage >= FULL:
+            # With a cache that isn't full, a live request took the place of a row.
+            self.preempted(step.num_preempted_reqs)
 
     def _add(self, index: int, scheduler: SchedulerStats | None, iteration: IterationStats | None) -> None:
         if iteration is not None:

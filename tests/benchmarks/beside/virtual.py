@@ -1,7 +1,7 @@
-"""The runs in virtual time, on vLLM's real scheduler in this process: no HTTP, no service, minutes for all of them.
+"""The runs in virtual time, on vLLM's real scheduler in this process: no HTTP, no service, minutes for all.
 
-What a request takes outside the engine is `request_ms` of the device's profile. Nothing admits the rows: as many
-as the case says are in the engine, less those whose tokens don't fit into its KV cache.
+What a request takes outside the engine is `request_ms` of the device's profile. Nothing admits the rows: the
+engine has all that are in flight, less those whose tokens don't fit into its KV cache.
 """
 
 import random
@@ -21,6 +21,7 @@ from tests.serve_app.simulation.virtual_engine import LiveFirstEngine, VirtualEn
 
 SUBMIT_S, HOST_S = 0.001, 0.002
 """Seconds for each part of a submission, and between two steps: Python on a usual core."""
+
 
 @contextmanager
 def start(system: System, model: Model, folder: Path) -> Iterator[Server]:
@@ -70,7 +71,7 @@ class _Load:
         """Run to the last live answer.
 
         Args:
-            kv_tokens: Tokens of the KV cache, into which the rows in flight fit; None: they are all in flight.
+            kv_tokens: Tokens of the KV cache, which bound the rows in flight; None: they don't.
         """
         engine, traffic = self._engine, self._traffic
         began = engine.time.now
