@@ -20,8 +20,10 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from serve_app.engine.grammars import Grammar, GrammarCheck
 from serve_app.engine.job import Job
 from serve_app.engine.stream_interval import STREAMS
-from serve_app.engine.vllm.client import GatedLLM
+from serve_app.engine.vllm.client import GatedLLM, goals_left
+from serve_app.engine.vllm.scheduler import GOALS
 from serve_app.relay.usage import Tokens
+from serve_app.settings.models import GoalSettings
 from tests.batcher.virtual import blocked, virtual
 from tests.serve_app.engine.engine_doubles import BLOCK, CONTEXT, PlayedAdapters, new_job, opened
 from tests.serve_app.engine.vllm_doubles import (
@@ -240,6 +242,46 @@ async def test_vllm_gets_the_tier_of_the_job_where_it_schedules_by_priority(by_p
         async for _ in llm.generate(TEN, SamplingParams(max_tokens=4), "r", priority=-5):
             pass
         assert script.calls[0]["priority"] == (1 if by_priority else -5)
+
+
+@pytest.mark.parametrize(
+    ("priority", "promoted", "given"),
+    [(0, False, True), (-1, False, True), (1, False, False), (1, True, True)],
+)
+@virtual
+async def test_a_live_request_brings_its_goals_to_the_scheduler(
+    priority: int, promoted: bool, given: bool
+) -> None:
+    async with opened() as site:
+        script = Script(output(1, finish="stop"))
+        llm = gated(script, site, by_priority=True)
+        llm.goals = GoalSettings(ttft_p99_s=2.0, tpot_p99_s=0.05)
+        job = await admitted(llm, new_job(priority=priority))
+        assert job.slot is not None
+        job.slot.promoted = promoted
+        params = SamplingParams(max_tokens=4, extra_args={"own": 1})
+        async for _ in llm.generate(TEN, params, "r"):
+            pass
+        assert script.calls[0]["priority"] == (0 if promoted else priority)
+        told = dict(params.extra_args or {})
+        first_s, token_s = told.pop(GOALS, (0.0, 0.0))
+        assert told == {"own": 1}
+        assert (1.0 <= first_s <= 2.0, token_s) == ((True, 0.05) if given else (False, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("goals", "age_s", "left"),
+    [
+        ({"ttft_p99_s": 1.0}, 0.3, (0.7, 0.0)),
+        ({"ttft_p99_s": 1.0}, 60.0, (0.5, 0.0)),
+        ({"tpot_p99_s": 0.03}, 60.0, (0.0, 0.03)),
+    ],
+    ids=["age", "late already", "per token alone"],
+)
+def test_the_age_of_a_request_leaves_less_of_its_goal(
+    goals: dict[str, float], age_s: float, left: tuple[float, float]
+) -> None:
+    assert goals_left(GoalSettings.model_validate(goals), age_s) == pytest.approx(left)
 
 
 @pytest.mark.parametrize(

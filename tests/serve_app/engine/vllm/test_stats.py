@@ -573,3 +573,16 @@ def test_only_the_histograms_of_the_dashboard_are_kept(
         (f"{name}_sum", "m", "1"): [3],
         (f"{name}_count", "m", "1"): [1],
     }
+
+
+@pytest.mark.parametrize(("usage", "expected"), [(0.5, []), (0.97, [3])], ids=["for a place", "for blocks"])
+def test_preemptions_with_a_full_cache_are_told(
+    reported: list[tuple[Any, Any, int]], usage: float, expected: list[int]
+) -> None:
+    stats, told = EngineStats(None, [0]), []
+    stats.preempted = told.append
+    scheduler, iteration = step(3, 2)
+    scheduler.kv_cache_usage, iteration.num_preempted_reqs = usage, 3
+    stats.record(scheduler, iteration)
+    stats.record(*step(3, 2))
+    assert told == expected
