@@ -65,6 +65,10 @@ class Seen:
         """Mean rows in flight."""
         return self.rows_s / self.seconds
 
+    def __str__(self) -> str:
+        again = f"{self.again / self.tokens:.2%} made twice"
+        return f"{self.in_flight:.0f} rows in flight, {self.per_s:.0f} tokens/s, {again}"
+
     @property
     def per_s(self) -> float:
         """Tokens per second."""
@@ -149,10 +153,8 @@ def lognormal(number: int, sigma: float = 1.0) -> list[int]:
 def test_rows_with_short_answers_are_overcommitted() -> None:
     lengths = lognormal(1200)
     safe, more = serve("guaranteed_no_evict", lengths), serve("max_utilization", lengths)
-    shown = (
-        f"{safe.in_flight:.0f} -> {more.in_flight:.0f} rows, {safe.per_s:.0f} -> {more.per_s:.0f} tokens/s"
-    )
-    print(shown, f"made twice: {more.again / more.tokens:.3%}")
+    shown = f"{safe} -> {more}"
+    print(shown)
     assert safe.again == 0
     assert more.in_flight >= 2 * safe.in_flight, shown
     assert more.per_s >= 1.5 * safe.per_s, shown
@@ -166,8 +168,6 @@ def test_rows_with_short_answers_are_overcommitted() -> None:
 )
 def test_a_prediction_that_is_wrong_costs_nothing(lengths: list[int]) -> None:
     safe, more = serve("guaranteed_no_evict", lengths), serve("max_utilization", lengths)
-    shown = (
-        f"{safe.in_flight:.0f} -> {more.in_flight:.0f} rows, {safe.per_s:.0f} -> {more.per_s:.0f} tokens/s"
-    )
-    print(shown, f"made twice: {more.again / more.tokens:.3%}")
+    shown = f"{safe} -> {more}"
+    print(shown)
     assert more.per_s > 0.999 * safe.per_s, shown
