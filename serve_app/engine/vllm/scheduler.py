@@ -42,6 +42,9 @@ LEAST_HOLD_S = 0.005
 SUBMITS, SUBMITS_S = 2.5, 0.003
 """Longest time to submit a step: a multiple of its first part, for the sampling, and seconds more."""
 
+REMOTE_S = 0.004
+"""Seconds that are added where workers are other processes, which prepare a step unseen."""
+
 LOOKS = 8
 """Steps that are decided at once after a decision that came too late: their times are seen exactly."""
 
@@ -135,6 +138,7 @@ class LiveFirst:
         # A prompt that can't be cut would wait for ever.
         self._may_bound = scheduler.enable_chunked_prefill
         self._may_hold = alone and scheduler.async_scheduling
+        self._spare_s = SUBMITS_S + (REMOTE_S if parallel.world_size > 1 else 0.0)
         self._submitted: deque[_Step] = deque()  # steps without an output yet
         self._ended_at = self._decided_at = self._row_at = self.clock()
         self._live_until = -math.inf
@@ -210,7 +214,7 @@ class LiveFirst:
         if now >= self._live_until:
             return 0.0
         ends_at = max(at, self._ended_at) + self.times.predict(work)
-        return ends_at - now - self._decides_s - SUBMITS * self._submits_s - SUBMITS_S
+        return ends_at - now - self._decides_s - SUBMITS * self._submits_s - self._spare_s
 
     def _work(self, output: Any) -> Work:
         """Return the work of a step that was decided, and take in the prompts of rows in it."""
