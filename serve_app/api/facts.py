@@ -79,7 +79,6 @@ class Facts(PickledByName):
         output: Most tokens of each answer, as the request or the limit of the service states it; None: what
             is left of the context; 0: the route makes no tokens.
         runs: Whether the route runs the model at all; `/tokenize` does not.
-        beam: Whether the answers come from a beam search, whose width is `answers`.
         grammar: Whether the body names a field that may hold a grammar.
         stream: Whether the answer is asked for as a stream.
         model: The model that the body names; None: none.
@@ -96,7 +95,6 @@ class Facts(PickledByName):
     answers: int = 1
     output: int | None = None
     runs: bool = True
-    beam: bool = False
     grammar: bool = False
     stream: bool = False
     model: str | None = None
@@ -162,9 +160,6 @@ LENGTHS = {
     **dict.fromkeys(SPEECH, ("max_completion_tokens",)),
 }
 """Fields in which a route reads the most tokens of an answer; the first one that is stated counts."""
-
-BEAMS = {"/v1/chat/completions", CHAT_BATCH, "/v1/completions", *SPEECH}
-"""Routes that read `use_beam_search`."""
 
 WITHOUT_MODEL = {*TOKENIZING, "/v1/messages/count_tokens"}
 """Routes that run no model."""
@@ -271,7 +266,7 @@ class _OpenAIFields(BaseModel):
 
 _FALSE = (b"null", b"false", b"0", b"0.0", b"f", b"n", b"no", b"off")
 _TOKENS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_FORM_FIELDS = ("model", "n", "use_beam_search", "stream", *LENGTHS[SPEECH[0]])
+_FORM_FIELDS = ("model", "n", "stream", *LENGTHS[SPEECH[0]])
 
 
 def inspect(
@@ -424,7 +419,6 @@ def _read_openai(content: dict[str, msgspec.Raw], path: str, limits: Limits) -> 
         facts,
         # The items of the `input` of a response are messages of one conversation.
         prompts=1 if path == RESPONSES else prompts or 1,
-        beam=path in BEAMS and _is_true(content.get("use_beam_search")),
         stream=_is_true(content.get("stream")),
         grammar=any(name in content for name in GRAMMARS),
     )
@@ -671,7 +665,6 @@ def _inspect_form(body: bytes, content_type: str, model: str, path: str, limits:
         facts,
         size=len(body),
         prompt=None if facts.runs else 0,
-        beam=_is_true(values.get("use_beam_search")),
         stream=_is_true(values.get("stream")),
     )
 

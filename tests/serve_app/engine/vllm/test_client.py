@@ -470,7 +470,7 @@ async def test_a_beam_search_is_admitted_once_with_all_its_beams() -> None:
         script = Script(output(1, finish="stop"))
         llm = gated(script, site)
         # Its deadline is met when it starts, and a full queue doesn't refuse its later tokens.
-        job = await admitted(llm, new_job(facts={"answers": 4, "beam": True}, queue_timeout_s=1.0))
+        job = await admitted(llm, new_job(facts={"answers": 4}, queue_timeout_s=1.0))
         results = searched(llm, job, steps=3, beam_width=4, max_tokens=7)
         assert [len(each.outputs[0].token_ids) async for each in results] == [7]
         # 10 + 7 tokens are two blocks.
@@ -488,7 +488,7 @@ async def test_the_tokens_of_a_beam_search_have_the_tier_of_the_job() -> None:
     async with opened() as site:
         script = Script(output(1, finish="stop"))
         llm = gated(script, site, by_priority=True)
-        job = await admitted(llm, new_job(facts={"answers": 2, "beam": True}, priority=1))
+        job = await admitted(llm, new_job(facts={"answers": 2}, priority=1))
         assert [each async for each in searched(llm, job, beam_width=2, max_tokens=2)]
         assert [call["priority"] for call in script.calls] == [1, 1]
 
@@ -497,13 +497,13 @@ async def test_the_tokens_of_a_beam_search_have_the_tier_of_the_job() -> None:
 async def test_a_beam_search_that_never_fits_is_refused() -> None:
     async with opened() as site:
         llm = gated(Script(output(1, finish="stop")), site)
-        job = await admitted(llm, new_job(facts={"answers": 9, "beam": True}))
+        job = await admitted(llm, new_job(facts={"answers": 9}))
         with pytest.raises(VLLMValidationError, match="lower n or max_tokens"):
             await anext(searched(llm, job, beam_width=9, max_tokens=CONTEXT))
         assert refused(job) == (400, "n")
         assert job.slot
         job.slot.release()
-        job = new_job(facts={"answers": 9, "beam": True})
+        job = new_job(facts={"answers": 9})
         job.request = replace(job.request, max_tokens=4)
         await admitted(llm, job)
         results = searched(llm, job, beam_width=9, max_tokens=CONTEXT)

@@ -295,7 +295,7 @@ async def test_a_beam_search_has_all_that_it_asks_of_the_engine(book: CallBook) 
             return [each async for each in llm.generate(prompt, params, "r")][-1]
 
         call = book.open(Origin(), RequestUsage())
-        await admitted(llm, of_call(call, answers=2, beam=True))
+        await admitted(llm, of_call(call, answers=2))
         params = BeamSearchParams(beam_width=2, max_tokens=3)
         async for _ in llm.beam_search(search, prompt=TEN, params=params, request_id="r"):
             pass
