@@ -45,8 +45,11 @@ SUBMITS, SUBMITS_S = 2.5, 0.003
 REMOTE_S = 0.004
 """Seconds that are added where workers are other processes, which prepare a step unseen."""
 
-LOOKS = 8
+LOOKS = 2
 """Steps that are decided at once after a decision that came too late: their times are seen exactly."""
+
+ERRORS = 2.0
+"""Mean errors of the predicted times by which a decision comes earlier."""
 
 LEFT_OUT = 1 / 8
 """Share of the rows that wait for blocks of the KV cache, at most; then the youngest row is preempted."""
@@ -146,6 +149,7 @@ class LiveFirst:
         self._usual = 0.0  # mean prompt tokens of rows in a step
         # Means: to decide a step, and for the first part of its submission.
         self._decides_s = self._submits_s = 0.0
+        self._error_s = 0.0  # mean error of the predicted times
         self._held = False  # the last decision was held back
         self._looks = 0  # steps that are still to be decided at once
         self._short = 0  # steps for which no row is added
@@ -202,7 +206,10 @@ class LiveFirst:
                 # The step had ended before the decision that was held back for it. So its time isn't known.
                 self._looks = LOOKS
             else:
-                self.times.learn(step.work, now - max(step.at, self._ended_at))
+                took = now - max(step.at, self._ended_at)
+                error = min(abs(took - self.times.predict(step.work)), took)
+                self._error_s += (error - self._error_s) / 32
+                self.times.learn(step.work, took)
             self._ended_at, self._held = now, False
         return super().update_from_output(output, *arguments, **options)  # type: ignore[misc]
 
@@ -213,7 +220,7 @@ class LiveFirst:
         now, (work, at) = self.clock(), self._submitted[0]
         if now >= self._live_until:
             return 0.0
-        ends_at = max(at, self._ended_at) + self.times.predict(work)
+        ends_at = max(at, self._ended_at) + self.times.predict(work) - ERRORS * self._error_s
         return ends_at - now - self._decides_s - SUBMITS * self._submits_s - self._spare_s
 
     def _work(self, output: Any) -> Work:
