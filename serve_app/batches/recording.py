@@ -34,8 +34,9 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
         ContentLostError: A file of the batch is gone.
         OSError: The disk is full, or fails.
         DatabaseError: The same for the database.
+        FencedError: Another process has taken over the batches; nothing is committed.
     """
-    batch = store.batch(id)
+    batch = store.batch_to_write(id)
     numbers = [result.line for result in results]
     # An error of a commit doesn't say whether it took place.
     finished = store.finished(id, min(numbers), max(numbers))

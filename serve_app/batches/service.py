@@ -22,7 +22,7 @@ from serve_app.batches.api import BatchAPI
 from serve_app.batches.client import Client
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.database import Database
-from serve_app.batches.errors import DatabaseError, HeldError, StoreError
+from serve_app.batches.errors import DatabaseError, FencedError, HeldError, StoreError
 from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
@@ -100,6 +100,7 @@ class BatchService:
         )
         self._app = Starlette(routes=api.routes(), exception_handlers=EXCEPTION_HANDLERS)
         self._running = asyncio.create_task(self._runner.run())
+        self._running.add_done_callback(_tell_end)
 
     @classmethod
     async def open(
@@ -191,6 +192,14 @@ class BatchService:
         self._running.cancel()
         await asyncio.wait([self._running])
         await asyncio.to_thread(self._store.close)
+
+
+def _tell_end(running: asyncio.Task[None]) -> None:
+    """Log why the runner has ended, if it wasn't asked to; `check` has the replica replaced."""
+    if not running.cancelled() and (error := running.exception()) is not None:
+        fenced = error.subgroup(FencedError) if isinstance(error, BaseExceptionGroup) else None
+        causes = [error] if fenced is None else fenced.exceptions
+        logger.error("batches: the runner has ended: %s", "; ".join(map(str, causes)))
 
 
 def _open_content(settings: BatchesSettings) -> Contents:

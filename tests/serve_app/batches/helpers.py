@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from serve_app.api.protocol import JSON
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content, Contents
+from serve_app.batches.database import SQLite
 from serve_app.batches.files import add_file
 from serve_app.batches.limits import Limits
 from serve_app.batches.store import Store
@@ -91,3 +92,20 @@ def content_ids(store: Store) -> set[str]:
     """Return the ids of all contents that may be there: of files, and of the results of open batches."""
     files = {row["id"] for row in store._rows("SELECT id FROM files")}
     return files | {id for batch in store.open_batches() for id in (batch.output_file, batch.error_file)}
+
+
+def lose_lock(store: Store) -> None:
+    """Take a store's lock away while it is open, so that another process may open the same database."""
+    database: Any = store._database
+    if isinstance(database, SQLite):
+        # As a network file system does.
+        database._held.close()
+        return
+    import psycopg
+
+    # As a failover does, or a server that takes the connection for a dead one.
+    with psycopg.connect(database._url, autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+            "WHERE application_name = 'saturate' AND datname = current_database()"
+        )
