@@ -20,13 +20,14 @@ from serve_app.api.scheduling import Scheduling
 from serve_app.auth.key_store import KeyStore
 from serve_app.batches.api import BatchAPI
 from serve_app.batches.client import Client
-from serve_app.batches.content import Content, Contents
+from serve_app.batches.content import Content, Contents, Disk
 from serve_app.batches.database import Database
 from serve_app.batches.errors import DatabaseError, FencedError, HeldError, StoreError
 from serve_app.batches.files import delete_noted
 from serve_app.batches.key_rules import KeyRules
 from serve_app.batches.limits import Limits
 from serve_app.batches.pacing import Auto
+from serve_app.batches.recording import adopt_results
 from serve_app.batches.runner import Runner
 from serve_app.batches.states import ENDED, STATES
 from serve_app.batches.store import Store
@@ -127,7 +128,8 @@ class BatchService:
         """
         store = await _open_store(_place(settings), held_s)
         try:
-            content = await asyncio.to_thread(_open_content, settings)
+            content = await asyncio.to_thread(_open_content, settings, store.epoch)
+            await asyncio.to_thread(adopt_results, store, content)
             await asyncio.to_thread(_delete_noted, store, content)
             if unfinished := await asyncio.to_thread(store.open_batches):
                 logger.info("batches: going on with %d that have not ended", len(unfinished))
@@ -202,16 +204,15 @@ def _tell_end(running: asyncio.Task[None]) -> None:
         logger.error("batches: the runner has ended: %s", "; ".join(map(str, causes)))
 
 
-def _open_content(settings: BatchesSettings) -> Contents:
+def _open_content(settings: BatchesSettings, epoch: int) -> Contents:
     folder = _folder(settings)
-    if settings.content is None:
-        return Content(folder)
-    if "://" not in settings.content:
-        return Content(Path(settings.content).expanduser())
+    if settings.content is None or "://" not in settings.content:
+        folder = folder if settings.content is None else Path(settings.content).expanduser()
+        return Content(folder, epoch, Disk(folder))
     # Imported only where it is used.
-    from serve_app.batches.object_storage import ObjectContent
+    from serve_app.batches.object_storage import Objects
 
-    return ObjectContent(settings.content, folder)
+    return Content(folder, epoch, Objects(settings.content))
 
 
 def _place(settings: BatchesSettings) -> Callable[[], Path | Database]:
