@@ -4,7 +4,7 @@ from serve_app.batches.database import Database
 from serve_app.batches.errors import StoreError
 from serve_app.batches.failpoints import reach
 
-VERSION = 6
+VERSION = 7
 
 CAPACITY = """CREATE TABLE capacity (
     model TEXT NOT NULL,
@@ -15,6 +15,8 @@ CAPACITY = """CREATE TABLE capacity (
     error DOUBLE PRECISION,
     PRIMARY KEY (model, hour)
 )"""
+
+OWNER = ("CREATE TABLE owner (epoch BIGINT NOT NULL)", "INSERT INTO owner VALUES (0)")
 
 UPGRADES: dict[int, tuple[str, ...]] = {
     1: (
@@ -35,6 +37,7 @@ UPGRADES: dict[int, tuple[str, ...]] = {
         "ALTER TABLE batches ADD COLUMN promised BOOLEAN NOT NULL DEFAULT FALSE",
         CAPACITY,
     ),
+    6: OWNER,
 }
 """Changes that bring a database of an earlier version to the next one."""
 
@@ -102,10 +105,12 @@ CREATE TABLE finished (
 ) {clustered};
 CREATE TABLE contents_without_file (id TEXT PRIMARY KEY);
 {capacity};
+{owner};
 """
 """`finished` holds the input lines of open batches whose results are in the output or error file.
 `contents_without_file` holds the ids of contents that may be there although they have no file: those of
-uploads that are being added, and of files that were deleted. `capacity` holds the profiles of the models."""
+uploads that are being added, and of files that were deleted. `capacity` holds the profiles of the models.
+`owner` holds the epoch of the process that may write, see `Store`."""
 
 
 def prepare(database: Database) -> None:
@@ -119,7 +124,7 @@ def prepare(database: Database) -> None:
     if version not in (0, VERSION, *UPGRADES):
         raise StoreError(f"{database.place}: written by another version ({version}, this one is {VERSION})")
     if not version:
-        schema = SCHEMA.replace("{capacity}", CAPACITY)
+        schema = SCHEMA.replace("{capacity}", CAPACITY).replace("{owner}", ";".join(OWNER))
         for name, word in database.dialect.items():
             schema = schema.replace(name, word)
         reach("store.create")

@@ -1,7 +1,8 @@
 """Durable state of files and batches. All queries are here."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -11,7 +12,14 @@ from pydantic_core import from_json, to_json
 from serve_app.api.protocol import JSON
 from serve_app.batches.content import FOLDER
 from serve_app.batches.database import Database, Row, SQLite, Transaction
-from serve_app.batches.errors import InUseError, NotFoundError, StateError, StoreError, TooManyError
+from serve_app.batches.errors import (
+    FencedError,
+    InUseError,
+    NotFoundError,
+    StateError,
+    StoreError,
+    TooManyError,
+)
 from serve_app.batches.forecast import Hour
 from serve_app.batches.schema import prepare
 from serve_app.batches.states import ENDED, STATES, TRANSITIONS, State
@@ -28,8 +36,18 @@ OPEN_STATES = ", ".join(f"'{state}'" for state in STATES if state not in ENDED)
 class Store:
     """Files and batches of all tenants. Its methods may be called in any thread.
 
+    A store owns the batches from its opening until another store opens the same database. The lock of the
+    database keeps two of them apart, but a lock can get lost: PostgreSQL's with a connection, a file's on a
+    network file system. So each store takes an epoch, which is higher than all before, and each change checks
+    in its own transaction that no higher epoch was taken. A store with an older epoch changes nothing more:
+    its changes, and `open_batches`, raise a FencedError.
+
     Args:
         where: The database; a folder: SQLite in it.
+        clock: Seconds since the epoch of the clock.
+
+    Attributes:
+        epoch: The number of this ownership.
 
     Raises:
         HeldError: Another process has it open.
@@ -37,7 +55,7 @@ class Store:
         DatabaseError: It fails.
     """
 
-    def __init__(self, where: Path | Database) -> None:
+    def __init__(self, where: Path | Database, clock: Callable[[], float] = time.time) -> None:
         self._database = SQLite(where) if isinstance(where, Path) else where
         try:
             if isinstance(where, Path) and not self._database.version() and any((where / FOLDER).glob("*")):
@@ -46,6 +64,7 @@ class Store:
                     "restore it from a backup, or move the folder away to begin anew"
                 )
             prepare(self._database)
+            self.epoch = self._take_over(int(clock()))
         except BaseException:
             self.close()
             raise
@@ -215,7 +234,12 @@ class Store:
         return _page(rows, limit, _batch)
 
     def open_batches(self) -> list[Batch]:
-        """Return the batches that haven't ended, the earliest first."""
+        """Return the batches that haven't ended, the earliest first.
+
+        Raises:
+            FencedError: Another process has taken them over.
+        """
+        self._check_epoch(self._rows("SELECT epoch FROM owner"))
         query = f"SELECT * FROM batches WHERE state IN ({OPEN_STATES}) ORDER BY number"
         return [_batch(row) for row in self._rows(query)]
 
@@ -350,6 +374,21 @@ class Store:
             )
             db.change("DELETE FROM finished WHERE batch = ?", id)
 
+    def batch_to_write(self, id: str) -> Batch:
+        """Return a batch whose results are about to be appended.
+
+        It is read as a change is made, so that a commit before whose end wasn't known has its end by now.
+
+        Raises:
+            NotFoundError: There is none of this id.
+        """
+        with self._database.transaction() as db:
+            self._check_epoch(db.rows("SELECT epoch FROM owner"))
+            rows = db.rows("SELECT * FROM batches WHERE id = ?", id)
+        if not rows:
+            raise NotFoundError(id)
+        return _batch(rows[0])
+
     def finish(self, batch: Batch, lines: Sequence[int], counts: Counts) -> Batch:
         """Commit rows whose results are in the output or error file; return the batch as it is then.
 
@@ -380,8 +419,31 @@ class Store:
         query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
         return {row["line"] for row in self._rows(query, id, first, last)}
 
-    def _transaction(self) -> AbstractContextManager[Transaction]:
-        return self._database.transaction()
+    def _take_over(self, now: int) -> int:
+        """Become the owner, and return the epoch.
+
+        Epochs begin at the time: a database that was restored from a backup repeats none of the epochs that
+        it has forgotten, of which there may be contents.
+        """
+        take = "UPDATE owner SET epoch = CASE WHEN epoch < ? THEN ? ELSE epoch + 1 END RETURNING epoch"
+        with self._database.transaction() as db:
+            (row,) = db.rows(take, now, now)
+        return int(row["epoch"])
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Transaction]:
+        """Return a context of a change: another store that opens the database waits for its end."""
+        with self._database.transaction() as db:
+            self._check_epoch(db.rows(f"SELECT epoch FROM owner{self._database.share}"))
+            yield db
+
+    def _check_epoch(self, owner: list[Row]) -> None:
+        (row,) = owner
+        if row["epoch"] != self.epoch:
+            raise FencedError(
+                f"{self._database.place}: another process has taken over these batches (its epoch is "
+                f"{row['epoch']}, the one of this process {self.epoch}); this process writes nothing more"
+            )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
         return self._database.rows(query, *values)

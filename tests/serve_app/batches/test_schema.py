@@ -36,7 +36,12 @@ def test_a_database_of_an_earlier_version_is_brought_to_this_one(place: Place) -
         "promised",
     )
     columns = [f"ALTER TABLE batches DROP COLUMN {name}" for name in added]
-    made = ["DROP INDEX batches_by_expiry", "DROP TABLE contents_without_file", "DROP TABLE capacity"]
+    made = [
+        "DROP INDEX batches_by_expiry",
+        "DROP TABLE contents_without_file",
+        "DROP TABLE capacity",
+        "DROP TABLE owner",
+    ]
     database.change_schema([*made, *columns], 1)
     store.close()
     store = Store(place())
