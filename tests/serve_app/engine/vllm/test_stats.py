@@ -579,7 +579,8 @@ def test_only_the_histograms_of_the_dashboard_are_kept(
 def test_preemptions_with_a_full_cache_are_told(
     reported: list[tuple[Any, Any, int]], usage: float, expected: list[int]
 ) -> None:
-    stats, told = EngineStats(None, [0]), []
+    told: list[int] = []
+    stats = EngineStats(None, [0])
     stats.preempted = told.append
     scheduler, iteration = step(3, 2)
     scheduler.kv_cache_usage, iteration.num_preempted_reqs = usage, 3
