@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Protocol
@@ -89,6 +89,8 @@ class Contents(Protocol):
     def seal(self, id: str, size: int) -> None: ...
 
     def pieces(self, id: str, size: int, start: int = 0) -> Iterator[bytes]: ...
+
+    def spans(self, id: str, places: Sequence[tuple[int, int]]) -> list[bytes]: ...
 
     def remove(self, id: str) -> None: ...
 
@@ -194,6 +196,23 @@ class Content:
                     raise ContentLostError(f"the content of {id} is shorter than it was")
                 start += len(piece)
                 yield piece
+
+    def spans(self, id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return parts of a content, given by their offsets and lengths; behind its end there are no bytes.
+
+        Raises:
+            ContentLostError: The content is missing.
+        """
+        try:
+            file = self.path(id).open("rb")
+        except FileNotFoundError:
+            raise ContentLostError(f"the content of {id} is gone") from None
+        with file:
+            found = []
+            for offset, size in places:
+                file.seek(offset)
+                found.append(file.read(size))
+            return found
 
     def remove(self, id: str) -> None:
         """Delete a content, if it is there."""

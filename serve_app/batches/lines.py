@@ -23,11 +23,13 @@ class Line(NamedTuple):
 
     Attributes:
         number: Its number in the file, from 1.
-        text: Its text; None: it is longer than allowed.
+        text: Its text, without the space around it; None: it is longer than allowed.
+        offset: The place of the text in the file, in bytes.
     """
 
     number: int
     text: bytes | None
+    offset: int
 
 
 class Position(NamedTuple):
@@ -69,14 +71,18 @@ def read_slice(
     with file:
         file.seek(start.offset)
         while len(lines) < most_lines and file.tell() - start.offset < most_bytes:
+            offset = file.tell()
             text, whole = _read_line(file, max_line_bytes)
             if not text:
                 return lines, Position(file.tell(), number), True
             number += 1
+            size = len(text)
             if number == 1:
                 text = text.removeprefix(BOM)
-            if (text := text.strip()) or not whole:
-                lines.append(Line(number, text if whole else None))
+            text = text.lstrip()
+            offset += size - len(text)
+            if (text := text.rstrip()) or not whole:
+                lines.append(Line(number, text if whole else None, offset))
         return lines, Position(file.tell(), number), False
 
 

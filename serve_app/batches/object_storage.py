@@ -7,7 +7,7 @@ object when the batch has ended.
 
 import io
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -189,6 +189,24 @@ class ObjectContent:
                 if start == tried:
                     raise ContentLostError(f"the content of {id} is gone, or shorter than it was") from error
                 tried = start
+
+    def spans(self, id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return parts of a content that is complete, which are asked for at once.
+
+        Args:
+            id: The content.
+            places: Their offsets and lengths; behind the end of the content there are no bytes.
+
+        Raises:
+            ContentLostError: The content is missing.
+        """
+        paths = [self._file(id)] * len(places)
+        starts, ends = [at for at, _ in places], [at + size for at, size in places]
+        with _translated():
+            try:
+                return [*self._fs.cat_ranges(paths, starts, ends, on_error="raise")]
+            except FileNotFoundError:
+                raise ContentLostError(f"the content of {id} is gone") from None
 
     def remove(self, id: str) -> None:
         """Delete a content, if it is there."""

@@ -380,6 +380,11 @@ class Store:
         query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
         return {row["line"] for row in self._rows(query, id, first, last)}
 
+    def finished_of(self, id: str, lines: Sequence[int]) -> set[int]:
+        """Return which of some input lines are finished."""
+        query = f"SELECT line FROM finished WHERE batch = ? AND line IN ({', '.join('?' * len(lines))})"
+        return {row["line"] for row in self._rows(query, id, *lines)}
+
     def _transaction(self) -> AbstractContextManager[Transaction]:
         return self._database.transaction()
 

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from serve_app.api.protocol import JSON
 from serve_app.batches.limits import Limits
 from serve_app.batches.lines import SLICE_BYTES, Input, Line, Position, read_slice
+from serve_app.batches.plan import Plan, Planner
 from serve_app.batches.tokens import bound_of
 
 ENDPOINTS = (
@@ -42,12 +43,14 @@ class Findings(NamedTuple):
         model: The model of all rows; None: they have several.
         errors: OpenAI's errors; empty: the file is valid.
         work: Bound of the work of all rows; see `tokens.bound_of`.
+        plan: The plan of the rows; None: the file isn't valid.
     """
 
     total: int
     model: str | None
     errors: list[JSON]
     work: float = 0.0
+    plan: Plan | None = None
 
 
 class Sketch(NamedTuple):
@@ -68,7 +71,9 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
 
 
 def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits) -> Findings:
-    """Check all lines of an input file. Of each `custom_id`, no more than a hash is kept in memory.
+    """Check all lines of an input file, and plan its rows.
+
+    Of each `custom_id`, no more than a hash is kept in memory.
 
     Args:
         path: The file.
@@ -88,7 +93,8 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits
     if not check.total and not check.errors:
         check.errors.append(batch_error("empty_file", "The file has no rows"))
     model = next(iter(check.models)) if len(check.models) == 1 else None
-    return Findings(check.total, model, check.errors, check.work)
+    plan = None if check.errors else check.planner.finish()
+    return Findings(check.total, model, check.errors, check.work, plan)
 
 
 def sketch(path: Input, endpoint: str, size: int) -> Sketch:
@@ -121,6 +127,7 @@ class _Check:
         self.errors: list[JSON] = []
         self.models: set[str] = set()
         self.work = 0.0
+        self.planner = Planner()
         self._endpoint = endpoint
         self._served = models
         self._limits = limits
@@ -166,7 +173,10 @@ class _Check:
         if not isinstance(body, dict):
             self._add(line, "invalid_type", "body must be a JSON object", "body")
             return
-        self.work += bound_of(self._endpoint, body, len(line.text or b""))
+        work = bound_of(self._endpoint, body, len(line.text or b""))
+        self.work += work
+        if not self.errors:
+            self.planner.add(line, body, work)
         self._model(line, body)
         if body.get("stream"):
             message = "stream must be false: the rows of a batch are not streamed"

@@ -7,8 +7,8 @@ from pydantic_core import from_json
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.errors import ContentLostError
-from serve_app.batches.lines import Position
-from serve_app.batches.recording import close, give_up, record, unfinished
+from serve_app.batches.plan import unsent
+from serve_app.batches.recording import close, give_up, record
 from serve_app.batches.rows import Row, answered
 from tests.serve_app.batches.helpers import NOW, batch_of, ids_on_disk, opened, put, row, text_of
 
@@ -42,7 +42,8 @@ def test_results_are_written_once_whatever_the_commit_said(
     assert (batch.input_tokens, batch.output_tokens) == (5, 2)
     assert content.path(batch.output_file).read_bytes() == results[0].text
     assert content.path(batch.error_file).read_bytes() == results[1].text
-    assert unfinished(store, content, batch, Position())[0] == [Row(ROWS[2].line, ROWS[2].text.strip())]
+    left = unsent(store, content, batch)
+    assert left.take(content) == [Row(ROWS[2].line, ROWS[2].text.strip(), "demo")]
 
     close(store, content, store.move("b", "cancelling", NOW), NOW)
     batch = store.batch("b")
