@@ -3,11 +3,18 @@
 A validation parses each row once and makes the plan, which is kept beside the input until the batch ends.
 Rows are read by their places when they are sent. A plan that is missing is made again from the input: by its
 line, a row has a result whatever the plan says, so the order of sending may change between two processes.
+
+Rows that share a prefix are sent together, so that an engine computes the prefix once, although all prefixes
+of a batch don't fit into its KV cache. What a prefix is, and how long it must be, is the same as where
+replicas are chosen by prefix (`serve_app/ingress/replica_choice.py`). Some groups of rows are open at once:
+a group runs on one replica, mostly, and all replicas are to be busy.
 """
 
 import sys
 from array import array
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from struct import Struct
 from typing import NamedTuple
 from zlib import crc32
@@ -15,6 +22,7 @@ from zlib import crc32
 import msgspec
 from pydantic_core import from_json
 
+from serve_app.api.facts import ENDS, prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import ContentLostError
@@ -22,7 +30,12 @@ from serve_app.batches.lines import SLICE_BYTES, SLICE_LINES, Line, Position, re
 from serve_app.batches.rows import Row
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
-from serve_app.batches.tokens import bound_of
+
+SHARED = 0.25
+"""Least part of the bytes of rows that their prefix must be."""
+
+TOGETHER = 4
+"""Rows in flight for each group that is open: its prefix stays in use, and isn't evicted."""
 
 GAP_BYTES = 4096
 """Bytes between two rows that are read with them, in place of a read of its own for each."""
@@ -43,8 +56,8 @@ class Entry(NamedTuple):
         size: Bytes of its text.
         line: Number of its line.
         model: Number of its model in `Plan.models`.
-        work: Bound of its work; see `tokens.bound_of`.
-        turn: Its place in the order of sending, from 0.
+        prefix: Hash of the longest prefix that it shares with other rows; 0: none.
+        turn: Its place in the order of groups, from 0.
         check: CRC-32 of its text.
     """
 
@@ -52,12 +65,12 @@ class Entry(NamedTuple):
     size: int
     line: int
     model: int
-    work: float
+    prefix: int
     turn: int
     check: int
 
 
-_ENTRY = Struct("<QIIIfII")
+_ENTRY = Struct("<QIIIIII")
 
 
 class _Head(msgspec.Struct):
@@ -80,7 +93,7 @@ class Plan:
         models: The models that rows name; empty: a row names none.
     """
 
-    def __init__(self, entries: bytes, models: Sequence[str]) -> None:
+    def __init__(self, entries: bytes | bytearray, models: Sequence[str]) -> None:
         self.models = tuple(models)
         self._entries = entries
 
@@ -98,6 +111,11 @@ class Plan:
         """Return the plan as it is stored."""
         head = _Head(FORMAT, len(self), list(self.models), crc32(self._entries))
         return msgspec.json.encode(head) + b"\n" + self._entries
+
+    @classmethod
+    def of_entries(cls, entries: Iterable[Entry], models: Sequence[str]) -> "Plan":
+        """Return the plan of these rows, which are in the order of the input."""
+        return cls(b"".join(_ENTRY.pack(*entry) for entry in entries), models)
 
     @classmethod
     def of_bytes(cls, text: bytes) -> "Plan | None":
@@ -129,33 +147,94 @@ def plan_id(batch: str) -> str:
     return f"plan-{batch}"
 
 
+class _Group(NamedTuple):
+    """Rows that are sent together.
+
+    Attributes:
+        prefix: The hash of their prefix; 0: a row that shares none.
+        rows: Their numbers.
+    """
+
+    prefix: int
+    rows: list[int]
+
+
 class Planner:
-    """Makes a plan of rows that come one after the other, in the order of the input."""
+    """Makes a plan of rows that come one after the other, in the order of the input.
+
+    In memory, a row takes its entry, and 4 bytes for each half kilobyte of its prompt.
+    """
 
     def __init__(self) -> None:
         self._entries = bytearray()
-        self._rows = 0
+        self._sizes = array("I")
         self._models: dict[str, int] = {}
+        self._model_of = array("I")
+        self._chains: list[bytes] = []
 
-    def add(self, line: Line, body: JSON, work: float) -> None:
+    def add(self, line: Line, body: JSON) -> None:
         """Add a row.
 
         Args:
             line: Its line, which isn't longer than allowed.
             body: Its body, which may be wrong.
-            work: Bound of its work; see `tokens.bound_of`.
         """
         text = line.text or b""
         model = body.get("model")
         number = self._models.setdefault(model if isinstance(model, str) else "", len(self._models))
-        self._entries += _ENTRY.pack(
-            line.offset, len(text), line.number, number, work, self._rows, crc32(text)
-        )
-        self._rows += 1
+        self._entries += _ENTRY.pack(line.offset, len(text), line.number, number, 0, 0, crc32(text))
+        self._sizes.append(len(text))
+        self._model_of.append(number)
+        self._chains.append(array("I", prefix_of(body)).tobytes())
 
     def finish(self) -> Plan:
         """Return the plan."""
-        return Plan(bytes(self._entries), list(self._models))
+        by_model: dict[int, list[int]] = {}
+        for row, model in enumerate(self._model_of):
+            by_model.setdefault(model, []).append(row)
+        # Models share no KV cache.
+        bundles = list(chain.from_iterable(self._bundles(rows, 0) for rows in by_model.values()))
+        bundles.sort(key=lambda bundle: min(min(group.rows) for group in bundle))
+        prefixes, turns = array("I", self._model_of), array("I", self._model_of)
+        turn = 0
+        for group in chain.from_iterable(bundles):
+            for row in group.rows:
+                prefixes[row], turns[row] = group.prefix, turn
+                turn += 1
+        entries = map(_placed, Plan(self._entries, ()), prefixes, turns)
+        return Plan.of_entries(entries, list(self._models))
+
+    def _bundles(self, rows: list[int], depth: int) -> list[list[_Group]]:
+        """Return rows in groups, and the groups in bundles that share a shorter prefix.
+
+        Args:
+            rows: Rows of one model that share their first hashes, in the order of the input.
+            depth: How many hashes.
+        """
+        while True:
+            branches: dict[bytes, list[int]] = {}
+            for row in rows:
+                branches.setdefault(self._chains[row][4 * depth : 4 * depth + 4], []).append(row)
+            if len(branches) > 1 or b"" in branches:
+                break
+            depth += 1
+        bundles = []
+        rest = branches.pop(b"", [])
+        for branch in branches.values():
+            if len(branch) > 1:
+                bundles += self._bundles(branch, depth + 1)
+            else:
+                rest += branch
+        if not depth or ENDS[depth - 1] * len(rows) < SHARED * sum(self._sizes[row] for row in rows):
+            return bundles + [[_Group(0, [row])] for row in rest]
+        if rest:
+            prefix = int.from_bytes(self._chains[rest[0]][4 * depth - 4 : 4 * depth], sys.byteorder)
+            bundles.append([_Group(prefix or 1, sorted(rest))])
+        return [[*chain.from_iterable(bundles)]]
+
+
+def _placed(entry: Entry, prefix: int, turn: int) -> Entry:
+    return entry._replace(prefix=prefix, turn=turn)
 
 
 def plan_of(content: Contents, batch: Batch) -> Plan:
@@ -180,7 +259,7 @@ def plan_of(content: Contents, batch: Batch) -> Plan:
             text = line.text or b""
             try:
                 body = from_json(text)["body"]
-                planner.add(line, body, bound_of(batch.endpoint, body, len(text)))
+                planner.add(line, body)
             except (ValueError, TypeError, KeyError, AttributeError):
                 # It was valid when it was validated.
                 raise ContentLostError(f"the content of {batch.input_file} is not what it was") from None
@@ -195,44 +274,67 @@ class Unsent:
     Args:
         plan: The plan of the batch.
         file: The input.
-        rows: Numbers of the rows, in the order in which they are taken.
+        rows: Numbers of the rows; those of a group stand beside each other.
     """
 
     def __init__(self, plan: Plan, file: str, rows: "array[int]") -> None:
         self._plan = plan
         self._file = file
         self._rows = rows
+        self._left = len(rows)
         self._next = 0
+        self._open: deque[range] = deque()
 
     def __len__(self) -> int:
-        return len(self._rows) - self._next
+        return self._left
 
-    def take(self, content: Contents, most: int = SLICE_LINES) -> list[Row]:
-        """Return the next rows, about a MiB at most. If it raises, it has taken none.
+    def take(self, content: Contents, groups: int = 1, most: int = SLICE_LINES) -> list[Row]:
+        """Return the next rows, in turn from each group that is open; about a MiB at most.
 
         A row that the input doesn't have any more is left out: the batch ends without its result, and fails.
 
         Args:
             content: The contents.
+            groups: Groups that may be open at once.
             most: Most rows.
 
         Raises:
-            ContentLostError: The input is gone.
-            OSError: The disk fails.
+            ContentLostError: The input is gone. No row was taken.
+            OSError: The disk fails. No row was taken.
         """
+        before = self._next, self._open.copy()
         entries: list[Entry] = []
         size = 0
-        for number in self._rows[self._next : self._next + most]:
-            entries.append(entry := self._plan[number])
-            if (size := size + entry.size) >= SLICE_BYTES:
+        while len(entries) < most and size < SLICE_BYTES:
+            while len(self._open) < groups and self._next < len(self._rows):
+                self._open.append(self._group())
+            if not self._open:
                 break
-        texts = _read(content, self._file, entries)
-        self._next += len(entries)
+            group = self._open.popleft()
+            entries.append(entry := self._plan[self._rows[group[0]]])
+            size += entry.size
+            if group := group[1:]:
+                self._open.append(group)
+        try:
+            texts = _read(content, self._file, entries)
+        except BaseException:
+            self._next, self._open = before
+            raise
+        self._left -= len(entries)
         return [
             Row(entry.line, texts[entry.offset], self._plan.models[entry.model] or None)
             for entry in entries
             if crc32(texts[entry.offset]) == entry.check
         ]
+
+    def _group(self) -> range:
+        """Return the places of the rows of the next group in `rows`."""
+        start = self._next
+        prefix = self._plan[self._rows[start]].prefix
+        self._next += 1
+        while prefix and self._next < len(self._rows) and self._plan[self._rows[self._next]].prefix == prefix:
+            self._next += 1
+        return range(start, self._next)
 
 
 def unsent(store: Store, content: Contents, batch: Batch, *, by_line: bool = False) -> Unsent:

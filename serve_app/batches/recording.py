@@ -71,7 +71,7 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
     if batch.completed + batch.failed != batch.total:
         left = unsent(store, content, batch, by_line=True)
         while left:
-            if rows := left.take(content, CLOSING_LINES):
+            if rows := left.take(content, most=CLOSING_LINES):
                 record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
     batch = store.batch(batch.id)
     if batch.completed + batch.failed != batch.total:

@@ -21,7 +21,7 @@ from serve_app.batches.model_rows import ModelRows
 from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.pacing import BINDING, Auto, Backoff, Clock, Concurrency
 from serve_app.batches.places import Places
-from serve_app.batches.plan import plan_id, unsent
+from serve_app.batches.plan import TOGETHER, plan_id, unsent
 from serve_app.batches.rate import Meter, Rate
 from serve_app.batches.recording import close, give_up, record
 from serve_app.batches.rows import Result, Row
@@ -469,7 +469,8 @@ class Runner:
     async def _read(self, one: OpenBatch) -> None:
         if one.unsent is None:
             one.unsent = await _finished(unsent, self._store, self._content, one.batch)
-        one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content))
+        groups = max(1, one.in_flight // TOGETHER)
+        one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content, groups))
         if not one.unsent:
             # The plan isn't needed in memory any more.
             one.read, one.unsent = True, None

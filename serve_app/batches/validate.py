@@ -173,10 +173,9 @@ class _Check:
         if not isinstance(body, dict):
             self._add(line, "invalid_type", "body must be a JSON object", "body")
             return
-        work = bound_of(self._endpoint, body, len(line.text or b""))
-        self.work += work
+        self.work += bound_of(self._endpoint, body, len(line.text or b""))
         if not self.errors:
-            self.planner.add(line, body, work)
+            self.planner.add(line, body)
         self._model(line, body)
         if body.get("stream"):
             message = "stream must be false: the rows of a batch are not streamed"

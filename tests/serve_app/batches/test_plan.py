@@ -1,5 +1,6 @@
 """The plan of a batch: the places of its rows, and the order in which they are sent."""
 
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -8,6 +9,7 @@ from uuid import uuid4
 import pytest
 from pydantic_core import from_json, to_json
 
+from serve_app.api.facts import inspect, prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.limits import Limits
@@ -17,6 +19,7 @@ from serve_app.batches.rows import Row, answered
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
 from serve_app.batches.validate import validate
+from serve_app.settings.ingress import IngressSettings
 from tests.serve_app.batches.helpers import CHAT, NOW, batch_of, opened, put, row, text_of
 
 
@@ -31,6 +34,15 @@ def asked(name: str, *parts: str, model: str = "demo") -> JSON:
 def text(random: Random, size: int) -> str:
     """Return a text that no other one begins like."""
     return random.randbytes(size // 2).hex()
+
+
+def lines_in_turn(folder: Path, *rows: JSON | bytes, endpoint: str = CHAT) -> list[int]:
+    """Return the numbers of the lines of a valid input, in the order in which they are sent."""
+    path = folder / "in"
+    path.write_bytes(text_of(*rows))
+    plan = validate(path, endpoint, {"demo", "other"}, Limits()).plan
+    assert plan is not None
+    return [entry.line for entry in sorted(plan, key=lambda entry: entry.turn)]
 
 
 class Site:
@@ -56,13 +68,97 @@ class Site:
         found.plan.keep(self.content, "b")
         self.batch: Batch = self.store.move("b", "in_progress", NOW, total=found.total)
 
-    def taken(self, most: int = 3, **options: bool) -> list[Row]:
+    def taken(self, most: int = 3, groups: int = 1, **options: bool) -> list[Row]:
         """Return all rows that have no result."""
         left = unsent(self.store, self.content, self.batch, **options)
         rows: list[Row] = []
         while left:
-            rows += left.take(self.content, most)
+            rows += left.take(self.content, groups, most)
         return rows
+
+
+def test_rows_that_share_a_prefix_are_sent_together(tmp_path: Path) -> None:
+    random = Random(1)
+    prefixes = [text(random, 4000) for _ in range(20)]
+    kinds = [random.randrange(20) for _ in range(300)]
+    rows = [asked(str(number), prefixes[kind], text(random, 256)) for number, kind in enumerate(kinds)]
+    turns = lines_in_turn(tmp_path, *rows)
+    assert sorted(turns) == list(range(1, 301))
+    runs = [(kind, [*lines]) for kind, lines in groupby(turns, key=lambda line: kinds[line - 1])]
+    assert len(runs) == len(set(kinds))
+    # Within a group, and between groups by their first rows, it is the order of the input.
+    assert all(lines == sorted(lines) for _, lines in runs)
+    assert [lines[0] for _, lines in runs] == sorted(lines[0] for _, lines in runs)
+
+
+def test_the_longest_beginning_counts(tmp_path: Path) -> None:
+    random = Random(2)
+    rules, manuals = text(random, 2000), [text(random, 6000) for _ in range(3)]
+    kinds = [0, 1, 2] * 10
+    rows = [asked(str(number), rules, manuals[kind], text(random, 300)) for number, kind in enumerate(kinds)]
+    alone = asked("alone", rules, text(random, 300))
+    turns = lines_in_turn(tmp_path, *rows[:2], alone, *rows[2:])
+    order = [{1: 0, 2: 1, 3: "alone"}.get(line, kinds[line - 2]) for line in turns]
+    assert len([*groupby(order)]) == 4
+
+
+def test_groups_that_are_open_take_turns(tmp_path: Path) -> None:
+    random = Random(9)
+    kinds = [*range(6)] * 5
+    prefixes = [text(random, 3000) for _ in range(6)]
+    rows = [asked(str(number), prefixes[kind], "?") for number, kind in enumerate(kinds)]
+    site = Site(tmp_path, row("first"), *rows[:10], row("middle"), *rows[10:], row("last"))
+    expected = ["first", *[0, 1, 2] * 5, *[3, 4, 5] * 5, "middle", "last"]
+    for most in (1, 4, 100):
+        firsts = [from_json(one.text)["body"]["messages"][0]["content"] for one in site.taken(most, groups=3)]
+        assert [prefixes.index(first) if first in prefixes else first for first in firsts] == expected
+    site.store.close()
+
+
+def test_rows_without_a_shared_prefix_keep_their_order(tmp_path: Path) -> None:
+    random = Random(3)
+    rows = [asked(str(number), text(random, 100 + 200 * (number % 9))) for number in range(100)]
+    assert lines_in_turn(tmp_path, *rows) == list(range(1, 101))
+
+
+def test_a_template_that_is_a_small_part_of_the_prompts_changes_nothing(tmp_path: Path) -> None:
+    random = Random(4)
+    rules = text(random, 1024)
+    rows = [asked(str(number), rules, text(random, 6000 - 50 * number)) for number in range(40)]
+    assert lines_in_turn(tmp_path, *rows) == list(range(1, 41))
+
+
+def test_prefixes_are_apart_by_models(tmp_path: Path) -> None:
+    random = Random(5)
+    rules = text(random, 4000)
+    models = [random.choice(("demo", "other")) for _ in range(40)]
+    rows = [asked(str(number), rules, str(number), model=model) for number, model in enumerate(models)]
+    order = [models[line - 1] for line in lines_in_turn(tmp_path, *rows)]
+    assert len([*groupby(order)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        (
+            CHAT,
+            {
+                "messages": [{"role": "user", "content": "ü\n\u2028" + "x" * 3000}],
+                "tools": [{"type": "function"}],
+            },
+        ),
+        ("/v1/completions", {"prompt": "x" * 3000, "max_tokens": 3}),
+        ("/v1/responses", {"instructions": "y" * 2000, "input": "x" * 3000}),
+        ("/v1/embeddings", {"input": ["x" * 3000, "y"]}),
+        ("/generate", {"prompts": ["x" * 3000]}),
+    ],
+)
+def test_order_and_routing_see_the_same_prefix(endpoint: str, body: JSON) -> None:
+    body = {"model": "demo"} | body
+    prefix = prefix_of(body)
+    assert prefix
+    # The clients of the runner write the body like this.
+    assert inspect(to_json(body), endpoint, IngressSettings()).prefix == prefix
 
 
 @pytest.mark.parametrize("storage", [False, True])
@@ -75,6 +171,7 @@ def test_rows_are_read_by_their_places(tmp_path: Path, storage: bool) -> None:
     lines = [b"  " + to_json(one) + b" \r" for one in rows]
     site = Site(tmp_path, *lines[:5], b"", b" ", *lines[5:], storage=storage, start=b"\xef\xbb\xbf")
     taken = site.taken()
+    assert [one.line for one in taken] != sorted(one.line for one in taken)
     for one in taken:
         index = one.line - 1 if one.line <= 5 else one.line - 3
         assert (from_json(one.text), one.model) == (rows[index], "demo")
