@@ -1,8 +1,8 @@
 """The plan of a batch: where its rows are in the input, and the order in which they are sent.
 
 A validation parses each row once and makes the plan, which is kept beside the input until the batch ends.
-Rows are read by their places when they are sent. A plan that is missing is made again from the input: by its
-line, a row has a result whatever the plan says, so the order of sending may change between two processes.
+Rows are read by their places when they are sent. A plan that is missing is made again from the input. A
+result belongs to a line, whatever the plan says, so two processes may send the rows of a batch in two orders.
 
 Rows that share a prefix are sent together, so that an engine computes the prefix once, although all prefixes
 of a batch don't fit into its KV cache. What a prefix is, and how long it must be, is the same as where
@@ -26,7 +26,7 @@ from serve_app.api.facts import ENDS, prefix_of
 from serve_app.api.protocol import JSON
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import ContentLostError
-from serve_app.batches.lines import SLICE_BYTES, SLICE_LINES, Line, Position, read_slice
+from serve_app.batches.lines import SLICE_BYTES, SLICE_LINES, Line, read_lines
 from serve_app.batches.rows import Row
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
@@ -252,17 +252,12 @@ def plan_of(content: Contents, batch: Batch) -> Plan:
         except ContentLostError:
             pass
     planner = Planner()
-    position, ended = Position(), False
-    while not ended:
-        lines, position, ended = read_slice(content.path(batch.input_file), position, LONGEST)
-        for line in lines:
-            text = line.text or b""
-            try:
-                body = from_json(text)["body"]
-                planner.add(line, body)
-            except (ValueError, TypeError, KeyError, AttributeError):
-                # It was valid when it was validated.
-                raise ContentLostError(f"the content of {batch.input_file} is not what it was") from None
+    for line in read_lines(content.path(batch.input_file), LONGEST):
+        try:
+            planner.add(line, from_json(line.text or b"")["body"])
+        except (ValueError, TypeError, KeyError, AttributeError):
+            # It was valid when it was validated.
+            raise ContentLostError(f"the content of {batch.input_file} is not what it was") from None
     plan = planner.finish()
     plan.keep(content, batch.id)
     return plan

@@ -3,13 +3,14 @@
 from collections.abc import Collection
 from contextlib import suppress
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.limits import Limits
-from serve_app.batches.lines import SLICE_BYTES, Input, Line, Position, read_slice
+from serve_app.batches.lines import SLICE_BYTES, SLICE_LINES, Input, Line, read_lines
 from serve_app.batches.plan import Plan, Planner
 from serve_app.batches.tokens import bound_of
 
@@ -85,11 +86,10 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits
         ContentLostError: The file is gone.
     """
     check = _Check(endpoint, models, limits)
-    position, ended = Position(), False
-    while not ended and not check.full:
-        lines, position, ended = read_slice(path, position, limits.max_line_bytes)
-        for line in lines:
-            check.line(line)
+    for line in read_lines(path, limits.max_line_bytes):
+        check.line(line)
+        if check.full:
+            break
     if not check.total and not check.errors:
         check.errors.append(batch_error("empty_file", "The file has no rows"))
     model = next(iter(check.models)) if len(check.models) == 1 else None
@@ -108,15 +108,17 @@ def sketch(path: Input, endpoint: str, size: int) -> Sketch:
     Raises:
         ContentLostError: The file is gone.
     """
-    lines, position, _ = read_slice(path, Position(), SLICE_BYTES)
-    work, models = 0.0, set()
-    for line in lines:
+    work, end, models = 0.0, 1, set()
+    for line in islice(read_lines(path, SLICE_BYTES), SLICE_LINES):
+        end = line.offset + (SLICE_BYTES if line.text is None else len(line.text)) + 1
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             body = from_json(line.text or b"")["body"]
             work += bound_of(endpoint, body, len(line.text or b""))
             models.add(body.get("model"))
+        if end >= SLICE_BYTES:
+            break
     model = models.pop() if len(models) == 1 else None
-    return Sketch(work * size / max(1, position.offset), model if isinstance(model, str) else None)
+    return Sketch(work * size / end, model if isinstance(model, str) else None)
 
 
 class _Check:

@@ -1,5 +1,6 @@
 """The plan of a batch: the places of its rows, and the order in which they are sent."""
 
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from random import Random
@@ -177,6 +178,35 @@ def test_rows_are_read_by_their_places(tmp_path: Path, storage: bool) -> None:
         assert (from_json(one.text), one.model) == (rows[index], "demo")
     assert sorted(taken) == site.taken(by_line=True)
     assert len(taken) == 30
+    site.store.close()
+
+
+def test_object_storage_is_asked_for_little_more_than_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = pytest.importorskip("fsspec.implementations.memory")
+    read = 0
+
+    def counting(method: Callable[..., bytes]) -> Callable[..., bytes]:
+        def counted(*args: Any, **options: Any) -> bytes:
+            nonlocal read
+            found = method(*args, **options)
+            read += len(found)
+            return found
+
+        return counted
+
+    monkeypatch.setattr(memory.MemoryFile, "read", counting(memory.MemoryFile.read))
+    monkeypatch.setattr(memory.MemoryFileSystem, "cat_file", counting(memory.MemoryFileSystem.cat_file))
+    random = Random(10)
+    prefixes = [text(random, 6000) for _ in range(7)]
+    rows = [asked(str(number), random.choice(prefixes), text(random, 4000)) for number in range(400)]
+    site = Site(tmp_path, *rows, storage=True)
+    validated = read
+    assert len(site.taken(most=64, groups=3)) == 400
+    size = len(text_of(*rows))
+    assert validated >= size
+    assert 2 * size <= read < 2.2 * size
     site.store.close()
 
 
