@@ -363,12 +363,11 @@ def _inspect_json(body: bytes, path: str, limits: Limits) -> Facts:
     # Pairs put the same text into several prompts.
     prompt = (size * facts.prompts if path in SCORE else size) + facts.prompts * TEMPLATE_TOKENS
     media = path != GENERATE and bool(_MEDIA.search(body) or _ESCAPED_LETTER.search(body))
-    text = b"".join([memoryview(content[name])[:MAX_BYTES] for name in PREFIX if name in content])
     return replace(
         facts,
         size=size,
         prompt=0 if not facts.runs else None if media else prompt,
-        prefix=prefix_hashes(text[:MAX_BYTES]),
+        prefix=_prefix(content),
         tokens=_estimate(size, facts.prompts * facts.answers, facts.output),
     )
 
@@ -735,6 +734,16 @@ ENDS = tuple(accumulate(CHUNK_BYTES << level // 16 for level in range(LEVELS)))
 hashes. A prompt of 220 kB has 80 hashes, each a 16th or less of its length behind the one before."""
 
 MAX_BYTES = ENDS[-1]
+
+
+def prefix_of(body: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the prefix of a parsed body: `inspect` finds the same one in its text as pydantic writes it."""
+    return _prefix({name: to_json(body[name]) for name in PREFIX if name in body})
+
+
+def _prefix(content: Mapping[str, bytes | msgspec.Raw]) -> tuple[int, ...]:
+    text = b"".join([memoryview(content[name])[:MAX_BYTES] for name in PREFIX if name in content])
+    return prefix_hashes(text[:MAX_BYTES])
 
 
 def prefix_hashes(text: bytes) -> tuple[int, ...]:

@@ -94,6 +94,9 @@ class Storage(Protocol[I_co]):
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read; raise a FileNotFoundError if it is missing."""
 
+    def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return bytes of a file, given by their offsets and lengths; a FileNotFoundError if it is missing."""
+
     def size(self, name: str) -> int | None:
         """Return the length of a file; None: it is missing."""
 
@@ -127,6 +130,15 @@ class Disk:
     def open(self, name: str) -> IO[bytes]:
         """Open a file to read."""
         return self.input(name).open("rb")
+
+    def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return bytes of a file, given by their offsets and lengths; behind its end there are none."""
+        found = []
+        with self.open(name) as file:
+            for offset, size in places:
+                file.seek(offset)
+                found.append(file.read(size))
+        return found
 
     def size(self, name: str) -> int | None:
         """Return the length of a file; None: it is missing."""
@@ -319,6 +331,17 @@ class Content(Generic[I_co]):
                 if start == tried:
                     raise ContentLostError(f"the content of {id} is gone, or shorter than it was") from error
                 tried = start
+
+    def spans(self, id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return bytes of a content that is complete, given by their offsets and lengths; none behind its end.
+
+        Raises:
+            ContentLostError: The content is missing.
+        """
+        try:
+            return self._storage.spans(_whole(id), places)
+        except FileNotFoundError:
+            raise ContentLostError(f"the content of {id} is gone") from None
 
     def remove(self, id: str) -> None:
         """Delete a content, if it is there."""

@@ -59,6 +59,12 @@ class Objects:
         """Open an object to read."""
         return io.BufferedReader(_Raw(self._open(name)), BLOCK_BYTES)
 
+    def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return bytes of an object, given by their offsets and lengths, which are asked for at once."""
+        starts, ends = [at for at, _ in places], [at + size for at, size in places]
+        with _translated():
+            return [*self._fs.cat_ranges([self._path(name)] * len(places), starts, ends, on_error="raise")]
+
     def size(self, name: str) -> int | None:
         """Return the length of an object; None: it is missing."""
         with _translated():

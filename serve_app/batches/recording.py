@@ -1,13 +1,12 @@
 """Results of rows, written to the files of their batch and committed."""
 
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
 from serve_app.batches.content import Contents
 from serve_app.batches.errors import ContentLostError, FencedError
-from serve_app.batches.lines import SLICE_LINES, Position, read_slice
-from serve_app.batches.rows import CANCELLED, EXPIRED, Result, Row, unrun
+from serve_app.batches.plan import plan_id, unsent
+from serve_app.batches.rows import CANCELLED, EXPIRED, Result, unrun
 from serve_app.batches.states import State
 from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch, Counts, File
@@ -49,9 +48,8 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
         FencedError: Another process has taken over the batches; nothing is committed.
     """
     batch = store.batch_to_write(id)
-    numbers = [result.line for result in results]
     # An error of a commit doesn't say whether it took place.
-    finished = store.finished(id, min(numbers), max(numbers))
+    finished = store.finished_of(id, [result.line for result in results])
     new = [result for result in results if result.line not in finished]
     if not new:
         return
@@ -78,30 +76,6 @@ def record(store: Store, content: Contents, id: str, results: Sequence[Result]) 
         raise
 
 
-def unfinished(
-    store: Store, content: Contents, batch: Batch, start: Position, most: int = SLICE_LINES
-) -> tuple[list[Row], Position, bool]:
-    """Read rows that have no result yet. The limits on lines are those of the validation before.
-
-    Args:
-        store: The state.
-        content: The contents.
-        batch: Their batch.
-        start: Where to begin.
-        most: Most lines to read.
-
-    Returns:
-        The rows, the place behind them, and whether the input ends there.
-    """
-    path = content.path(batch.input_file)
-    lines, position, ended = read_slice(path, start, sys.maxsize - 1, most_lines=most)
-    finished = store.finished(batch.id, lines[0].number, lines[-1].number) if lines else set()
-    rows = [
-        Row(line.number, line.text) for line in lines if line.text is not None and line.number not in finished
-    ]
-    return rows, position, ended
-
-
 def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
     """End a batch of which nothing is in flight: rows without a result get one that says why.
 
@@ -117,11 +91,11 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         DatabaseError: The same for the database.
     """
     reason = CANCELLED if batch.state == "cancelling" else EXPIRED
-    position, ended = Position(), batch.completed + batch.failed == batch.total
-    while not ended:
-        rows, position, ended = unfinished(store, content, batch, position, CLOSING_LINES)
-        if rows:
-            record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
+    if batch.completed + batch.failed != batch.total:
+        left = unsent(store, content, batch, by_line=True)
+        while left:
+            if rows := left.take(content, most=CLOSING_LINES):
+                record(store, content, batch.id, [unrun(batch.id, row, reason) for row in rows])
     batch = store.batch(batch.id)
     if batch.completed + batch.failed != batch.total:
         raise ContentLostError(f"the content of {batch.input_file} is not what it was")
@@ -132,6 +106,8 @@ def close(store: Store, content: Contents, batch: Batch, now: int) -> None:
         to = "cancelled"
     elif batch.unrun:
         to = "expired"
+    # Before the end: afterwards nothing looks for it.
+    content.remove(plan_id(batch.id))
     store.end(batch.id, to, now, batch.errors)
 
 
@@ -157,6 +133,7 @@ def give_up(store: Store, content: Contents, id: str, reason: str, now: int) -> 
         # One may be what is gone.
         with suppress(ContentLostError):
             content.seal(file, size)
+    content.remove(plan_id(id))
 
 
 def whole(content: Contents, file: File) -> bool:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 from serve_app.api.errors import RequestError
 from serve_app.batches.client import Client
@@ -21,8 +21,9 @@ from serve_app.batches.model_rows import ModelRows
 from serve_app.batches.open_batch import OpenBatch
 from serve_app.batches.pacing import BINDING, Auto, Backoff, Clock, Concurrency
 from serve_app.batches.places import Places
+from serve_app.batches.plan import TOGETHER, plan_id, unsent
 from serve_app.batches.rate import Meter, Rate
-from serve_app.batches.recording import close, give_up, record, unfinished
+from serve_app.batches.recording import close, give_up, record
 from serve_app.batches.rows import Result, Row
 from serve_app.batches.sending import Sender
 from serve_app.batches.states import State
@@ -35,6 +36,7 @@ from serve_app.system.waiting import wait_for_event
 logger = logging.getLogger("ray.serve")
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Done = tuple[OpenBatch, Row, Result]
 """A row that has its result."""
 
@@ -436,9 +438,12 @@ class Runner:
         models = self._rules.models(rights)
         limits = replace(self._rules.common, max_lines=rights["max_lines"])
         found = await asyncio.to_thread(validate, path, batch.endpoint, models, limits)
-        if found.errors:
+        if found.plan is None:
+            # An earlier validation, by other limits or models, may have left one.
+            await asyncio.to_thread(self._content.remove, plan_id(batch.id))
             await asyncio.to_thread(self._store.end, batch.id, "failed", self._now(), found.errors)
         else:
+            await _finished(found.plan.keep, self._content, batch.id)
             one.batch = await asyncio.to_thread(
                 self._store.move,
                 batch.id,
@@ -462,10 +467,13 @@ class Runner:
         )
 
     async def _read(self, one: OpenBatch) -> None:
-        rows, one.position, one.read = await asyncio.to_thread(
-            unfinished, self._store, self._content, one.batch, one.position
-        )
-        one.rows.extend(rows)
+        if one.unsent is None:
+            one.unsent = await _finished(unsent, self._store, self._content, one.batch)
+        groups = max(1, one.in_flight // TOGETHER)
+        one.rows.extend(await asyncio.to_thread(one.unsent.take, self._content, groups))
+        if not one.unsent:
+            # The plan isn't needed in memory any more.
+            one.read, one.unsent = True, None
 
     async def _end(self, one: OpenBatch) -> None:
         """End a batch of which nothing is in flight."""
@@ -536,7 +544,7 @@ class Runner:
         return int(self._clock())
 
 
-async def _finished(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+async def _finished(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a function that writes in a thread, which has ended when this returns or is cancelled.
 
     Otherwise a slow thread would write into the results of the next process, once the state is closed.
@@ -544,13 +552,14 @@ async def _finished(function: Callable[P, None], *args: P.args, **kwargs: P.kwar
     turn = threading.Lock()
     dropped = False
 
-    def run() -> None:
+    def run() -> T:
         with turn:
-            if not dropped:
-                function(*args, **kwargs)
+            if dropped:
+                raise RuntimeError("cancelled before it began")
+            return function(*args, **kwargs)
 
     try:
-        await asyncio.to_thread(run)
+        return await asyncio.to_thread(run)
     except asyncio.CancelledError:
         # A thread that has begun has the lock until its end.
         dropped = True

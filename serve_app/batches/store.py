@@ -419,6 +419,11 @@ class Store:
         query = "SELECT line FROM finished WHERE batch = ? AND line BETWEEN ? AND ?"
         return {row["line"] for row in self._rows(query, id, first, last)}
 
+    def finished_of(self, id: str, lines: Sequence[int]) -> set[int]:
+        """Return which of some input lines are finished."""
+        query = f"SELECT line FROM finished WHERE batch = ? AND line IN ({', '.join('?' * len(lines))})"
+        return {row["line"] for row in self._rows(query, id, *lines)}
+
     def _take_over(self, now: int) -> int:
         """Become the owner, and return the epoch.
 

@@ -3,13 +3,15 @@
 from collections.abc import Collection
 from contextlib import suppress
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
 from serve_app.api.protocol import JSON
 from serve_app.batches.limits import Limits
-from serve_app.batches.lines import SLICE_BYTES, Input, Line, Position, read_slice
+from serve_app.batches.lines import SLICE_BYTES, SLICE_LINES, Input, Line, read_lines
+from serve_app.batches.plan import Plan, Planner
 from serve_app.batches.tokens import bound_of
 
 ENDPOINTS = (
@@ -42,12 +44,14 @@ class Findings(NamedTuple):
         model: The model of all rows; None: they have several.
         errors: OpenAI's errors; empty: the file is valid.
         work: Bound of the work of all rows; see `tokens.bound_of`.
+        plan: The plan of the rows; None: the file isn't valid.
     """
 
     total: int
     model: str | None
     errors: list[JSON]
     work: float = 0.0
+    plan: Plan | None = None
 
 
 class Sketch(NamedTuple):
@@ -68,7 +72,9 @@ def batch_error(code: str, message: str, *, line: int | None = None, param: str 
 
 
 def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits) -> Findings:
-    """Check all lines of an input file. Of each `custom_id`, no more than a hash is kept in memory.
+    """Check all lines of an input file, and plan its rows.
+
+    Of each `custom_id`, no more than a hash is kept in memory.
 
     Args:
         path: The file.
@@ -80,15 +86,15 @@ def validate(path: Input, endpoint: str, models: Collection[str], limits: Limits
         ContentLostError: The file is gone.
     """
     check = _Check(endpoint, models, limits)
-    position, ended = Position(), False
-    while not ended and not check.full:
-        lines, position, ended = read_slice(path, position, limits.max_line_bytes)
-        for line in lines:
-            check.line(line)
+    for line in read_lines(path, limits.max_line_bytes):
+        check.line(line)
+        if check.full:
+            break
     if not check.total and not check.errors:
         check.errors.append(batch_error("empty_file", "The file has no rows"))
     model = next(iter(check.models)) if len(check.models) == 1 else None
-    return Findings(check.total, model, check.errors, check.work)
+    plan = None if check.errors else check.planner.finish()
+    return Findings(check.total, model, check.errors, check.work, plan)
 
 
 def sketch(path: Input, endpoint: str, size: int) -> Sketch:
@@ -102,15 +108,17 @@ def sketch(path: Input, endpoint: str, size: int) -> Sketch:
     Raises:
         ContentLostError: The file is gone.
     """
-    lines, position, _ = read_slice(path, Position(), SLICE_BYTES)
-    work, models = 0.0, set()
-    for line in lines:
+    work, end, models = 0.0, 1, set()
+    for line in islice(read_lines(path, SLICE_BYTES), SLICE_LINES):
+        end = line.offset + (SLICE_BYTES if line.text is None else len(line.text)) + 1
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             body = from_json(line.text or b"")["body"]
             work += bound_of(endpoint, body, len(line.text or b""))
             models.add(body.get("model"))
+        if end >= SLICE_BYTES:
+            break
     model = models.pop() if len(models) == 1 else None
-    return Sketch(work * size / max(1, position.offset), model if isinstance(model, str) else None)
+    return Sketch(work * size / end, model if isinstance(model, str) else None)
 
 
 class _Check:
@@ -121,6 +129,7 @@ class _Check:
         self.errors: list[JSON] = []
         self.models: set[str] = set()
         self.work = 0.0
+        self.planner = Planner()
         self._endpoint = endpoint
         self._served = models
         self._limits = limits
@@ -167,6 +176,8 @@ class _Check:
             self._add(line, "invalid_type", "body must be a JSON object", "body")
             return
         self.work += bound_of(self._endpoint, body, len(line.text or b""))
+        if not self.errors:
+            self.planner.add(line, body)
         self._model(line, body)
         if body.get("stream"):
             message = "stream must be false: the rows of a batch are not streamed"

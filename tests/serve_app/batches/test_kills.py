@@ -74,6 +74,9 @@ class Plan:
             name = f"b{number}"
             self.tenants[name] = random.choice(("anna", "ben"))
             rows = [row(f"{name}-{count}") for count in range(random.randint(1, 25))]
+            for one in rows:
+                # Rows that share a beginning are sent together.
+                one["body"]["system"] = random.choice("xyz") * random.choice((0, 1000))
             self.texts[name] = text_of(*rows)
         if random.random() < 0.3:
             self.cancel = random.choice(list(self.texts)), random.randrange(20)

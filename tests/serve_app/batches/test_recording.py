@@ -8,8 +8,8 @@ from pydantic_core import from_json
 from serve_app.batches import failpoints
 from serve_app.batches.content import Content, Contents
 from serve_app.batches.errors import ContentLostError
-from serve_app.batches.lines import Position
-from serve_app.batches.recording import close, give_up, record, unfinished, whole
+from serve_app.batches.plan import unsent
+from serve_app.batches.recording import close, give_up, record, whole
 from serve_app.batches.rows import Row, answered
 from tests.serve_app.batches.helpers import (
     NOW,
@@ -53,7 +53,8 @@ def test_results_are_written_once_whatever_the_commit_said(
     assert (batch.input_tokens, batch.output_tokens) == (5, 2)
     assert bytes_of(content, batch.output_file, batch.output_bytes) == results[0].text
     assert bytes_of(content, batch.error_file, batch.error_bytes) == results[1].text
-    assert unfinished(store, content, batch, Position())[0] == [Row(ROWS[2].line, ROWS[2].text.strip())]
+    left = unsent(store, content, batch)
+    assert left.take(content) == [Row(ROWS[2].line, ROWS[2].text.strip(), "demo")]
 
     close(store, content, store.move("b", "cancelling", NOW), NOW)
     batch = store.batch("b")

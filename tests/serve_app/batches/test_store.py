@@ -176,6 +176,7 @@ def test_rows_are_committed_once(store: Store) -> None:
         store.finish(before, [2], Counts(1, 0, 0, 10, 0))
     assert store.batch("b") == after
     assert store.finished("b", 1, 3) == {1, 3}
+    assert store.finished_of("b", [3, 2]) == {3}
 
 
 def test_the_results_of_a_batch_that_ended_are_files(store: Store) -> None:
