@@ -95,7 +95,7 @@ class Storage(Protocol[I_co]):
         """Open a file to read; raise a FileNotFoundError if it is missing."""
 
     def spans(self, name: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return bytes of a file, given by their offsets and lengths; a FileNotFoundError if it is missing."""
+        """Return bytes of a file, by offsets and lengths; raise a FileNotFoundError if it is missing."""
 
     def size(self, name: str) -> int | None:
         """Return the length of a file; None: it is missing."""
@@ -333,7 +333,7 @@ class Content(Generic[I_co]):
                 tried = start
 
     def spans(self, id: str, places: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return bytes of a content that is complete, given by their offsets and lengths; none behind its end.
+        """Return bytes of a content that is complete, by offsets and lengths; there are none behind its end.
 
         Raises:
             ContentLostError: The content is missing.

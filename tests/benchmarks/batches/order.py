@@ -20,7 +20,7 @@ from serve_app.api.facts import inspect
 from serve_app.api.protocol import JSON
 from serve_app.api.scheduling import Scheduling
 from serve_app.batches.client import Answer
-from serve_app.batches.content import Content
+from serve_app.batches.content import Content, Contents, Disk
 from serve_app.batches.engine_load import EngineLoad
 from serve_app.batches.files import add_file
 from serve_app.batches.key_rules import KeyRules
@@ -176,7 +176,8 @@ async def run_batch(load: Load, replicas: int, planned: bool) -> tuple[float, fl
         planned: Whether the rows go in the order of their plan, in place of the order of the input.
     """
     with tempfile.TemporaryDirectory() as folder, _engines(replicas, load.kv_tokens) as engines:
-        store, content = Store(Path(folder)), Content(Path(folder))
+        store = Store(Path(folder))
+        content = Content(Path(folder), store.epoch, Disk(Path(folder)))
         _add_batch(store, content, load, planned)
         client = VirtualEngines(engines, load)
         runner = Runner(
@@ -191,7 +192,7 @@ async def run_batch(load: Load, replicas: int, planned: bool) -> tuple[float, fl
         return load.rows / max(engine.time.now for engine in engines), client.cached / load.rows
 
 
-def _add_batch(store: Store, content: Content, load: Load, planned: bool) -> None:
+def _add_batch(store: Store, content: Contents, load: Load, planned: bool) -> None:
     """Store a batch that is validated."""
     draft = content.draft()
     for line in load.lines():

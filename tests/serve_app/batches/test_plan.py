@@ -17,7 +17,6 @@ from serve_app.batches.limits import Limits
 from serve_app.batches.plan import Plan, plan_id, plan_of, unsent
 from serve_app.batches.recording import close, give_up, record
 from serve_app.batches.rows import Row, answered
-from serve_app.batches.store import Store
 from serve_app.batches.stored import Batch
 from serve_app.batches.validate import validate
 from serve_app.settings.ingress import IngressSettings
@@ -56,12 +55,12 @@ class Site:
     """
 
     def __init__(self, folder: Path, *rows: JSON | bytes, storage: bool = False, start: bytes = b"") -> None:
-        self.store: Store = opened(folder)[0]
-        self.content: Contents = Content(folder)
+        self.content: Contents
+        self.store, self.content = opened(folder)
         if storage:
-            from serve_app.batches.object_storage import ObjectContent
+            from serve_app.batches.object_storage import Objects
 
-            self.content = ObjectContent(f"memory://{uuid4().hex}", folder)
+            self.content = Content(folder, self.store.epoch, Objects(f"memory://{uuid4().hex}"))
         put(self.store, self.content, "in", start + text_of(*rows))
         self.store.add_batch(batch_of("b", "in"), 1)
         found = validate(self.content.path("in"), CHAT, {"demo", "other"}, Limits())
