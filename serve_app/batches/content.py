@@ -109,6 +109,9 @@ class Storage(Protocol[I_co]):
     def remove(self, names: Sequence[str]) -> None:
         """Delete files, as far as they are there."""
 
+    def remove_folder(self, folder: str) -> None:
+        """Delete a folder with all of its files, if it is there."""
+
 
 class Disk:
     """Files in a folder.
@@ -172,6 +175,13 @@ class Disk:
             # Others are still in it, or another process was faster.
             with suppress(OSError):
                 folder.rmdir()
+
+    def remove_folder(self, folder: str) -> None:
+        """Delete a folder with all of its files, if it is there."""
+        self.remove([f"{folder}/{name}" for name in self.list(folder)])
+        # It may have been empty, and another process may write to it.
+        with suppress(OSError):
+            self.input(folder).rmdir()
 
     def rename(self, name: str, to: str) -> None:
         """Give a file another name, durably."""
@@ -411,8 +421,7 @@ class Content(Generic[I_co]):
 
     def _remove_parts(self, id: str) -> None:
         self._own.pop(id, None)
-        if parts := self._parts(id):
-            self._storage.remove([part.name for part in parts])
+        self._storage.remove_folder(f"parts/{id}")
 
     def _part(self, id: str, start: int) -> str:
         return f"parts/{id}/{self._epoch}-{start:020d}"

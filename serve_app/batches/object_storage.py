@@ -105,6 +105,11 @@ class Objects:
                     with suppress(FileNotFoundError):
                         self._fs.rm_file(path)
 
+    def remove_folder(self, folder: str) -> None:
+        """Delete all objects of a folder."""
+        if names := self.list(folder):
+            self.remove([f"{folder}/{name}" for name in names])
+
     def window(self, name: str) -> "_Window":
         """Return the bytes that were read last of an object; raise a FileNotFoundError if it is missing."""
         with self._lock:

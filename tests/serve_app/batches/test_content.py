@@ -231,6 +231,9 @@ class Failing:
     def remove(self, names: Sequence[str]) -> None:
         self._call("remove", names)
 
+    def remove_folder(self, folder: str) -> None:
+        self._call("remove_folder", folder)
+
 
 @pytest.mark.parametrize("seed", range(100))
 def test_results_are_whole_whatever_fails(
